@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from typing import Any
 
@@ -21,6 +22,11 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Like :func:`printable`, and newlines and tabs are escaped too: a name cannot look like several lines."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def html_text(text: str, *, quote: bool = True) -> str:
+    """Like :func:`printable`, for a page: what means something in HTML is escaped too, quotation marks if asked."""
+    return html.escape(printable(text), quote=quote)
 
 
 def utf8(name: str) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.errors import DataError
+from paceline.errors import DataError, RunDirectoryError
 
 _SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
 LFS_START = b"version https://git-lfs"
@@ -68,6 +68,18 @@ def refuse_odd_kinds(path: str | Path) -> None:
     with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader says what cannot be read
         if file.read(len(LFS_START)) == LFS_START:
             raise DataError(f"{str(path)!r} is {LFS_POINTER}.")
+
+
+def refuse_odd_outputs(*paths: Path) -> None:
+    """Refuse to write to what is not a regular file: a rename would replace it, and opening a named pipe would wait.
+
+    Raises:
+        RunDirectoryError: If one is a folder, a link, a named pipe, a socket or a device; a free name is none of these.
+    """
+    for path in paths:
+        kind = "a link" if path.is_symlink() else odd_kind(path)
+        if kind:
+            raise RunDirectoryError(f"'{path}' is {kind}, not a file, and is not replaced: give another name.")
 
 
 class LeftOut:

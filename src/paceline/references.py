@@ -40,6 +40,28 @@ def is_reference(name: str) -> bool:
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
+def call_reference(key: str, reference: str, made: Any, error: type[PacelineError], *arguments: Any) -> Any:
+    """Call what a recipe names; errors from within its own code pass.
+
+    Args:
+        key: The recipe's key, for the message.
+        reference: What it names.
+        made: The object that the reference stands for.
+        error: The class of errors.
+        arguments: What it is called with.
+
+    Raises:
+        PacelineError: As ``error``, if the object cannot be called with these arguments: it is of another kind.
+    """
+    try:
+        return made(*arguments)
+    except TypeError as wrong:
+        if wrong.__traceback__ is not None and wrong.__traceback__.tb_next is not None:
+            raise  # within the code that was called
+        given = ", ".join(type(each).__name__ for each in arguments)
+        raise error(f"{key}={reference} cannot be called with ({given}): {wrong}. Name a factory for {key}.") from None
+
+
 def load_reference(reference: str, error: type[PacelineError]) -> Any:
     """Import and return the object; modules of the current directory are found too, after the installed ones.
 

@@ -98,4 +98,7 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     if why := why_unknown(kind, name):
         raise error(f"{why}.")
     reference = _BUILT_IN[kind].get(name) or (name if is_reference(name) else installed(kind)[name])
-    return load_reference(reference, error)
+    found = load_reference(reference, error)
+    if not callable(found):
+        raise error(f"'{reference}' is a {type(found).__name__}, and cannot be called: name a function or a class.")
+    return found

@@ -53,7 +53,7 @@ def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Callable[...,
     assert "breaks  1 truncated: it ends before its last pixel; copy or download it again, or remove it" in done.out
     assert "        dog/03.jpg (image file is truncated" in done.out
     assert "breaks  7 empty file: it has no content" in done.out
-    assert "        cat/empty-[red]0\N{REPLACEMENT CHARACTER}.jpg" in done.out
+    assert "        cat/empty-[red]0\\n.jpg" in done.out
     assert "… and 2 more (--json names them)" in done.out
     assert "failed: 8 breaks; " in done.out
 

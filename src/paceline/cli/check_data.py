@@ -13,6 +13,7 @@ import click
 from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, trust_recipe_option
 from paceline.cli.output import concluded, open_console, print_json
+from paceline.escaping import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +117,7 @@ def _show_finding(console: Console, finding: Finding, root: str | None) -> None:
 def _show_subject(console: Console, report: DataReport) -> None:
     splits = ", ".join(f"{each['samples']:,} {name}" for name, each in report.splits.items())
     console.print(
-        f"{_clean(report.source)}: {report.dataset}, {report.classes['count']} classes, {splits}", markup=False
+        f"{one_line(report.source)}: {report.dataset}, {report.classes['count']} classes, {splits}", markup=False
     )
     checked, samples = (sum(each[key] for each in report.splits.values()) for key in ("checked", "samples"))
     if checked < samples:
@@ -133,13 +134,7 @@ def _line(entry: Entry, root: str | None) -> str:
 
 
 def _relative(text: str, root: str | None) -> str:
-    return _clean(text.removeprefix(root.rstrip(os.sep) + os.sep) if root is not None else text)
-
-
-def _clean(text: str) -> str:
-    """Text as a terminal can show it: a file's name may be any bytes."""
-    shown = os.fsencode(text).decode("utf-8", "replace")
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
+    return one_line(text.removeprefix(root.rstrip(os.sep) + os.sep) if root is not None else text)
 
 
 def _show_figures(console: Console, report: DataReport) -> None:

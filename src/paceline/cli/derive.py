@@ -167,7 +167,7 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     """Run a command, in as many ranks as it asks for, and show its result."""
     output: Path | None = values.get("output")
     if output is not None:
-        make_folder(output)
+        make_folder(output, *(f"{kind.__paceline_command__}.{ending}" for ending in ("json", "html")))
     hints = get_type_hints(kind, include_extras=True)
     if hints.get("processes") == Processes and (code := _launched(values)) is not None:
         return code

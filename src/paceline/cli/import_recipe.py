@@ -11,6 +11,7 @@ import click
 from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import echo, print_json
 from paceline.errors import RecipeError
+from paceline.files import refuse_odd_outputs
 
 if TYPE_CHECKING:
     from paceline.recipe.imports.draft import Conversion
@@ -104,6 +105,7 @@ def _finish(conversion: Conversion, output: Path | None, *, overwrite: bool, as_
     if conversion.refused:
         raise refusal(conversion)
     if output is not None:
+        refuse_odd_outputs(output)
         if output.exists() and not overwrite:
             raise RecipeError(f"{output} exists already; choose another --output, or add --overwrite.")
         try:

@@ -35,7 +35,9 @@ class LocalPath(click.Path):
         super().__init__(path_type=path_type, **checks)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path from the root or from here."""
+        """The path from the root or from here; an empty one, as of a variable that is not set, is refused."""
+        if value == "":
+            self.fail("the path is empty.", param, ctx)
         return super().convert(os.path.expanduser(value), param, ctx)
 
 

@@ -128,7 +128,7 @@ def check_output(path: Path) -> None:
     """
     if path.suffix not in _WRITERS:
         raise DataError(f"--output={path}: the name must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; change it.")
-    if path.exists():
+    if os.path.lexists(path):
         raise DataError(f"--output={path} exists already and is not written over; give another name.")
     if not path.parent.is_dir():
         raise DataError(f"--output={path}: there is no directory '{path.parent}'; create it first.")

@@ -117,6 +117,12 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
             f"unknown model '{model.name}'.{did_you_mean(model.name, known)} It is small_resnet, a timm name, "
             f"torchvision:NAME or package.module:factory; `paceline models PATTERN` lists them."
         )
+    for name, value in model.options.items():
+        if value is None:
+            raise ModelError(
+                f"model.options.{name}=null has no effect: timm leaves out options without a value; give one, or "
+                "leave it out."
+            )
     try:
         network: nn.Module = timm.create_model(
             model.name,

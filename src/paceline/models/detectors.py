@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import named_factory
+from paceline.models.factories import check_types, named_factory
 from paceline.models.small_detectors import small_fasterrcnn, small_maskrcnn, small_retinanet
 from paceline.recipe.boxes import Boxes
 from paceline.recipe.model import Model
@@ -59,6 +59,8 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
         if factory is None:
             network = _torchvision(model, num_classes + 1)
         else:
+            if model.name in OWN_DETECTORS:
+                check_types(model, factory)
             network = factory(num_classes=num_classes + 1, **model.options)
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
@@ -46,6 +47,34 @@ def check_options(network: str, rules: Iterable[tuple[str, object, object, str]]
             raise ModelError(f"model.options.{name}={value}: {network} needs {name} {rule}; change it.")
 
 
+_RULES: dict[Any, str] = {
+    int: "a whole number",
+    int | None: "a whole number",
+    float: "a number",
+    float | None: "a number",
+    bool: "true or false",
+    str: "text",
+    Sequence[int]: "a list of whole numbers",
+}
+
+
+def check_types(model: Model, factory: Callable[..., Any]) -> None:
+    """Refuse options of one of our networks that are not of the type its factory states.
+
+    Raises:
+        ModelError: Naming the first that is not.
+    """
+    for name, parameter in inspect.signature(factory, eval_str=True).parameters.items():
+        if name not in model.options or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            continue
+        value, kind = model.options[name], parameter.annotation
+        try:
+            TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+        except ValidationError as error:
+            rule = _RULES.get(kind) or error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise ModelError(f"model.options.{name}={value!r}: {model.name} needs {name} as {rule}.") from None
+
+
 def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.Module:
     """Call a factory with the recipe's options, and with those sizes that it has parameters for.
 
@@ -62,6 +91,8 @@ def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.
                 f"model.options {wrong} are unknown to {model.name}.{did_you_mean(wrong[0], known)} It has "
                 f"{', '.join(known)}."
             )
+        if not is_reference(model.name):
+            check_types(model, factory)
         network = factory(
             **{name: size for name, size in sizes.items() if takes_all or name in parameters}, **model.options
         )

@@ -217,7 +217,7 @@ def transformer(vocabulary: int, context: int, causal: bool, **options: Any) -> 
 
 
 # Shows which options there are.
-transformer.__signature__ = inspect.signature(Shape)  # type: ignore[attr-defined]
+transformer.__signature__ = inspect.signature(Shape, eval_str=True)  # type: ignore[attr-defined]
 
 
 def _norm(shape: Shape) -> nn.Module:

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
+from typing import SupportsFloat
 
 from paceline.errors import RecipeError
 from paceline.recipe.plan import LearningRatePoint, Plan
 from paceline.recipe.rates import resolve_anneal
 from paceline.recipe.schedule import Course, Schedule
+from paceline.references import call_reference, is_reference
 from paceline.registry import load
 
 # Boundaries of phases to be told; a rate that falls every epoch has as many.
@@ -103,7 +105,11 @@ class LearningRate:
         # The rise of one_cycle is a part of its shape.
         if step < self.warmup_steps and self.name != "one_cycle":
             return self._warming(step)
-        rate: float = self._shape(self, step)
+        if not is_reference(self.name):
+            return self._shape(self, step)
+        rate: float = call_reference("schedule.name", self.name, self._shape, RecipeError, self, step)
+        if not isinstance(rate, SupportsFloat):
+            raise RecipeError(f"schedule.name={self.name} gave a {type(rate).__name__}, not a learning rate.")
         return rate
 
     @cached_property

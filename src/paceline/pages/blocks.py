@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal, Protocol
+
+from paceline.escaping import html_text
 
 _CODE = re.compile(r"`([^`]+)`")
 _NUMBER = re.compile(r"^[−+-]?[\d,.]+(e[+-]?\d+)?( ?(%|[a-zA-Zµ/]{1,12}))?$")
@@ -66,16 +67,16 @@ class Table:
 
     def html(self) -> Iterator[str]:
         """A table that scrolls sideways where it is too wide, by keyboard too."""
-        name = escape(self.caption, quote=True)
+        name = html_text(self.caption, quote=True)
         if self.folded:
-            yield f"<details><summary>{escape(self.caption)}</summary>"
+            yield f"<details><summary>{html_text(self.caption)}</summary>"
         yield f'<div class="table" role="region" aria-label="{name}" tabindex="0"><table>'
-        yield f"<caption{' class=hidden' * self.folded}>{escape(self.caption)}</caption>"
+        yield f"<caption{' class=hidden' * self.folded}>{html_text(self.caption)}</caption>"
         texts = [[cell_text(cell) for cell in row] for row in self.rows]
         numeric = [_is_numeric(row[column] for row in texts) for column in range(len(self.columns))]
         yield "<thead><tr>"
         for heading, right in zip(self.columns, numeric, strict=True):
-            yield f'<th scope="col"{_class(right)}>{escape(heading)}</th>'
+            yield f'<th scope="col"{_class(right)}>{html_text(heading)}</th>'
         yield "</tr></thead><tbody>"
         for row, cells in zip(self.rows, texts, strict=True):
             yield f"<tr>{''.join(_cells(row, cells, numeric))}</tr>"
@@ -109,8 +110,8 @@ class Tiles:
         """A list of terms."""
         yield '<dl class="tiles">'
         for tile in self.tiles:
-            note = f'<dd class="note">{escape(tile.note)}</dd>' if tile.note else ""
-            yield f"<div><dt>{escape(tile.label)}</dt><dd>{escape(tile.value)}</dd>{note}</div>"
+            note = f'<dd class="note">{html_text(tile.note)}</dd>' if tile.note else ""
+            yield f"<div><dt>{html_text(tile.label)}</dt><dd>{html_text(tile.value)}</dd>{note}</div>"
         yield "</dl>"
 
 
@@ -141,21 +142,21 @@ class Gallery:
         """A list of figures."""
         yield '<ul class="gallery">'
         for each in self.pictures:
-            alternative = escape(each.alternative, quote=True)
+            alternative = html_text(each.alternative, quote=True)
             image = (
                 f'<img src="{each.data}" alt="{alternative}">'
                 if _PICTURE.match(each.data)
-                else f'<p class="note">{escape(each.alternative)}</p>'
+                else f'<p class="note">{html_text(each.alternative)}</p>'
             )
             mark = '<span class="cross" aria-hidden="true">✗</span> ' if each.is_wrong else ""
             kind = ' class="wrong"' if each.is_wrong else ""
-            yield f"<li><figure{kind}>{image}<figcaption>{mark}{escape(each.caption)}</figcaption></figure></li>"
+            yield f"<li><figure{kind}>{image}<figcaption>{mark}{html_text(each.caption)}</figcaption></figure></li>"
         yield "</ul>"
 
 
 def inline(text: str) -> str:
     """A paragraph's text with `backticks` as code, everything else escaped."""
-    return _CODE.sub(r"<code>\1</code>", escape(text, quote=True))
+    return _CODE.sub(r"<code>\1</code>", html_text(text, quote=True))
 
 
 def cell_text(cell: object) -> str:
@@ -178,7 +179,7 @@ def _class(right: bool) -> str:
 
 def _cells(row: Sequence[object], cells: Sequence[str], numeric: Sequence[bool]) -> Iterator[str]:
     for column, (cell, text) in enumerate(zip(row, cells, strict=True)):
-        written = f"<mark>{escape(text)}</mark>" if isinstance(cell, Marked) else escape(text)
+        written = f"<mark>{html_text(text)}</mark>" if isinstance(cell, Marked) else html_text(text)
         if column == 0:
             yield f'<th scope="row"{_class(numeric[0])}>{written}</th>'
         else:

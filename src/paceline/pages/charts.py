@@ -10,10 +10,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import cycle
 from typing import Any
 
+from paceline.escaping import html_text
 from paceline.pages.blocks import Table
 
 SERIES = 8
@@ -83,12 +83,12 @@ class Chart:
         height = int(self.layout.get("height", _LAYOUT["height"]))
         wide = " wide" if self.wide else ""
         yield f'<figure class="chart{wide}" aria-labelledby="chart-{number}-title">'
-        yield f'<figcaption id="chart-{number}-title"><span class="count">Figure {number}</span> {escape(self.title)}'
-        yield "</figcaption>"
-        label = escape(f"{self.title}. {self.description}", quote=True)
+        yield f'<figcaption id="chart-{number}-title"><span class="count">Figure {number}</span> '
+        yield f"{html_text(self.title)}</figcaption>"
+        label = html_text(f"{self.title}. {self.description}", quote=True)
         yield f'<div class="plot" id="chart-{number}" role="img" aria-label="{label}" style="height:{height}px"></div>'
         if self.description:
-            yield f'<p class="description">{escape(self.description)}</p>'
+            yield f'<p class="description">{html_text(self.description)}</p>'
         yield from (self.table or figures_table(self)).html()
         yield "</figure>"
 
@@ -210,7 +210,7 @@ def _plain(value: Any, key: str = "") -> Any:
     """Copy a figure with its texts as Plotly shows them as they are, and no number that JSON has no word for."""
     match value:
         case str():
-            return value if key in _TEMPLATES else escape(value, quote=False)
+            return value if key in _TEMPLATES else html_text(value, quote=False)
         case None | bool() | int():
             return value
         case float():

@@ -12,13 +12,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.escaping import html_text
+from paceline.files import refuse_odd_outputs
 from paceline.pages.blocks import Block, Gallery, Marked, Picture, Table, Text, Tile, Tiles
 from paceline.pages.charts import Chart
 from paceline.pages.plotly_script import plotly_script, script_digest
@@ -78,8 +79,9 @@ def write_page(path: Path, page: Page) -> Path:
 
     Raises:
         PacelineError: If Plotly is not installed.
-        RunDirectoryError: If the file cannot be written.
+        RunDirectoryError: If the file cannot be written, or something else than a file is there.
     """
+    refuse_odd_outputs(path)
     document = _assemble(page)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -122,7 +124,7 @@ def _assemble(page: Page) -> str:
             '<meta name="color-scheme" content="light dark">',
             '<meta name="generator" content="Paceline">',
             '<link rel="icon" href="data:,">',
-            f"<title>{escape(page.title)}</title>\n<style>{_own('page.css')}</style>\n</head>\n<body>",
+            f"<title>{html_text(page.title)}</title>\n<style>{_own('page.css')}</style>\n</head>\n<body>",
             body,
             *scripts,
             f"<script>{script}</script>\n</body>\n</html>\n",
@@ -165,11 +167,12 @@ def _policy(digests: Sequence[str], charts: Sequence[tuple[int, Chart]]) -> str:
 
 def _body(page: Page, numbers: dict[int, int]) -> Iterator[str]:
     yield '<a class="skip" href="#content">Skip to the content</a>'
-    yield f'<header><div><h1>{escape(page.title)}</h1><p class="subtitle">{escape(page.subtitle)}</p></div>'
+    yield f'<header><div><h1>{html_text(page.title)}</h1><p class="subtitle">{html_text(page.subtitle)}</p></div>'
     yield '<button type="button" id="theme" aria-pressed="false" hidden>Dark</button></header>'
     if len(page.sections) > 1:
         links = (
-            f'<li><a href="#section-{at}">{escape(section.title)}</a></li>' for at, section in enumerate(page.sections)
+            f'<li><a href="#section-{at}">{html_text(section.title)}</a></li>'
+            for at, section in enumerate(page.sections)
         )
         yield f'<nav aria-label="Sections"><ul>{"".join(links)}</ul></nav>'
     yield '<main id="content" tabindex="-1">'
@@ -178,7 +181,7 @@ def _body(page: Page, numbers: dict[int, int]) -> Iterator[str]:
         yield "<noscript><p class=warning>Charts need JavaScript; their figures are in the tables below them.</p>"
         yield "</noscript>"
     for at, section in enumerate(page.sections):
-        yield f'<section aria-labelledby="section-{at}"><h2 id="section-{at}">{escape(section.title)}</h2>'
+        yield f'<section aria-labelledby="section-{at}"><h2 id="section-{at}">{html_text(section.title)}</h2>'
         yield from _blocks(section.blocks, numbers)
         yield "</section>"
     yield "</main>\n<footer>Made by Paceline. This file loads nothing: it can be kept and sent. "

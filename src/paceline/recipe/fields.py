@@ -54,7 +54,20 @@ OpenFraction = Annotated[float, _Number, Field(ge=0, lt=1)]
 FiniteFloat = Annotated[float, _Number, Field(allow_inf_nan=False)]
 Switch = Annotated[bool, BeforeValidator(as_switch), Field(strict=True)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
-Options = Annotated[dict[str, Any], BeforeValidator(settled)]
+
+
+def _named_options(value: object) -> object:
+    """Settle options; refuse names that no factory has, as the key ``drop_rate:0.5`` that lacks a space."""
+    options = settled(value)
+    for name in map(str, options) if isinstance(options, dict) else ():
+        if not name.isidentifier():
+            start, colon, rest = name.partition(":")
+            fix = f"write '{start}: {rest}', with a space" if colon and start.isidentifier() else "correct it"
+            raise ValueError(f"found the option {name!r}, but a name is letters, digits and underscores: {fix}")
+    return options
+
+
+Options = Annotated[dict[str, Any], BeforeValidator(_named_options)]
 """Keyword arguments of a factory, of types that only it knows."""
 
 

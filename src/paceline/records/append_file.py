@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from paceline.records.run_directory import cannot, sync_directory
+from paceline.records.run_directory import cannot, refuse_odd_record, sync_directory
+
+
+def detach(path: Path) -> None:
+    """Give a file that has several names (``cp -al``, ``ln``) an inode of its own, so that the others keep theirs.
+
+    Call it before a file is appended to or cut in place. A file with one name, or none, is left as it is.
+
+    Raises:
+        RunDirectoryError: If the disk refuses; the file is then as it was.
+    """
+    try:
+        if not path.is_file() or path.stat().st_nlink == 1:
+            return
+        target = path.resolve()
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            shutil.copyfile(target, temporary)
+            shutil.copymode(target, temporary)
+            with temporary.open("r+b") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise cannot("copy", path, error) from error
 
 
 class AppendFile:
     """A file that is only appended to; what is written is buffered until :meth:`flush`.
+
+    A file with several names is copied first (:func:`detach`).
 
     Args:
         path: The file, made if need be with its folder, whose parent is there.
@@ -24,6 +53,8 @@ class AppendFile:
 
     def __init__(self, path: Path, *, buffering: int = -1) -> None:
         self._path = path
+        refuse_odd_record(path)
+        detach(path)
         try:
             path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=buffering)

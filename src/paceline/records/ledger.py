@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paceline.errors import RunDirectoryError
-from paceline.records.append_file import AppendFile
-from paceline.records.run_directory import cannot
+from paceline.records.append_file import AppendFile, detach
+from paceline.records.run_directory import cannot, refuse_odd_record
 
 _MAGIC = b"PLED"
 _HEADER = struct.Struct("<4sB3xIQII")
@@ -106,6 +106,7 @@ def truncate_ledgers(directory: Path, step: int) -> int:
             keep = end
             samples += entry.ids.size + entry.broken.size
         try:
+            detach(path)
             size = path.stat().st_size
             if keep < size:
                 with path.open("r+b") as file:
@@ -131,6 +132,7 @@ def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:
 
 def _records(path: Path) -> Iterator[tuple[int, LedgerEntry]]:
     """Yield each record with the offset of its end."""
+    refuse_odd_record(path)
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError
-from paceline.records.run_directory import write_bytes
+from paceline.records.run_directory import refuse_odd_record, write_bytes
 
 
 def write_lengths(path: Path, tokens: NDArray[np.int64]) -> None:
@@ -29,6 +29,7 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     Raises:
         RunDirectoryError: If the file is missing or damaged.
     """
+    refuse_odd_record(path)
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -11,7 +11,7 @@ import yaml
 from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
 from paceline.plain_yaml import BoundedLoader
-from paceline.records.run_directory import RunDirectory, cannot, existing_run
+from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record
 from paceline.records.summary import Summary
 from paceline.records.writer import parse_line
 
@@ -30,6 +30,7 @@ def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator
     Raises:
         RunDirectoryError: If the file cannot be read or a line is no event.
     """
+    refuse_odd_record(path)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -132,6 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     """Read a file, wording its absence for the user."""
+    refuse_odd_record(path)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

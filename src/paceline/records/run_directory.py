@@ -22,6 +22,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.escaping import utf8
+from paceline.files import odd_kind, refuse_odd_outputs
 
 _ADVICE = {
     errno.EACCES: "Choose a directory you may write to.",
@@ -183,6 +184,17 @@ class RunDirectory:
                 )
 
 
+def refuse_odd_record(path: Path) -> None:
+    """Refuse a record that is a named pipe, a socket or a device: opening it could wait for ever.
+
+    Raises:
+        RunDirectoryError: Naming it and what it is.
+    """
+    kind = odd_kind(path)
+    if kind and kind != "a folder":  # which opening refuses
+        raise RunDirectoryError(f"'{path}' is {kind}, not a file: take it away, or restore the file from a copy.")
+
+
 def existing_run(path: Path) -> RunDirectory:
     """The run directory of that name.
 
@@ -206,6 +218,8 @@ def why_no_run(path: Path, give: str = "the directory of a run that was started,
         path: It holds no run.
         give: What is to be given instead.
     """
+    if kind := odd_kind(RunDirectory(path).recipe):
+        return f"'{RunDirectory(path).recipe}' is {kind}, not a file: take it away, or restore the file from a copy."
     found = f"there is no run directory '{path}'"
     if path.exists():
         found = f"'{path}' holds no run ({'no recipe.yaml' if path.is_dir() else 'it is a file'})"
@@ -251,11 +265,15 @@ def cannot(verb: str, path: Path, error: OSError, *, what: str = "file") -> RunD
     return RunDirectoryError(f"Cannot {verb} the {what} '{path}': {reason}. {advice}")
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder that a command's ``--output`` names.
+def make_folder(folder: Path, *names: str) -> None:
+    """Make the folder that a command's ``--output`` names, and check the files that will be written there.
+
+    Args:
+        folder: The folder.
+        names: Names of the files.
 
     Raises:
-        RunDirectoryError: If it cannot be made.
+        RunDirectoryError: If it cannot be made, or one of the names is there and is not a regular file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -263,6 +281,7 @@ def make_folder(folder: Path) -> None:
         raise RunDirectoryError(f"--output {folder} is a file; name a folder.") from None
     except OSError as error:
         raise cannot("make", folder, error, what="folder") from error
+    refuse_odd_outputs(*(folder / name for name in names))
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
-from paceline.records.append_file import AppendFile
+from paceline.records.append_file import AppendFile, detach
 from paceline.records.events import Event
-from paceline.records.run_directory import cannot, encode_json, write_text
+from paceline.records.run_directory import cannot, encode_json, refuse_odd_record, write_text
 
 
 class EventWriter(AppendFile):
@@ -39,11 +39,12 @@ class EventWriter(AppendFile):
 def truncate_after(path: Path, position: int) -> int:
     """Remove events later than ``position`` in the data, and a last line torn by a kill; return how many went.
 
-    The file is replaced as a whole, or not touched. A file that does not exist stays so.
+    The file is replaced as a whole, or keeps its content. A file that does not exist stays so.
 
     Raises:
         RunDirectoryError: If a line other than the last is no event.
     """
+    refuse_odd_record(path)
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
@@ -57,6 +58,8 @@ def truncate_after(path: Path, position: int) -> int:
             kept.append(line)
     if len(kept) < len(lines):
         write_text(path, b"".join(kept).decode("utf-8"))
+    else:
+        detach(path)  # the run that continues holds it open before it appends
     return len(lines) - len(kept)
 
 

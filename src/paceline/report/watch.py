@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
 from paceline.records.reader import NO_METRICS, read_environment, read_plan
-from paceline.records.run_directory import RunDirectory, cannot, existing_run
+from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record
 from paceline.records.writer import parse_line
 from paceline.telemetry.meter import PHASES
 
@@ -256,6 +256,7 @@ class EventFollower:
         Raises:
             RunDirectoryError: If the file cannot be read, or a line is no event.
         """
+        refuse_odd_record(self._path)
         try:
             with self._path.open("rb") as file:
                 file.seek(max(0, self._offset - len(self._last)))

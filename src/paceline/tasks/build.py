@@ -8,6 +8,7 @@ from paceline import registry
 from paceline.errors import RecipeError
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
+from paceline.references import call_reference
 from paceline.storage.addresses import is_address
 from paceline.storage.local_copies import local_path
 from paceline.tasks.task import Task
@@ -21,7 +22,7 @@ def build_task(recipe: Recipe) -> Task:
         StorageError: If the data lie at an address and cannot be copied.
     """
     recipe = with_local_data(recipe)
-    task = registry.load("tasks", recipe.task, RecipeError)(recipe)
+    task = call_reference("task", recipe.task, registry.load("tasks", recipe.task, RecipeError), RecipeError, recipe)
     if not isinstance(task, Task):
         raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, not a paceline.Task.")
     return task

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, RunDirectoryError
+from paceline.files import refuse_odd_outputs
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.mlperf import NOT_A_RESULT, check_mlperf
 from paceline.recipe.phases import BatchPhase, Epochs
@@ -96,6 +97,7 @@ def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), out
     """
     text = "".join(f"{line}\n" for line in mlperf_log(directory, overrides))
     path = directory.mlperf_log if output is None else output
+    refuse_odd_outputs(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

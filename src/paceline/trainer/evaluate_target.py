@@ -26,6 +26,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell
+from paceline.files import refuse_odd_outputs
 from paceline.recipe.compute import resolve_float32_matmul
 from paceline.recipe.load import (
     Overrides,
@@ -403,6 +404,7 @@ def _check_predictions_path(path: Path | None) -> None:
         raise PacelineError(f"--predictions={path}: the name must end in {' or '.join(PREDICTION_FORMATS)}.")
     if not path.parent.is_dir():
         raise PacelineError(f"--predictions={path}: there is no directory '{path.parent}'; create it first.")
+    refuse_odd_outputs(path)
 
 
 def _write_predictions(path: Path, mine: _Predictions, collectives: Collectives) -> None:

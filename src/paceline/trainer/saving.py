@@ -14,8 +14,10 @@ from paceline.checkpoint.mirror import Sendable
 from paceline.checkpoint.sharded import ShardedSave
 from paceline.checkpoint.store import Best, CheckpointStore, Choice, SavedCheckpoint, read_components
 from paceline.errors import CheckpointError
+from paceline.recipe.load import to_yaml
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
 from paceline.records.identity import Identity, write_identity
+from paceline.records.run_directory import write_text
 from paceline.trainer.mirroring import report_mirror, sendable_records
 from paceline.trainer.nonfinite import check_loss, check_state
 
@@ -135,6 +137,8 @@ def _write_later(run: Run, store: CheckpointStore, sharded: ShardedSave | None) 
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, sharded=sharded)
         run.directory.check_in_place()
         write_identity(run.directory, Identity(run.identity, has_checkpoint=True))
+        if not run.directory.recipe.exists():  # removed while the run trained: without it, nothing resumes
+            write_text(run.directory.recipe, to_yaml(run.recipe))
         protect = [*_note_best(run, store, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
         if mirroring is not None:

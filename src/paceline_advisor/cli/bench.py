@@ -141,7 +141,7 @@ def measure(ctx: click.Context, /, recipe: str, overrides: tuple[str, ...], as_j
     if chosen["output"] is not None:
         from paceline.records.run_directory import make_folder
 
-        make_folder(chosen["output"])
+        make_folder(chosen["output"], "benchmark.json", "benchmark.md", "benchmark.html")
     make = {"inference": _latency, "to": _target, "grid": _grid}[mode]
     # The user's code may run in this process, and may print.
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):

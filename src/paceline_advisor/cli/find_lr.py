@@ -132,7 +132,7 @@ def _check_files(chosen: dict[str, Any]) -> None:
     if chosen["apply_to"] is not None:
         check_new(chosen["apply_to"])
     if chosen["output"] is not None:
-        make_folder(chosen["output"])
+        make_folder(chosen["output"], "find-lr.json", "find-lr.html")
 
 
 def _launch(

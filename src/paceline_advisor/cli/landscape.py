@@ -186,7 +186,7 @@ def _make_output(output: Path | None, targets: tuple[Path, ...]) -> None:
     if output is not None:
         from paceline.records.run_directory import make_folder
 
-        make_folder(output)
+        make_folder(output, "landscape.json", "landscape.html")
 
 
 def _spelled(asked: dict[str, Any]) -> list[str]:

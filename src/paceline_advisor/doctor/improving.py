@@ -39,7 +39,7 @@ def check_new(path: Path) -> None:
     Raises:
         RecipeError: If there is something of that name, or no folder for it.
     """
-    if path.exists():
+    if os.path.lexists(path):
         raise RecipeError(f"--apply {path}: there is a file of that name already; name a new one, or remove it.")
     if not path.absolute().parent.is_dir():
         raise RecipeError(f"--apply {path}: there is no folder '{path.absolute().parent}'; make it, or name another.")

@@ -23,7 +23,9 @@ def own_files(recipe: Recipe, task: Task, network: nn.Module | None) -> list[str
     kinds = [*type(task).__mro__, *({type(each) for each in network.modules()} if network is not None else ())]
     modules |= {kind.__module__ for kind in kinds}
     files = {_file(name) for name in modules}
-    return sorted(file for file in files if file and not file.startswith((*OURS, TORCH)) and "site-packages" not in file)
+    return sorted(
+        file for file in files if file and not file.startswith((*OURS, TORCH)) and "site-packages" not in file
+    )
 
 
 def find_call(files: Collection[str], names: Collection[str]) -> Place | None:

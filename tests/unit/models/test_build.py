@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.models.build import _replace_stem, build_model, check_takes, model_names, parameter_count
+from paceline.models.clicks import build_click_model
+from paceline.models.language import build_language_model
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.model import Model
 
@@ -215,3 +219,30 @@ def test_finding_out_leaves_the_network_as_it_was() -> None:
     network = Counting()
     check_takes(network, 8, channels=3, name="counting")
     assert (network.calls.item(), network.training) == (0, True)
+
+
+def test_an_option_that_timm_would_drop_is_refused() -> None:
+    assert "model.options.drop_rat=null has no effect" in refusal(Model(name="test_resnet", options={"drop_rat": None}))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("width", each) for each in (1.5, "abc", True, None, [4])),
+        *(("stages", each) for each in (1.5, "3")),
+        *(("dropout", each) for each in ("abc", True, math.nan)),
+        ("zero_init_residual", 1),
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_name(option: str, value: Any) -> None:
+    message = refusal(Model(options={option: value}))
+    assert message.startswith(f"model.options.{option}={value!r}: small_resnet needs {option} as ")
+
+
+def test_options_of_every_network_of_ours_are_checked_by_type() -> None:
+    for name, option in (("speed_net", "logit_scale"), ("lecture_net", "channels")):
+        assert refusal(Model(name=name, options={option: "abc"})).startswith(f"model.options.{option}='abc': ")
+    with pytest.raises(ModelError, match=r"model.options.dropout='abc': gpt needs dropout as a number"):
+        build_language_model(Model(name="gpt", options={"dropout": "abc"}), vocabulary=20, context=12)
+    with pytest.raises(ModelError, match=r"model.options.embedding=1.5: dlrm needs embedding as a whole number"):
+        build_click_model(Model(name="dlrm", options={"embedding": 1.5}), dense_features=2, table_rows=[3])

@@ -175,7 +175,7 @@ def test_a_folder_that_refuses_is_told_in_a_sentence(tmp_path: Path) -> None:
         write_page(tmp_path / "file" / "page.html", Page(title="", subtitle="", sections=()))
     target = tmp_path / "folder"
     target.mkdir()
-    with pytest.raises(RunDirectoryError, match="Cannot write the page"):
+    with pytest.raises(RunDirectoryError, match="is a folder"):
         write_page(target, Page(title="", subtitle="", sections=()))
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -185,7 +185,20 @@ def test_the_same_page_gives_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_no_unicode_is_no_trouble(tmp_path: Path) -> None:
-    assert "a?b" in document(tmp_path, Text("a\udcffb"), line(name="a\udcffb"))
+    assert "a\\udcffb" in document(tmp_path, Text("a\udcffb"), line(name="a\udcffb"))
+
+
+def test_controls_and_marks_of_direction_are_written_out(tmp_path: Path) -> None:
+    name = "a\x1b[2J\u202eb"
+    found = document(
+        tmp_path,
+        Text(name),
+        Table(columns=(name,), rows=[(name,)], caption=name),
+        Tiles(tiles=[Tile(label=name, value=name, note=name)]),
+    )
+    assert "\x1b" not in found
+    assert "\u202e" not in found
+    assert "a\\x1b[2J\\u202eb" in found
 
 
 def test_neither_torch_nor_plotlys_python_is_loaded() -> None:

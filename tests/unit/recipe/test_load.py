@@ -213,6 +213,8 @@ WRONG = [
     (["telemetry.trackers=[comet]"], "telemetry.trackers: found 'comet', but it must be 'tensorboard'"),
     (["schedule.name=step", "schedule.milestones=[3]"], "schedule.milestones: found 3, but a duration is a number"),
     (["train.precision=fp16", "train.grad_scaler.growth_factor=1"], "train.grad_scaler.growth_factor: found 1,"),
+    (["model.options={drop_rate:0.5}"], "model.options: found the option 'drop_rate:0.5', but a name is letters,"),
+    (["optimizer.options={drop-rate: 1}"], "optimizer.options: found the option 'drop-rate', but a name is letters,"),
 ]
 
 

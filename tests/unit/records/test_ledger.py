@@ -195,3 +195,16 @@ def test_negative_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found -1"):
         writer.append(step=1, epoch=0, ids=[-1])
     writer.close()
+
+
+def test_a_file_with_several_names_is_copied_before_it_is_changed(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    write(ledger_path(original, 0), [(1, 0, [1], []), (2, 0, [2], [])])
+    whole = ledger_path(original, 0).read_bytes()
+    for change in (lambda: truncate_ledgers(copy, 1), lambda: write(ledger_path(copy, 0), [(3, 0, [3], [])])):
+        copy.mkdir(exist_ok=True)
+        ledger_path(copy, 0).unlink(missing_ok=True)
+        ledger_path(copy, 0).hardlink_to(ledger_path(original, 0))
+        change()
+        assert ledger_path(original, 0).read_bytes() == whole
+        assert ledger_path(copy, 0).read_bytes() != whole

@@ -17,7 +17,7 @@ import pytest
 from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reading import read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
-from paceline.records.identity import read_identity
+from paceline.records.identity import read_identity, write_identity
 from paceline.records.run_directory import RunDirectory
 from paceline.report.audit import audit_run
 
@@ -320,3 +320,33 @@ def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Train, runs: Pat
     (runs / "run/.lock").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=r"\.lock"):
         train_tiny("run")
+
+
+def test_a_recipe_removed_during_the_run_is_written_again(
+    train_tiny: Train, runs: Path, monkeypatch: pytest.MonkeyPatch, whole: str
+) -> None:
+    kept: list[str] = []
+
+    def remove_once(directory: RunDirectory, identity: Any) -> None:
+        if not kept:
+            kept.append(directory.recipe.read_text())
+            directory.recipe.unlink()
+        write_identity(directory, identity)
+
+    monkeypatch.setattr("paceline.trainer.saving.write_identity", remove_once)
+    train_tiny("run")
+    assert (runs / "run/recipe.yaml").read_text() == kept[0]
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+
+
+# ------------------------------------------------------------------------------------------- hard-linked copies
+
+
+def test_resuming_a_hard_linked_copy_leaves_the_original_alone(train_tiny: Train, runs: Path, whole: str) -> None:
+    original = train_tiny("original").run_dir
+    shutil.copytree(original, runs / "copy", copy_function=os.link)
+    before = fingerprint(original)
+    assert train_tiny("copy", LONGER).summary.weights_sha256 == whole
+    assert fingerprint(original) == before
+    assert audit_run(runs / "copy").passed
+    assert audit_run(original).passed

@@ -237,8 +237,8 @@ def _images(entries: list[Any], fault: _Faults) -> dict[int, tuple[str, int, int
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether a file can be called so: not nothing, without a zero byte, and no half of a surrogate pair."""
-    if not isinstance(name, str) or not name or "\0" in name:
+    """Whether a file can be called so: not nothing, not `.`, without a zero byte, and no half of a surrogate pair."""
+    if not isinstance(name, str) or not name or "\0" in name or os.path.normpath(name) in (".", ".."):
         return False
     return name.encode("utf-8", "ignore").decode() == name
 
@@ -252,6 +252,8 @@ def _classes(entries: list[Any], fault: _Faults) -> dict[int, str]:
             continue
         if number in found:
             fault(f"categories[{position}] has the id {_shown(number)}, which another one has")
+        elif name in found.values():
+            fault(f"categories[{position}] has the name {name!r}, which another one has")
         found[number] = name
     return dict(sorted(found.items()))
 

@@ -13,7 +13,7 @@ from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.files import LeftOut, visible
 from paceline.recipe.clicks import Clicks
 from paceline.recipe.data import Data
-from paceline.references import is_reference
+from paceline.references import call_reference, is_reference
 from paceline.registry import installed, load
 
 _ROWS_PER_VALUE, _SMALLEST_TABLE = 8, 1024
@@ -40,7 +40,8 @@ def open_clicks(data: Data) -> ClickDataset:
             f"data.dataset is {data.dataset!r}, which holds no clicks; known are {', '.join(_OPENERS)} and "
             f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
         )
-    found = load("datasets", data.dataset, DataError)(data)
+    factory = load("datasets", data.dataset, DataError)
+    found = call_reference("data.dataset", data.dataset, factory, DataError, data)
     if not isinstance(found, ClickDataset):
         raise DataError(f"data.dataset={data.dataset} gave a {type(found).__name__}, not a ClickDataset.")
     return found

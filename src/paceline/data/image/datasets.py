@@ -10,7 +10,7 @@ from paceline.data.image.selection import select
 from paceline.dataset_registry import dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
-from paceline.references import is_reference, load_reference
+from paceline.references import call_reference, is_reference, load_reference
 
 LARGEST_SMALL_IMAGE = 64
 _PHOTOGRAPH_SIZE = 224
@@ -31,7 +31,8 @@ def open_dataset(data: Data, fault: Fault | None = None) -> ImageDataset:
         RecipeError: If the section does not fit the data set.
     """
     if is_reference(data.dataset):
-        dataset = load_reference(data.dataset, DataError)(data)
+        factory = load_reference(data.dataset, DataError)
+        dataset = call_reference("data.dataset", data.dataset, factory, DataError, data)
         if not isinstance(dataset, ImageDataset):
             raise DataError(
                 f"{data.dataset!r} returned {type(dataset).__name__}; it must return a "

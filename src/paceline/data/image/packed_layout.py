@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 from paceline.plain_json import load_json
 
 MANIFEST = "packed.json"
@@ -199,6 +200,7 @@ def read_manifest(root: Path) -> Manifest:
         DataError: If there is none, or it is damaged.
     """
     path = root / MANIFEST
+    refuse_odd_kinds(path)
     try:
         tree = load_json(path.read_bytes())
     except FileNotFoundError as error:

@@ -16,7 +16,7 @@ from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
 from paceline.recipe.data import Data
 from paceline.recipe.text import Text
-from paceline.references import is_reference
+from paceline.references import call_reference, is_reference
 from paceline.registry import installed, load
 
 _VALIDATION = ("val", "validation", "valid", "test")
@@ -36,7 +36,8 @@ def open_text(data: Data) -> TextDataset:
             f"data.dataset is {data.dataset!r}, but of text there are {', '.join(OPENERS)} and "
             f"'package.module:factory'.{did_you_mean(data.dataset, OPENERS)}"
         )
-    dataset = load("datasets", data.dataset, DataError)(data)
+    factory = load("datasets", data.dataset, DataError)
+    dataset = call_reference("data.dataset", data.dataset, factory, DataError, data)
     if not isinstance(dataset, TextDataset):
         raise DataError(f"data.dataset={data.dataset} gave a {type(dataset).__name__}, which is no TextDataset.")
     return dataset

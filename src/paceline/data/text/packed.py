@@ -20,6 +20,7 @@ import numpy as np
 from paceline.data.text.corpus import Documents, StoredCorpus, TextDataset, smallest_type
 from paceline.data.text.tokenizer import Tokenizer, text_digest, tokenizer_from
 from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
 from paceline.plain_json import load_json
 
 MANIFEST = "tokens.json"
@@ -131,6 +132,7 @@ def open_tokens(root: Path) -> TextDataset:
 
 def _described(root: Path) -> dict[str, Any]:
     path = root / MANIFEST
+    refuse_odd_kinds(path)
     try:
         tree = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

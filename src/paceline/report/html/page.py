@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.files import refuse_odd_outputs
 from paceline.pages.page import Block, Page, Section, Text, write_page
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory
+from paceline.records.run_directory import RunDirectory, cannot
 from paceline.report.html.config import environment, recipe
 from paceline.report.html.outcome import facts_of, outcome
 from paceline.report.html.predictions import predictions
@@ -60,6 +61,8 @@ class Report:
 # Of events, read in half a second. Who stops a run by a signal may give it little time.
 _MOST_BYTES_IN_A_HURRY = 8_000_000
 
+_PAGE_START = b"<!doctype html>"
+
 
 def report_at_the_end(directory: RunDirectory) -> None:
     """Write the report of a run that has just come to its end, unless a signal asked it to and it would take long.
@@ -86,10 +89,30 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
     Raises:
         RunDirectoryError: If one of them is no run, or the file cannot be written.
     """
+    if output is not None:
+        refuse_odd_outputs(output)
+        _refuse_other_file(output)
     runs = read_runs(run_dirs)
     if output is None:
         output = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     return Report(path=write_page(output, page_of(runs)), runs=runs)
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Refuse to replace a file that is not a page.
+
+    Raises:
+        RunDirectoryError: If it is not empty and does not begin as a page does, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            begins = file.read(len(_PAGE_START))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    if begins and begins.lower() != _PAGE_START:
+        raise RunDirectoryError(f"'{path}' exists, is not an HTML page, and is not replaced: give another name.")
 
 
 def page_of(runs: Sequence[RunRecord]) -> Page:

@@ -174,6 +174,8 @@ BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
         ({"images": [{"id": 1}]}, r"images\[0\] must have"),
         ({"images": [{"id": 1, "file_name": "../a.png", "height": 2, "width": 2}]}, "outside the folder"),
         ({"categories": [{"id": 1, "name": "x"}] * 2}, r"categories\[1\] has the id 1"),
+        ({"images": [{"id": 1, "file_name": ".", "height": 2, "width": 2}]}, r"images\[0\] must have"),
+        ({"categories": [{"id": 1, "name": "x"}, {"id": 2, "name": "x"}]}, r"categories\[1\] has the name 'x'"),
         ({"annotations": [BOX | {"image_id": 99}]}, r"annotations\[0\] has the image_id 99"),
         ({"annotations": [BOX, BOX | {"category_id": [1]}]}, r"annotations\[1\] has the category_id"),
         ({"annotations": [BOX | {"bbox": [0, 0, -1, 4]}]}, "bbox"),

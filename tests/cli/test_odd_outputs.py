@@ -1,0 +1,71 @@
+"""Is what a user names as output left alone where it is not a file that the command may replace?"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import PacelineError
+from paceline.inference.answer_files import check_output
+from paceline.records.run_directory import make_folder
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling", "other"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "{run}", "--output", "{out}.html"),
+        ("evaluate", "{run}", "--predictions", "{out}.csv"),
+        ("import", "timm", "--overwrite", "--output", "{out}.yaml", "--", "train.py", "/data", "--model", "resnet18"),
+        ("find-lr", "digits", "--apply", "{out}.yaml"),
+        ("labs", "slides", "1", "--output", "{out}.md"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_odd_outputs_are_refused_untouched(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, command: tuple[str, ...], kind: str
+) -> None:
+    words = [word.format(run=finished, out=tmp_path / "out") for word in command]
+    target = Path(next(word for word in words if word.startswith(str(tmp_path / "out"))))
+    beside = tmp_path / "beside"
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind == "other":
+        if command[0] != "report":
+            pytest.skip("an existing file is replaced, or refused, as it always was")
+        target.write_text("my notes")
+    else:
+        target.symlink_to(beside)
+        if kind == "link":
+            beside.write_text("my notes")
+    before = target.lstat()
+    done = paceline_here(*words)
+    assert done.code == 2
+    assert str(target) in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert os.path.samestat(before, target.lstat())
+    assert beside.exists() == (kind == "link")
+    if kind in ("link", "other"):
+        assert target.read_text() == "my notes"
+
+
+def test_odd_names_in_an_output_folder_and_of_answers_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "benchmark.md")
+    with pytest.raises(PacelineError, match=r"benchmark\.md' is a named pipe"):
+        make_folder(tmp_path, "benchmark.json", "benchmark.md")
+    assert stat.S_ISFIFO((tmp_path / "benchmark.md").stat().st_mode)
+    (tmp_path / "answers.csv").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PacelineError, match="exists already"):
+        check_output(tmp_path / "answers.csv")
+
+
+def test_an_empty_path_is_refused(paceline_here: Callable[..., Any], finished: Path) -> None:
+    for words in (("report", finished, "--output", ""), ("predict", finished, ""), ("export", "", "--output", "x")):
+        done = paceline_here(*words)
+        assert done.code == 2
+        assert "empty" in done.err
