@@ -83,8 +83,9 @@ class Chart:
         height = int(self.layout.get("height", _LAYOUT["height"]))
         wide = " wide" if self.wide else ""
         yield f'<figure class="chart{wide}" aria-labelledby="chart-{number}-title">'
-        yield f'<figcaption id="chart-{number}-title"><span class="count">Figure {number}</span> '
-        yield f"{html_text(self.title)}</figcaption>"
+        title = html_text(self.title)
+        yield f'<figcaption id="chart-{number}-title"><span class="count">Figure {number}</span> {title}'
+        yield "</figcaption>"
         label = html_text(f"{self.title}. {self.description}", quote=True)
         yield f'<div class="plot" id="chart-{number}" role="img" aria-label="{label}" style="height:{height}px"></div>'
         if self.description:

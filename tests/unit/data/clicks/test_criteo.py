@@ -96,14 +96,14 @@ def test_splits_of_folders_and_packed_files(tmp_path: Path) -> None:
     write(tmp_path / "train" / "day_0.tsv", [line(number) for number in range(10)])
     write(tmp_path / "train" / "day_1.txt.gz", [line(number) for number in range(10, 15)])
     write(tmp_path / "val" / "day_2.gz", [line(number) for number in range(15, 18)])
-    found = open_clicks(data(tmp_path, clicks=Clicks(max_rows=2000)))
+    found = open_clicks(data(tmp_path, recommendation=Clicks(max_rows=2000)))
     assert (len(found.train), len(found.validation)) == (15, 3)
     assert found.tables == (1024,) * CATEGORIES
     rows = found.train.read(np.array([12, 0, 3]))
     assert rows.labels.tolist() == [0, 0, 1]
     assert rows.dense[:, 0] == pytest.approx([math.log(121), 0, math.log(31)])
     assert found.train.name(12) == f"{tmp_path / 'train' / 'day_1.txt.gz'}, sample 3"
-    again = open_clicks(data(tmp_path, clicks=Clicks(max_rows=2000)))
+    again = open_clicks(data(tmp_path, recommendation=Clicks(max_rows=2000)))
     assert again.digest == found.digest
 
 
@@ -115,7 +115,7 @@ def test_files_of_all_kinds_are_read_or_reported(tmp_path: Path) -> None:
     for name in ("train/._DAY_0.TSV", "train/.ipynb_checkpoints/a.tsv", "train/notes.md", "val/c.parquet"):
         write(tmp_path / name, ["nothing"])
     write(tmp_path / "val" / "c.txt", [line(3)])
-    found = open_clicks(data(tmp_path, clicks=Clicks(cache=str(tmp_path / ".copies"))))
+    found = open_clicks(data(tmp_path, recommendation=Clicks(cache=str(tmp_path / ".copies"))))
     assert (len(found.train), len(found.validation)) == (3, 1)
     assert found.train.read(np.arange(3)).labels.tolist() == [0, 1, 0]
     beside, others = found.left_out
@@ -143,12 +143,12 @@ def test_the_copy_is_made_once_and_again_where_the_text_changes(
 
 def test_a_damaged_copy_is_made_anew(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", [line(number) for number in range(10)])
-    first = open_clicks(data(path, clicks=Clicks(cache=str(tmp_path / "copies"))))
+    first = open_clicks(data(path, recommendation=Clicks(cache=str(tmp_path / "copies"))))
     (rows,) = (tmp_path / "copies").glob("*/rows.bin")
     rows.write_bytes(rows.read_bytes()[:-1])
     (facts,) = (tmp_path / "copies").glob("*/facts.json")
     assert json.loads(facts.read_text())["samples"] == 10
-    assert open_clicks(data(path, clicks=Clicks(cache=str(tmp_path / "copies")))).digest == first.digest
+    assert open_clicks(data(path, recommendation=Clicks(cache=str(tmp_path / "copies")))).digest == first.digest
     assert rows.stat().st_size % 164 == 0
 
 
@@ -183,4 +183,4 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         open_clicks(Data(dataset="criteos"))
     path = write(tmp_path / "a.tsv", [line(1), line(2)])
     with pytest.raises(RecipeError, match="has 2 sizes, but Criteo's format has 26"):
-        open_clicks(data(path, clicks=Clicks(tables=(10, 10))))
+        open_clicks(data(path, recommendation=Clicks(tables=(10, 10))))

@@ -18,7 +18,7 @@ SMALL = Clicks(dense_features=3, categories=4, max_rows=200, evaluation_samples=
 
 
 def made(clicks: Clicks = SMALL, samples: int = 20_000) -> SyntheticClicks:
-    source = open_clicks(Data(dataset="synthetic_clicks", samples=samples, clicks=clicks)).train
+    source = open_clicks(Data(dataset="synthetic_clicks", samples=samples, recommendation=clicks)).train
     assert isinstance(source, SyntheticClicks)
     return source
 
@@ -35,14 +35,14 @@ def test_samples_depend_on_nothing_but_their_ids() -> None:
 
 
 def test_splits_are_different() -> None:
-    found = open_clicks(Data(dataset="synthetic_clicks", clicks=SMALL))
+    found = open_clicks(Data(dataset="synthetic_clicks", recommendation=SMALL))
     assert (found.train.read(np.arange(50)).dense != found.validation.read(np.arange(50)).dense).any()
 
 
 def test_categories_have_a_long_tail() -> None:
     rows = made().read(np.arange(20_000))
     assert rows.categories.min() == 0
-    for feature, table in enumerate(open_clicks(Data(dataset="synthetic_clicks", clicks=SMALL)).tables):
+    for feature, table in enumerate(open_clicks(Data(dataset="synthetic_clicks", recommendation=SMALL)).tables):
         counts = np.bincount(rows.categories[:, feature], minlength=table)
         weights = np.arange(1, table + 1) ** -1.05
         assert len(counts) == table

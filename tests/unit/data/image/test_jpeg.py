@@ -371,6 +371,6 @@ def test_another_torch_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     def one_more(*arguments: Any, **options: Any) -> torch.Tensor:
         return interpolate(*arguments, **options) ^ 1
 
-    monkeypatch.setattr(jpeg, "interpolate", one_more)
+    monkeypatch.setattr("torch.nn.functional.interpolate", one_more)
     assert not jpeg.resizes(32, 32)
     jpeg._resizes_as_torch.cache_clear()
