@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import registry
+from paceline import dataset_registry as registry
 from paceline.data.image.datasets import open_dataset
 from paceline.dataset_registry import DatasetsUsing, dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError

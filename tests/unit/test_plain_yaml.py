@@ -102,7 +102,7 @@ def test_switches_may_be_written_in_all_ways(tmp_path: Path, written: str) -> No
 
 
 def test_options_are_numbers_where_every_program_agrees(tmp_path: Path) -> None:
-    options = "{a: 1e3, b: !!float 1e-3, c: '010', d: 0x1F, e: 1_000, f: 2001-01-01, g: =, h: {1: .inf}, 01: !!str 5}"
+    options = "{a: 1e3, b: !!float 1e-3, c: '010', d: 0x1F, e: 1_000, f: 2001-01-01, g: =, h: {1: .inf, 01: !!str 5}}"
     assert recipe(tmp_path, f"model: {{options: {options}}}").model.options == (
         {
             "a": 1e3,
@@ -112,8 +112,7 @@ def test_options_are_numbers_where_every_program_agrees(tmp_path: Path) -> None:
             "e": 1000,
             "f": "2001-01-01",
             "g": "=",
-            "h": {1: float("inf")},
-            "01": "5",
+            "h": {1: float("inf"), "01": "5"},
         }
     )
     for doubtful in ("010", "12:30", "1:30.5", ".nan", "1e400"):
