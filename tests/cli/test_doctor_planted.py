@@ -17,7 +17,7 @@ GUIDE = TESTS.parent / "docs" / "guide" / "doctor.md"
 
 
 def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"paceline_test_{name}", TESTS / "unit/studies/doctor" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"paceline_test_{name}", TESTS / "advisor/doctor" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

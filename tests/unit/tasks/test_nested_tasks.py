@@ -35,6 +35,7 @@ from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only
 from paceline.world import World
+from paceline_advisor.commands import NoiseScale
 from paceline_advisor.landscape.opening import Selection, open_run
 from paceline_advisor.memory.batch_trial import Orders, TrialTask
 from paceline_advisor.memory.estimate import Asked, estimate
@@ -43,7 +44,7 @@ from paceline_advisor.prove.notes import alike, content_of
 from paceline_advisor.prove.study import Asked as ProveAsked
 from paceline_advisor.prove.study import prove
 from paceline_advisor.scaling.network import describe
-from paceline_advisor.tuning.noise_scale import NoiseAsked, measure_noise
+from paceline_advisor.tuning.noise_scale import measure_noise
 
 CPU = Placement(device=torch.device("cpu"))
 NAMES = ("Sequences", "Boxes")
@@ -231,7 +232,7 @@ def test_a_landscape_is_that_of_the_loss_over_tokens() -> None:
 
 
 def test_noise_is_told_in_tokens() -> None:
-    report = measure_noise(NoiseAsked(target="Sequences.yaml", steps=5))
+    report = measure_noise(NoiseScale(target="Sequences.yaml", steps=5), print)
     weights = opened_weights()
     assert report.unit == "tokens"
     assert report.batch_weight == pytest.approx(8 * weights.mean())
