@@ -6,9 +6,10 @@ to a server.
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from paceline.telemetry.scalars import flat, read_note, save_note, scalars
 _LONGEST_TAG = 64
 _ORDER = {"step": 0, "model": 1, "ema": 2}
 _FINISH_SECONDS = 20.0
+_BLOCK = 32_768
 
 
 class WandbTracker:
@@ -38,7 +40,10 @@ class WandbTracker:
         directory.mkdir(exist_ok=True)
         self._directory = directory
         note = read_note(directory) or {"id": secrets.token_hex(4), "last": [-1, 0]}
-        self._id, self._last = str(note["id"]), tuple(note["last"])
+        self._id = str(note["id"])
+        # A kill takes along what the library's service had not written yet; the files say what it had.
+        kept = _last_step_kept(directory, self._id)
+        self._last = tuple(note["last"]) if kept is None else (kept, max(_ORDER.values()))
         versions = environment.get("versions", {})
         tags = [f"{each} {versions[each]}" for each in ("paceline", "torch") if each in versions]
         tags += [f"{key} {environment[key]}" for key in ("device", "world_size", "host") if key in environment]
@@ -72,11 +77,6 @@ class WandbTracker:
             if place <= self._last:
                 continue
             self._run.log(found, step=place[0])
-            if place[0] > self._last[0]:
-                # The row of a step is complete when that of a later step begins; and what its service has received,
-                # which an answer of it shows, is written even if this process is killed.
-                self._run.status()
-                self._note()
             self._last = place
 
     def close(self, status: str) -> None:
@@ -87,3 +87,37 @@ class WandbTracker:
 
     def _note(self) -> None:
         save_note(self._directory, {"id": self._id, "last": list(self._last)})
+
+
+def _last_step_kept(directory: Path, run_id: str) -> int | None:
+    """Return the last step in the files of earlier launches; None if there are no rows."""
+    protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    decode_error: Any = importlib.import_module("google.protobuf.message").DecodeError
+    steps: list[int] = []
+    for file in directory.glob(f"*run-*-{run_id}/run-{run_id}.wandb"):
+        for content in _records(file.read_bytes()):
+            record = protocol.Record()
+            try:
+                record.ParseFromString(content)
+            except decode_error:
+                continue
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                steps += [int(each.value_json) for each in items if "_step" in (each.key, *each.nested_key)]
+    return max(steps, default=None)
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """Yield the whole records of a file in LevelDB's log format, without the part that a kill left at its end."""
+    at, whole = 7, b""  # after the file's own header
+    while at + 7 <= len(content):
+        if _BLOCK - at % _BLOCK < 7:
+            at += _BLOCK - at % _BLOCK
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a record's only part, or its last
+            if at <= len(content):
+                yield whole
+            whole = b""
