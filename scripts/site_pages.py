@@ -163,7 +163,9 @@ def _python() -> Iterator[str]:
     yield "how they are used.\n"
     for name in paceline.__all__:
         if not name.startswith("__"):
-            yield f"::: paceline.{name}\n"
+            # What the advisor offers is documented where it is written.
+            home = "paceline_advisor.tuning.lr_range.study" if name == "find_lr" else "paceline"
+            yield f"::: {home}.{name}\n"
 
 
 def _decisions() -> Iterator[str]:
