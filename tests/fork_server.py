@@ -229,7 +229,7 @@ def _serve(requests: socket.socket) -> None:
 
 
 def _load_everything() -> None:
-    import torch  # noqa: F401
+    import torch  # noqa: F401  # so that each child has it
 
     import paceline
 
@@ -271,7 +271,7 @@ def _be_started(command: dict[str, Any], streams: list[int]) -> list[str]:
     filters, words = _after_options(words)
     sys.warnoptions[:] = filters
     for action in filters:
-        warnings.simplefilter(action)  # type: ignore[arg-type]
+        warnings.simplefilter(action)  # type: ignore[arg-type]  # Python checks the word
     return words
 
 

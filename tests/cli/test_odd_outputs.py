@@ -15,7 +15,7 @@ from paceline.inference.answer_files import check_output
 from paceline.records.run_directory import make_folder
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "dangling", "other"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling"])
 @pytest.mark.parametrize(
     "command",
     [
@@ -35,10 +35,6 @@ def test_odd_outputs_are_refused_untouched(
     beside = tmp_path / "beside"
     if kind == "pipe":
         os.mkfifo(target)
-    elif kind == "other":
-        if command[0] != "report":
-            pytest.skip("an existing file is replaced, or refused, as it always was")
-        target.write_text("my notes")
     else:
         target.symlink_to(beside)
         if kind == "link":
@@ -50,8 +46,18 @@ def test_odd_outputs_are_refused_untouched(
     assert len(done.err.strip().splitlines()) == 1
     assert os.path.samestat(before, target.lstat())
     assert beside.exists() == (kind == "link")
-    if kind in ("link", "other"):
+    if kind == "link":
         assert target.read_text() == "my notes"
+
+
+def test_a_report_replaces_no_file_of_another_kind(
+    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path
+) -> None:
+    notes = tmp_path / "out.html"
+    notes.write_text("my notes")
+    done = paceline_here("report", finished, "--output", notes)
+    assert (done.code, notes.read_text()) == (2, "my notes")
+    assert str(notes) in done.err
 
 
 def test_odd_names_in_an_output_folder_and_of_answers_are_refused(tmp_path: Path) -> None:

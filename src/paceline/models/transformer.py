@@ -216,7 +216,7 @@ def transformer(vocabulary: int, context: int, causal: bool, **options: Any) -> 
     return Transformer(Shape(vocabulary=vocabulary, context=context, causal=causal, **options))
 
 
-# Shows which options there are.
+# Shows which options there are; functions have no such attribute for mypy.
 transformer.__signature__ = inspect.signature(Shape, eval_str=True)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Compare two benchmark results, or two runs: is B slower than A beyond chance and a tolerance?
+"""Compare two benchmark results, or two runs, and detect whether B is slower than A beyond chance and a tolerance.
 
 It is a gate: it closes only on evidence. With all rows together it closes on two equal things in at most 5 % of cases
 (``1 - confidence``), by a one-sided Welch test on the logarithms of times, with Bonferroni's share for each row. Where

@@ -532,7 +532,7 @@ assert own_losses[-1] > 1.2 * same_losses[-1]
 
 # %% tags=["setup"]
 def follow_ring(world_size: int) -> list[np.ndarray]:
-    """How often are each rank's numbers in a chunk? After each step, [rank that holds it, chunk, origin]."""
+    """Count each rank's numbers in a chunk after each step: [rank that holds it, chunk, origin]."""
     written = runpy.run_path("ring_chunks.py")
     held = np.zeros((world_size, world_size, world_size), dtype=int)
     for rank in range(world_size):
