@@ -60,8 +60,8 @@ _ARRANGED = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYT
 _PR_SET_CHILD_SUBREAPER = 36
 # Bytes of the server's own arguments and environment, where a child's are shown in /proc.
 _ROOM = 60_000
-# A descriptor that stays open when a child closes what it has inherited.
-_KEPT = 900
+# Descriptors that stay open when a child closes what it has inherited: it writes its id to one, and waits at the other.
+_KEPT, _HELD = 900, 901
 _OPTIONS = {"preexec_fn": None, "pass_fds": (), "shell": False, "executable": None}
 
 # --------------------------------------------------------------------------------------- in a test's process
@@ -211,20 +211,25 @@ def _serve(requests: socket.socket) -> None:
         while len(message) < int.from_bytes(length, "big"):
             message += requests.recv(1 << 20)
         told, tell = os.pipe()
+        held, hold = os.pipe()
         between = os.fork()
         if between == 0:
             if os.fork():
                 os._exit(0)
             os.dup2(tell, _KEPT)
+            os.dup2(held, _HELD)
             words = _be_started(json.loads(message), streams)
             # Only now: who looks for it in /proc finds its own environment.
             os.write(_KEPT, os.getpid().to_bytes(4, "big"))
             os.close(_KEPT)
+            os.read(_HELD, 1)  # returns once the server has closed the other end: a run looks at who its parent is
+            os.close(_HELD)
             _run(words)
         os.waitpid(between, 0)  # after which the child is the test's
+        os.close(hold)
         os.close(tell)
         requests.sendall(os.read(told, 4))
-        for descriptor in (told, *streams):
+        for descriptor in (told, held, *streams):
             os.close(descriptor)
 
 

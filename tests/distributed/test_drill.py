@@ -98,9 +98,9 @@ def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_pat
     _plant(
         tmp_path / "planted",
         "trainer/saving.py",
-        "    run.components.restore(states)\n",
-        "    kept = {name: part for name, part in run.components.snapshot().items() if name == 'optimizer'}\n"
-        "    run.components.restore({**states, **kept})\n",
+        "        run.components.restore(read_components(choice.path, chunks=run.components.chunks()))\n",
+        "        kept = {name: part for name, part in run.components.snapshot().items() if name == 'optimizer'}\n"
+        "        run.components.restore({**read_components(choice.path, chunks=run.components.chunks()), **kept})\n",
     )
     variables = {"PYTHONPATH": str(tmp_path / "planted")}
     done = run("drill", *DIGITS, "--only", "nothing,kill-all", "--json", variables=variables, timeout=350)
