@@ -31,6 +31,7 @@ OF_PAGES = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.rela
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([^`]+)`")
 _KEY = re.compile(rf"^({'|'.join(layers.field_types(Recipe))})\.([a-z_]+(?:\.[a-z_]+)*)(?==|$)")
+_PATH = re.compile(r"(?:src|tests|benchmarks|scripts|examples|docs)/[\w./*-]*")
 _FILES = ("py", "json", "jsonl", "yaml", "safetensors")
 
 
@@ -57,6 +58,13 @@ def test_links_lead_somewhere(path: Path, page: Callable[[Path], Any]) -> None:
         assert target.exists(), f"{path}: {link}"
         if anchor:
             assert anchor in anchors(target), f"{path}: {link}"
+
+
+def test_named_paths_exist(page: Callable[[Path], Any]) -> None:
+    docs = ROOT / "docs"
+    for path in (ROOT / "README.md", docs / "measured.md", docs / "tour.md", *(docs / "decisions").glob("*.md")):
+        for code in filter(_PATH.fullmatch, codes(page(path).prose)):
+            assert any(ROOT.glob(code.rstrip("/"))), f"{path}: {code}"
 
 
 def written_commands(page: Any) -> Iterator[list[str]]:
@@ -119,7 +127,7 @@ def sentences() -> tuple[str, ...]:
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return tuple(found)
