@@ -88,14 +88,6 @@ def sha256_of_file(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, ""])
-def test_every_command_explains_itself(paceline_here: Callable[..., Any], name: str) -> None:
-    done = paceline_here(*([name] if name else []), "--help")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"Usage: paceline {name}".rstrip())
-    assert "--help" in done.out
-
-
 @pytest.mark.parametrize("words", [("noise-scale", "digits"), ("find-batch", "digits", "--processes", "1")])
 def test_what_starts_its_ranks_itself_says_so(
     paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
