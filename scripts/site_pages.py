@@ -20,7 +20,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import paceline
-from paceline.cli.main import COMMANDS, cli
+from paceline.cli.commands import COMMANDS
+from paceline.cli.main import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -150,11 +151,11 @@ def _shown(target: Path, name: str, config: MkDocsConfig) -> File:
 def _commands() -> Iterator[str]:
     yield "# Commands\n\nWhat `paceline COMMAND --help` says, command by command.\n"
     parent = click.Context(cli, info_name="paceline")
-    for name in COMMANDS:
+    for name, listed in COMMANDS.items():
         command = cli.get_command(parent, name)
         assert command is not None
         context = click.Context(command, info_name=name, parent=parent, terminal_width=100)
-        yield f"## {name}\n\n{COMMANDS[name]}\n\n```text\n{command.get_help(context)}\n```\n"
+        yield f"## {name}\n\n{listed.line}\n\n```text\n{command.get_help(context)}\n```\n"
 
 
 def _python() -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from paceline.cli.main import COMMANDS, command_of
+from paceline.cli.commands import COMMANDS, command_of
 from paceline.recipe import layers
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -85,6 +85,9 @@ def test_commands_and_options_exist(path: Path, page: Callable[[Path], Any]) -> 
     for words in written_commands(page(path)):
         if not words or words[0].startswith("-"):
             assert set(words) <= {"--help", "-h", "--version"}, words
+            continue
+        if words[0] == "help":
+            assert set(words[1:]) <= {*COMMANDS, "all"}, words
             continue
         assert words[0] in COMMANDS, f"{path}: paceline {' '.join(words)}"
         options = options_of(words[0])
@@ -218,10 +221,10 @@ def test_the_recipe_reference_names_every_key() -> None:
     assert [key for key in keys(Recipe, "") if f"| `{key}` |" not in text] == []
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize("name", ["", "help all", *COMMANDS])
 def test_every_command_explains_itself(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "paceline", *name.split(), "--help"],
+        [sys.executable, "-X", "importtime", "-m", "paceline", *name.split(), *["--help"] * (name != "help all")],
         capture_output=True,
         text=True,
         check=False,
@@ -229,7 +232,7 @@ def test_every_command_explains_itself(name: str) -> None:
         env={"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"Usage: paceline {name}".rstrip())
+    assert done.stdout.startswith(f"Usage: paceline {name.removeprefix('help all')}".rstrip())
     assert not re.search(r"\| +torch$", done.stderr, flags=re.MULTILINE), "help should not load torch"
     if not name:
         assert all(command in done.stdout for command in COMMANDS)

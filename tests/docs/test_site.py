@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import paceline
-from paceline.cli.main import COMMANDS
+from paceline.cli.commands import COMMANDS
 
 pytest.importorskip("material", reason="needs mkdocs-material, which the extra docs brings")
 pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, which the extra docs brings")
