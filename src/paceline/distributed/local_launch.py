@@ -1,4 +1,4 @@
-"""How are N processes started on this machine, and what happens when one of them fails or is told to stop?
+"""Launch N ranks on this machine, and report the error that ended them.
 
 The launcher imports no torch. It starts the same command once per rank, passes signals on, and returns one
 exit code. Ranks write their errors to files, so that the first one is shown first and equal ones once.
@@ -7,26 +7,23 @@ exit code. Ranks write their errors to files, so that the first one is shown fir
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIABLE, read_launch
 from paceline.distributed.restarts import Failure, Restarts, is_torchrun, last_step, next_size
 from paceline.errors import LaunchError, OtherProcessError, PacelineError, TrainingError
 from paceline.escaping import one_line, printable
+from paceline.processes import Child, Ending, ProcessGroup, received_signals
 from paceline.storage.addresses import without_secrets
 from paceline.world import STOP_SIGNALS
 
@@ -73,7 +70,7 @@ def launch_local(arguments: Sequence[str], processes: int, *, cores: int, restar
         restarts: Whether, and how, they are started again if one of them dies.
     """
     # Signals are remembered before there is anything to leave behind, and passed on once the ranks run.
-    with _remembered_signals() as received:
+    with received_signals(STOP_SIGNALS) as received:
         outcome = _launch_once(arguments, processes, cores, 0, received)
         if restarts is None:
             return outcome.code
@@ -105,19 +102,25 @@ def _announce_restart(failures: Sequence[Failure], restarts: Restarts, size: int
 
 
 def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: int, received: list[int]) -> _Outcome:
-    with tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
-        launch = _Launch(Path(scratch))
-        variables = {RESTARTS_VARIABLE: str(restart)}
-        try:
+    with tempfile.TemporaryDirectory(prefix="paceline-launch-") as name:
+        scratch = Path(name)
+        with ProcessGroup(good_codes=(0, STOPPED_EXIT_CODE), signals=received) as group:
             for rank in range(processes):
-                launch.ranks.append(_start(arguments, rank, processes, Path(scratch), cores, variables))
-            _supervise(launch, received)
-        finally:
-            for process in launch.ranks:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-        return _conclude(launch, read_errors(Path(scratch)), asked_to_stop=bool(received))
+                environment = {
+                    **os.environ,
+                    RESTARTS_VARIABLE: str(restart),
+                    **rank_variables(rank, processes, scratch, cores=cores),
+                    _ERROR_DIRECTORY: str(scratch),
+                    LAUNCHER_VARIABLE: str(os.getpid()),
+                }
+                group.start([sys.executable, "-P", "-m", "paceline", *arguments], env=environment, name=f"rank {rank}")
+            ending = group.wait(
+                after_failure=_GRACE_AFTER_FAILURE_SECONDS,
+                after_end=_GRACE_AFTER_END_SECONDS,
+                # A rank that has left its error may yet wait for the others before it ends.
+                failed=lambda: any(scratch.glob("rank-*.json")),
+            )
+        return _conclude(group.children, ending, read_errors(scratch), asked_to_stop=bool(received))
 
 
 @dataclass(frozen=True)
@@ -131,55 +134,6 @@ class _Outcome:
 
     code: int
     cause: str | None = None
-
-
-@dataclass
-class _Launch:
-    """The ranks of one launch.
-
-    Attributes:
-        scratch: Where ranks leave their errors.
-        ranks: Their processes.
-        died: Ranks that failed by themselves, in the order in which they ended.
-        overdue: Ranks that were ended because others had ended well before.
-    """
-
-    scratch: Path
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    died: list[int] = field(default_factory=list)
-    overdue: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def _remembered_signals() -> Iterator[list[int]]:
-    """Collect the signals that are to be passed on, instead of dying of them."""
-    received: list[int] = []
-
-    def remember(number: int, _: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, remember) for number in STOP_SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _start(
-    arguments: Sequence[str], rank: int, processes: int, scratch: Path, cores: int, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        **variables,
-        **rank_variables(rank, processes, scratch, cores=cores),
-        _ERROR_DIRECTORY: str(scratch),
-        LAUNCHER_VARIABLE: str(os.getpid()),
-    }
-    # A session of its own: a signal to the terminal's group reaches a rank once, through the launcher.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline", *arguments], env=environment, start_new_session=True
-    )
 
 
 def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> dict[str, str]:
@@ -213,61 +167,26 @@ def _loopback() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
-def _supervise(launch: _Launch, received: list[int]) -> None:
-    """Wait for all ranks; end those that have no one left to work with."""
-    failed_at = ended_at = math.inf
-    passed_on = 0
-    while True:
-        codes = [process.poll() for process in launch.ranks]
-        launch.died += [
-            rank
-            for rank, code in enumerate(codes)
-            if code not in (None, 0, STOPPED_EXIT_CODE) and rank not in launch.died
-        ]
-        if None not in codes:
-            return
-        now = time.monotonic()
-        # A rank that has left its error may yet wait for the others before it ends.
-        if launch.died or any(launch.scratch.glob("rank-*.json")):
-            failed_at = min(failed_at, now)
-        if any(code is not None for code in codes):
-            ended_at = min(ended_at, now)
-        failed = now - failed_at > _GRACE_AFTER_FAILURE_SECONDS
-        if failed or now - ended_at > _GRACE_AFTER_END_SECONDS:
-            launch.overdue = [] if failed else [rank for rank, code in enumerate(codes) if code is None]
-            _signal_all(launch.ranks, signal.SIGKILL)
-            return
-        while passed_on < len(received):
-            _signal_all(launch.ranks, received[passed_on])
-            passed_on += 1
-        time.sleep(_POLL_SECONDS)
-
-
-def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
-    for process in ranks:
-        if process.poll() is None:
-            process.send_signal(number)
-
-
-def _conclude(launch: _Launch, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
-    """Say what went wrong, its cause first."""
-    codes = [process.returncode for process in launch.ranks]
-    for rank in launch.overdue:
+def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
+    """Report what went wrong, the cause first."""
+    codes = [child.code or 0 for child in ranks]
+    overdue = ending.killed if ending.reason == "end" else ()
+    for child in overdue:
         print(
-            f"paceline: rank {rank} was still running {_GRACE_AFTER_END_SECONDS:.0f} s after another had ended, and "
+            f"paceline: {child.name} was still running {_GRACE_AFTER_END_SECONDS:.0f} s after another had ended, and "
             "was ended",
             file=sys.stderr,
         )
     if all(code in (0, STOPPED_EXIT_CODE) for code in codes) and not errors:
         return _Outcome(max(codes))
-    spoke = {error.rank for error in errors}
-    silent = [rank for rank in launch.died if rank not in spoke]
-    for rank in silent:
-        print(f"paceline: rank {rank} {_ending_of(codes[rank])}", file=sys.stderr)
-    causes = [f"rank {rank} {_ending_of(codes[rank])}" for rank in silent]
-    causes += [f"rank {rank} did not end" for rank in launch.overdue]
+    with_error = {f"rank {error.rank}" for error in errors}
+    silent = [child for child in ending.failed if child.name not in with_error]
+    causes = [f"{child.name} {child.ending}" for child in silent]
+    for cause in causes:
+        print(f"paceline: {cause}", file=sys.stderr)
+    causes += [f"{child.name} did not end" for child in overdue]
     # A rank that refuses its command line says so by itself, and would do so again.
-    mistake = any(codes[rank] == PacelineError.exit_code for rank in silent)
+    mistake = any(child.code == PacelineError.exit_code for child in silent)
     if not errors:
         return _Outcome(1, causes[0] if causes and not mistake else None)
     first, *others = errors
@@ -285,13 +204,6 @@ def _conclude(launch: _Launch, errors: list[RankError], *, asked_to_stop: bool) 
     if silent:
         return _Outcome(1, None if mistake else causes[0])
     return _Outcome(first.exit_code, first.summary if first.exit_code == 1 else None)
-
-
-def _ending_of(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code} and left no message"
-    hint = " (the system may have been out of memory)" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 def read_errors(directory: Path) -> list[RankError]:
