@@ -17,7 +17,7 @@ from paceline.machine import available_cores
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from paceline.data.image.packed_layout import Manifest
+    from paceline.data.image.sets.packed import Manifest
 
 # As paceline.data.packing.origins has them, which would take its time to import for --help.
 KINDS = (
@@ -220,7 +220,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 
 
 def _verify(root: Path, workers: int) -> list[str]:
-    from paceline.data.packing.verifying import verify
+    from paceline.data.packing.pack import verify
 
     return verify(root, workers, _Telling("read back", format_bytes, ""))
 

@@ -44,8 +44,8 @@ def command(source: str, destination: Path, tokenizer: str, validation_fraction:
       paceline pack-text books packed/books
       paceline train gpt-small-docs data.dataset=tokens data.path=packed/books
     """
+    from paceline.data.text.corpus import write_tokens
     from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation, split_by_name
-    from paceline.data.text.packed import write_tokens
     from paceline.data.text.tokenizer import open_tokenizer
 
     left_out = LeftOut()

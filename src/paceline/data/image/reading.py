@@ -19,12 +19,10 @@ from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
-from paceline.data.image.batched import shrunk, vary
-from paceline.data.image.decode import DecodedPicture, Picture
-from paceline.data.image.jpeg import resizes
+from paceline.data.image.decode import DecodedPicture, Picture, resizes
 from paceline.data.image.source import BrokenImageError, SampleSource, announce, encoded_source
-from paceline.data.image.transforms import Shape, View, evaluation_image, resized_part
-from paceline.data.image.variation import Variation, asks_for_variation
+from paceline.data.image.store import shrunk, vary
+from paceline.data.image.transforms import Shape, Variation, View, asks_for_variation, evaluation_image, resized_part
 from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
