@@ -12,7 +12,8 @@ A command is declared once::
         steps: Annotated[int, Ge(2), "Batches at each set of weights."] = 50
 
 ``runs`` names the function that is called with the dataclass and a :data:`Log`, and returns a
-:class:`~paceline.pages.shown.Result`. It is imported only when the command is called.
+:class:`~paceline.pages.shown.Result`. It is imported only when the command is called. Without ``runs``, the dataclass
+has such a method ``run(log)`` itself.
 
 A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
 ``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``
@@ -41,6 +42,7 @@ class Shape:
         name: Long option, if it is not the field's name.
         hidden: Left out of the help.
         required: An option although it has no default.
+        argument: An argument although it is a list: one or more values.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
     """
 
@@ -48,6 +50,7 @@ class Shape:
     name: str | None = None
     hidden: bool = False
     required: bool = False
+    argument: bool = False
     parse: Callable[[str], Any] | None = None
 
 
@@ -65,8 +68,8 @@ Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ran
 Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]
 
 
-def command(name: str, *, runs: str) -> Callable[[_T], _T]:
-    """Declare a dataclass as the command of that name, carried out by the function ``runs`` (``module:function``)."""
+def command(name: str, *, runs: str | None = None) -> Callable[[_T], _T]:
+    """Declare a dataclass as the command of that name, run by the function ``runs`` (``module:function``)."""
 
     def declare(kind: _T) -> _T:
         kind.__paceline_command__ = name

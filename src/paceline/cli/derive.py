@@ -31,13 +31,15 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
-from paceline.command import Overrides, Processes, RecipeName, RecipeOrRun, Shape
+from paceline.command import Output, Overrides, Processes, RecipeName, RecipeOrRun, Shape
 from paceline.pages.shown import Result, Shown, write_result
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import make_folder
 from paceline.units import Duration
 
 _READ_A_RECIPE = (RecipeName, RecipeOrRun)
+# An option `--output` of this shape is the folder that the result is written into; of any other, it is the command's.
+(_FOLDER,) = (each for each in get_args(Output) if isinstance(each, Shape))
 
 
 class _Command(click.Command):
@@ -69,9 +71,7 @@ def click_command(kind: type[Any]) -> click.Command:
         call = trust_recipe_option(call)
     # click keeps the lines of a paragraph apart after \b.
     help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
-    made = click.command(
-        kind.__paceline_command__, cls=_Command, short_help=help_text.partition("\n")[0], help=help_text
-    )(call)
+    made = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(call)
     made.params[:0] = parameters
     return made
 
@@ -88,6 +88,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     click_type = _click_type(one, extras, shape)
     if annotation == Overrides:
         return click.Argument([name], nargs=-1, metavar=shape.metavar)
+    if shape.argument:
+        return click.Argument([name], type=click_type, nargs=-1, required=True, metavar=shape.metavar)
     if default is MISSING and not shape.required:
         return click.Argument([name], type=click_type, metavar=shape.metavar)
     option = shape.name or f"--{name.replace('_', '-')}"
@@ -165,13 +167,14 @@ class _CommaList(click.ParamType[Any]):
 
 def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     """Run a command, in as many ranks as it asks for, and show its result."""
-    output: Path | None = values.get("output")
+    hints = get_type_hints(kind, include_extras=True)
+    is_folder = _FOLDER in get_args(hints.get("output"))
+    output: Path | None = values["output"] if is_folder else None
     if output is not None:
         make_folder(output, *(f"{kind.__paceline_command__}.{ending}" for ending in ("json", "html")))
-    hints = get_type_hints(kind, include_extras=True)
     if hints.get("processes") == Processes and (code := _launched(values)) is not None:
         return code
-    run = pkgutil.resolve_name(kind.__paceline_runs__)
+    run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # a user's own code may print
         result: Result = run(kind(**values), lambda line: echo(line, err=True) if is_first_process() else None)
     shown = result.__paceline__()
@@ -215,14 +218,18 @@ def _print(shown: Shown) -> None:
     """Print texts, tables and pairs; charts and folded tables are for the page."""
     from paceline.pages.page import Table, Text
 
-    echo(shown.title + (f": {shown.subtitle}" if shown.subtitle else ""))
-    for block in shown.blocks:
+    if shown.title:
+        echo(shown.title + (f": {shown.subtitle}" if shown.subtitle else ""))
+    for number, block in enumerate(shown.blocks):
         match block:
             case str():
                 echo(block)
             case Table(folded=False):
-                echo(f"\n{block.caption}" if block.caption else "")
-                print_table(tuple(block.columns), (tuple(row) for row in block.rows))
+                if shown.title or number:
+                    echo(f"\n{block.caption}" if block.caption else "")
+                print_table(
+                    tuple(block.columns), (tuple(row) for row in block.rows), indent="  " if shown.title else ""
+                )
             case Text():
                 for paragraph in block.paragraphs:
                     echo(f"  {paragraph}")

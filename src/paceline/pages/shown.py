@@ -16,7 +16,7 @@ class Shown:
     """Blocks that a terminal prints and a page holds.
 
     Attributes:
-        title: Heading.
+        title: Heading; empty where the first block needs none.
         subtitle: What was measured: recipe, sizes.
         blocks: Lines, texts, tables, and mappings of names to values, in order. A terminal leaves out charts and folded
             tables.
@@ -24,7 +24,7 @@ class Shown:
         ok: True, or why the command exits with 1: a sentence for standard error, empty if the blocks say it.
     """
 
-    title: str
+    title: str = ""
     subtitle: str = ""
     blocks: Sequence[Block | Mapping[str, Any] | str]
     on_page: Sequence[Block] = ()

@@ -15,6 +15,7 @@ import torch
 from paceline.data.disk_cache import remember
 from paceline.devices import Device
 from paceline.machine import available_cores, cache_folder, cpu_name, memory_bytes
+from paceline.plain_json import load_json
 
 _SIZE = 1536
 _COPIED_BYTES = 256 * 2**20
@@ -86,7 +87,7 @@ def _path() -> Path:
 
 def _recall(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = load_json(path.read_bytes())
         rates = {name: float(found["flops_per_second"][name]) for name in _TYPES}
         told = {"bytes_per_second": float(found["bytes_per_second"]), "measured": str(found["measured"])}
     except (OSError, ValueError, KeyError, TypeError):

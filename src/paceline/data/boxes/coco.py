@@ -1,4 +1,8 @@
-"""Check and draw the masks of COCO's annotations: polygons, and run lengths as lists or compressed strings."""
+"""COCO's annotations, read from JSON into arrays; nothing is run, and what is malformed is named.
+
+The format is COCO's own (Lin et al. 2014): `images`, `categories` and `annotations`, whose boxes are left, top, width
+and height, and whose masks are polygons or run lengths, as lists or compressed strings.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The data set `shapes`: what does a detector see where there are no files? Discs, rectangles and triangles.
+"""Generated pictures for detectors: the data set `shapes`, and blank ones where only sizes matter.
 
-A picture is a pure function of its number: size, pattern and objects come from Philox under that number alone, so that
-nothing is stored and no order of reading changes a pixel. An object may hide part of another, but never most of it.
+A picture of `shapes` shows discs, rectangles and triangles. It is a pure function of its number: size, pattern and
+objects come from Philox under that number alone, so that nothing is stored and no order of reading changes a pixel. An
+object may hide part of another, but never most of it.
 """
 
 from __future__ import annotations

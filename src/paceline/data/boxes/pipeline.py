@@ -1,6 +1,11 @@
-"""How large is a picture shown, and which way round? On the device, so that what is read and copied stays small.
+"""Batches of pictures of many sizes, with their objects.
 
-Each draw is keyed by (seed, epoch, sample id): no worker, rank or moment changes it.
+A batch's inputs are a list of pictures, float [3, H, W] between 0 and 1, and its targets a list of dicts: ``boxes``
+float [M, 4], ``labels`` int64 [M], ``crowd`` bool [M] and, where they are read, ``masks`` uint8 [M, H, W].
+
+Files are read and decoded in threads of this process, some micro-batches ahead: decoding leaves the interpreter to
+others. Pictures are flipped and resized on the device, so that what is read and copied stays small; each draw is keyed
+by (seed, epoch, sample id).
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 All but the label may be missing. Of a number x the logarithm of 1 + x is taken, of one below 0, or missing, that of 1,
 as DLRM's authors do. A category is 32 bits in hexadecimal, and becomes a row of its feature's table by a hash that is
 written down here; row 0 is for what is missing.
+
+To be read in any order, the lines become rows of one size once, and those are mapped. The copy has its own folder:
+``rows.bin``, all samples one after the other, and ``facts.json``, which says what they were made of. It is made under
+another name and then renamed, so that it is whole or not there; one process makes it while the others wait.
 """
 
 from __future__ import annotations

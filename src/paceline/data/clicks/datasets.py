@@ -1,9 +1,10 @@
-"""Clicks that nobody made: drawn by a rule that is known, so that the best possible answer is known too.
+"""Click data sets by their names in recipes: Criteo's, and clicks drawn by a known rule.
 
-Every number of a sample is a pure function of its id. A hidden vector and a hidden number belong to each value of each
-categorical feature, and to each dense feature. What a sample is worth is the sum of its hidden numbers and of all
-products of two of its hidden vectors, which is what a network with dot products between embeddings can learn (Rendle
-2010). It is clicked on with the probability that the logistic function makes of that.
+The best possible answer is known for the drawn clicks. Every number of a sample is a pure function of its id. A hidden
+vector and a hidden number belong to each value of each categorical feature, and to each dense feature. A sample's score
+is the sum of its hidden numbers and of all products of two of its hidden vectors, which is what a network with dot
+products between embeddings can learn (Rendle 2010). It is clicked on with the probability that the logistic function
+makes of that.
 """
 
 from __future__ import annotations

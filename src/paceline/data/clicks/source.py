@@ -1,4 +1,4 @@
-"""What does a click data set give? Numbers, categories and labels of any samples, by their ids."""
+"""Click data: numbers, categories and labels of any samples by their ids, and batches of them."""
 
 from __future__ import annotations
 

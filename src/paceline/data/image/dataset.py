@@ -1,8 +1,8 @@
-"""Which samples are held out for evaluation, where a data set has no split of its own?
+"""Data sets of images: the request that opens one, what its opener returns, and its default split.
 
-Always the same ones: the split depends on the labels and the fraction alone, not on the run's seed, so that
+The default split is always the same: it depends on the labels and the fraction alone, not on the run's seed, so that
 accuracies of different runs can be compared. Drawn by the samples' order, it may change where one is added; drawn by
-hashes of their names, one that is added moves at most one other (docs/decisions/0058-splits-that-last.md).
+hashes of their names, one that is added moves at most one other.
 """
 
 from __future__ import annotations

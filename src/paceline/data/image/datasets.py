@@ -1,8 +1,8 @@
-"""Digest what a set's image files hold, so that a resumed run notices other pixels under the same names and sizes.
+"""Open the data set that a recipe names, resolve every ``auto`` with its reason, and digest its files.
 
-Sets of up to ``MOST_IMAGES`` images and ``LARGEST_BYTES`` are read once before the first run. The digest is remembered
-in the user's cache for as long as every file has the size, times and inode that it had. Larger sets are not read: their
-names and sizes are what a run compares.
+Sets of up to ``MOST_IMAGES`` images and ``LARGEST_BYTES`` are read once before the first run, so that a resumed run
+notices other pixels under the same names and sizes. The digest is cached for as long as every file has the size, times
+and inode that it had. Of larger sets, a run compares names and sizes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""How are plain JPEG files read fast, and by which decoder?
+"""Decode image files to pixels: one way for every format, mode and orientation, or a reason why not.
 
-By `jpeg_region`, compiled where a compiler and libjpeg-turbo are there when Paceline is installed. It decodes only the
-part that is asked for, to the bits of libjpeg-turbo's own full decoding, without the interpreter's lock. What it
-declines is left to Pillow. Where it was not built, simplejpeg decodes whole files, if it is installed, else Pillow.
+The result is what a person would see: the first frame, turned the way EXIF says, transparency laid over
+white, and greyscale of 12 or 16 bits scaled down instead of clipped. It is left as it lies where annotations speak of
+the pixels as they are stored.
+
+Pillow reads everything and says what is broken. Plain JPEG files are read by faster decoders, to the same bits;
+whatever these find odd is Pillow's to judge. `jpeg_region` is compiled where a compiler and libjpeg-turbo are there
+when Paceline is installed. It decodes only the part that is asked for, without the interpreter's lock. Where it was not
+built, simplejpeg decodes whole files, if it is installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""At which shape is an image evaluated, if images keep their aspect ratio?
+"""Choose the back-end that reads the images and its workers, refuse what it cannot do, and open its batches.
 
-The shape is a function of the image and the recipe alone, never of the images it shares a batch with: batches are made
-of images of one shape. So a sample is scored alike in any batch (fastai's rectangular validation, Howard 2018, which
-shapes a batch by its mean ratio, does not promise that).
+With ``data.evaluation_shape=rectangular`` the shape at which an image is evaluated is a function of the image and the
+recipe alone, never of the images it shares a batch with: batches are made of images of one shape. So a sample is scored
+alike in any batch (fastai's rectangular validation, Howard 2018, which shapes a batch by its mean ratio, does not
+promise that).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How does a slice become a batch, read sample by sample? The same in a worker as in the run's process.
+"""Read a slice into a batch, sample by sample; the same in a worker as in the run's process.
 
 Of a file only what is needed is decoded: its head says how large the picture is, the sample's draws say which part of
 it the model sees, and that part is decoded, resized, and written into the batch.

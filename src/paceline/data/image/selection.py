@@ -1,7 +1,9 @@
-"""Which images did an earlier run hold out? A file keeps the names, so that no image changes sides when others come.
+"""Parts of a data set: classes, a subset of the training images, and which images are held out.
 
-It is text: a line that describes it, then a line ``train`` or ``validation``, a tab and a name for each image. The
-first run writes it; what it says is believed as long as it has the digest that its first line gives.
+One mechanism for every kind of data set. What is taken depends on the images' names and labels alone, and goes into the
+digest by which runs know their data. A split file keeps the names of held-out images, so that no image changes sides
+when others come. It is text: a line that describes it, then a line ``train`` or ``validation``, a tab and a name for
+each image. The first run writes it; later runs refuse it if it does not have the digest in its first line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How are many small images held, so that a batch of shifted and mirrored ones is one gather?
+"""Many small images in memory, such that a batch of shifted and mirrored ones is one gather.
 
-Every image lies there with its border, and once more mirrored where images are flipped. A crop is then a run of bytes
+Each image is stored with its border, and once more mirrored where images are flipped. A crop is then a run of bytes
 that begins at a number computed from the draws; a batch is one ``index_select`` of such runs, and a view of it without
-what each row has too much. On a GPU and on the CPU alike.
+what each row has too much. The same on a GPU and on the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Where is pyarrow? It reads Hugging Face's files and parquet, and is an extra."""
+"""Tables of images: which column holds what, labels, splits, and rows that name image files.
+
+Text labels stay text: they count as numbers only where all of them read as ``0``, ``1``, ``2``, …; ``07`` and ``007``
+are two names.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
-"""How does one image of any size become what the model sees?
+"""Turn images of any size into what the model sees: resizing, torchvision's operations, mixup and CutMix.
 
 Resizing is bilinear or bicubic with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
 its time. Training and evaluation differ only in the part of the image they keep.
+
+torchvision draws from torch's generator. Here that is keyed by (seed, epoch, sample) before each image, so that the
+draws depend on nothing else, and restored afterwards, so that nothing else depends on them. Mixup and CutMix draw their
+weight and part by (seed, step) alone, the same for all micro-batches of a step; a sample's partner is the one before it
+in its micro-batch, or before its own repeats there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What in a set of images would break or spoil a run? Everything is read as a run reads it, and nothing is changed."""
+"""Check a set of images for what would break or spoil a run; everything is read, and nothing changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples are the same file, and which only look the same?"""
+"""Findings and figures about a set of images: copies, leaks, classes, sizes, brightness, decoding cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which images are checked: those of a folder, an archive, or a recipe's data section, split as a run splits them."""
+"""Open the images to be checked, look at all of them on all cores, and keep the results in a few arrays.
+
+They are those of a folder, an archive, or a recipe's data section, split as a run splits them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be found in a set of images, how bad is each, and what is to be done about it?"""
+"""Describe one sample in a few bytes, read as a run reads it, and name what is wrong with it."""
 
 from __future__ import annotations
 

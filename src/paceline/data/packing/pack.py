@@ -1,4 +1,10 @@
-"""How do finished shards become a dataset? By one index of all of them, and ``packed.json``."""
+"""Pack a source into a packed dataset, resume packing after any interruption, and verify the result.
+
+The shards are cut before the first is made, from the source and what was asked alone. Each is made by itself and gets
+its name when it is whole, so that interrupted packing resumes with those that are missing. The bytes are the same,
+however often it was interrupted and however many processes made them. One index of all shards and ``packed.json``
+complete the dataset.
+"""
 
 from __future__ import annotations
 

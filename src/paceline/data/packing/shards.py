@@ -1,4 +1,9 @@
-"""How does an image become what is stored? The file as it is, a JPEG of its own, or pixels."""
+"""Make one shard: images of one split, one after the other, into one Arrow file and a part of the index.
+
+Images are stored as the files they are, as JPEG, or as pixels. A shard is a function of the source and the form alone,
+so that any process can make any of them, twice if need be, with the same bytes. Its part of the index is written first
+and the shard gets its name last: a shard that is there is whole.
+"""
 
 from __future__ import annotations
 

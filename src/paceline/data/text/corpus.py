@@ -1,4 +1,9 @@
-"""Where do the tokens of documents lie? One array, in memory or in a file, and where in it each document ends."""
+"""Documents as tokens: one array in memory or in a file, and where in it each document ends.
+
+A packed folder holds ``tokens.json`` and three files for each split: ``SPLIT.bin``, the tokens of all documents one
+after the other, two bytes each or four, little-endian; ``SPLIT.lengths.npy``, tokens of each document; and
+``SPLIT.names.txt``, a name in each line. The folder appears whole, or not at all. Its files are mapped, not read.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +223,7 @@ def _described(root: Path) -> dict[str, Any]:
     try:
         tree = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack-text SOURCE {root}`.") from None
+        raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack --text SOURCE {root}`.") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}); write the folder anew.") from error
     needed = {"version", "tokenizer", "bytes_per_token", "tokens", "files", "digest"}

@@ -1,8 +1,9 @@
-"""Which tokens of a sample are hidden? A number that follows from its length, at places that are keyed by the sample.
+"""Batches of rows of tokens, and the tokens that are hidden in them.
 
-As in BERT (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018): of what is asked for, 80 %
-is hidden, 10 % replaced by any token, and 10 % left as it is. The number is a function of the length alone, so that
-every process knows what a whole global step asks for (docs/decisions/0050).
+Masking is BERT's (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018): of what is asked for,
+80 % is hidden, 10 % replaced by any token, and 10 % left as it is. How many tokens are asked for is a function of the
+sample's length alone, so that every process knows what a whole global step asks for; the places are keyed by the
+sample.
 """
 
 from __future__ import annotations

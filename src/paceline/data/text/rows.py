@@ -1,7 +1,9 @@
-"""The pieces of documents that make one sample.
+"""Rows of tokens: the pieces of documents that make one sample of a language model.
 
-A sample of a language model is a row of tokens. A row table says of each row what it holds, so that its size is known
-before a token is read.
+A row table says of each row what it holds, so that its size is known before a token is read. Whole documents are packed
+into rows by best-fit decreasing over a histogram of lengths (after Krell et al. 2021, "Efficient Sequence Packing
+without Cross-contamination"): what counts is how many pieces have each length, not how many pieces there are. So a
+million documents take about as long as their sorting.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Which numbers stand for a text?
+"""Text to token ids and back: bytes, or a tokenizer.json of Hugging Face's `tokenizers`.
 
-A tokenizer says what it is as JSON (`to_tree`), which is all that a weights file carries of it.
+A tokenizer describes itself as JSON (`to_tree`), which is all that a weights file carries of it. Of a tokenizer.json
+that is the whole file, compressed: the weights are of use to nobody without it.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from paceline.command import Log
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, RecipeError, RunDirectoryError, TrainingError
+from paceline.plain_json import load_json
 from paceline.recipe.batching import micro_batch_size, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.rates import lr_factor
@@ -293,13 +294,14 @@ class _Book:
         # The last line of a killed sweep may be a part of one.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
-            head, *rows = [json.loads(line) for line in lines] or [self._head]
+            head, *rows = [load_json(line) for line in lines] or [self._head]
+            told = head.get("target")
             runs = [SweepRun(**row) for row in rows]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"'{path}' is not what sweep-batch has written ({error}); remove it.") from error
         if head != self._head:
             raise RunDirectoryError(
-                f"'{path}' holds the runs of another sweep (to {head.get('target')}, or of a recipe that was changed "
+                f"'{path}' holds the runs of another sweep (to {told}, or of a recipe that was changed "
                 "since); name another --output, or remove it."
             )
         # One that failed is tried again: what was in its way may be gone.

@@ -1,8 +1,9 @@
-"""Which files do class folders hold? Listed once; where that took long, remembered for the next time.
+"""Image folders: PATH/{train,val or test}/CLASS/* or PATH/CLASS/*.
 
-What is remembered lies under the user's cache directory, named after the folder's path, and is believed only while
-every class folder is the one that was listed: adding, removing or renaming a file changes the times of its folder. A
-file that is written over in place changes nothing but itself; a few files' sizes are looked at for that.
+Where listing the files took long, the list is cached for the next time, under a name made of the folder's path. It is
+used only while every class folder is the one that was listed: adding, removing or renaming a file changes the times of
+its folder. A file that is overwritten in place changes nothing but itself; the sizes of a few files are checked for
+that.
 """
 
 from __future__ import annotations

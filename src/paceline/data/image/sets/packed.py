@@ -1,4 +1,4 @@
-"""What does a packed dataset consist of? Files that any Arrow tool opens, and ``packed.json``, which describes them.
+"""A packed dataset: its layout, and opening it for training without hashing or scanning anything.
 
     packed.json             what is in it, and the size and SHA-256 of every other file; written last
     index.arrow             one row per image: split, label, name, height, width, shard, offset, length, SHA-256
@@ -6,7 +6,7 @@
     validation-00000.arrow …
 
 Reading needs no Arrow library: ``packed.json`` names the bytes of each column of the index, and the index those of each
-image.
+image. ``paceline.data.packing`` writes it.
 """
 
 from __future__ import annotations

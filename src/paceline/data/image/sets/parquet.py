@@ -1,7 +1,8 @@
-"""Images in parquet files, read row group by row group, of which the last few are kept.
+"""Parquet tables of images: images in the rows, as on the hub, or paths of files.
 
-A page of parquet holds many images, compressed together, so that none can be read by itself. What a group costs is
-known from the file's end; nothing else is read before an image is asked for.
+A page of parquet holds many images, compressed together, so that none can be read by itself. Images are read row group
+by row group, of which the last few are kept. What a group costs is known from the file's end; nothing else is read
+before an image is asked for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""Index of a .tar file: where each member lies, read once from the heads of the members, and remembered.
+"""WebDataset tars: members with the same name up to its first dot are one sample.
 
-A tar that is compressed as a whole has no places to go to, and is refused.
+``000123.jpg`` with ``000123.cls`` (the label as a number, or a class name), or with ``000123.json`` that has the key
+``label`` or ``cls``. Images are read where they lie in the tars, in any order: the tars' order is not the run's. Where
+each member lies is read once from the heads of the members, and cached. A tar that is compressed as a whole has no
+places to go to, and is refused.
 """
 
 from __future__ import annotations
