@@ -15,7 +15,7 @@ from torch import nn
 from paceline.data.batch import Batch, BrokenSample, Nested
 from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.sightings import Pulse
+from paceline.distributed.watchdog import Heartbeat
 from paceline.metrics.accumulator import Accumulator, Rows
 from paceline.tasks.task import Model, Task
 from paceline.trainer.inputs import InputStatistics, mean_and_spread
@@ -75,7 +75,7 @@ class Evaluator:
     collectives: Collectives
     device: torch.device
     batch_size: int
-    pulse: Pulse = field(default_factory=Pulse)
+    pulse: Heartbeat = field(default_factory=Heartbeat)
     rounds: int | None = None
     keep: Keep = field(default_factory=Keep)
 

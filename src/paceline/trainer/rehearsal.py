@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.data.batch import Batch
-from paceline.distributed.exact_buffers import buffers_kept
+from paceline.distributed.exact import buffers_kept
 from paceline.distributed.strategy import Wish, refuse_unused
 from paceline.trainer.step import seed_forward
 from paceline.world import World

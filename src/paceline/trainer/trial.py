@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.data.batch import Batch
-from paceline.distributed.exact_buffers import buffers_kept
+from paceline.distributed.exact import buffers_kept
 from paceline.distributed.strategy import Replicas
 from paceline.errors import ModelError
 from paceline.records.events import MeasurementEvent
