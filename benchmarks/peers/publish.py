@@ -198,7 +198,7 @@ def ahead(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 if (row is not None) != has_ratio or not (who := _quicker(result, key, row)):
                     continue
                 ours = "" if has_ratio else f"Paceline {_spread(figure['contenders'][US]['values'])}."
-                lines.append(_line(result["title"], figure["title"], who, key, ours))
+                lines.append(_line(_NAMES.get(workload, result["title"]), figure["title"], who, key, ours))
     return lines or ["Nobody."]
 
 
