@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from paceline.data.batch import Batch, BrokenSample
-from paceline.data.nested import Nested, tensors_in
+from paceline.data.batch import Batch, BrokenSample, Nested, tensors_in
 from paceline.data.pipeline import Pipeline
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
-from paceline.data.image.shapes import LARGEST_RATIO
+from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.preflight import Findings, Loading, look_at_machine

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.data.batch import Batch
-from paceline.data.nested import rows_of
+from paceline.data.batch import Batch, rows_of
 from paceline.distributed.exact_buffers import buffers_kept
 from paceline.distributed.strategy import Replicas, Wish, refuse_unused
 from paceline.errors import ModelError
