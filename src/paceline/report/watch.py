@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError
+from paceline.records.events import parse_line
 from paceline.records.reader import NO_METRICS, read_environment, read_plan
 from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record
-from paceline.records.writer import parse_line
+from paceline.telemetry.display import describe, figures
 from paceline.telemetry.meter import PHASES
-from paceline.telemetry.progress import describe, figures
 from paceline.units import format_metric, format_seconds, metric_title, metric_unit
 
 if TYPE_CHECKING:

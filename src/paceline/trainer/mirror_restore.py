@@ -23,9 +23,7 @@ from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, Sto
 from paceline.plain_json import load_json
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory, write_json
-from paceline.storage.at_once import begin
-from paceline.storage.remote import Remote
-from paceline.storage.retries import Retries
+from paceline.storage.remote import Remote, Retries, begin
 from paceline.trainer.mirroring import REQUEST_PATIENCE_SECONDS, Mirroring, sendable_records
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.resuming import foreign_checkpoints

@@ -22,7 +22,7 @@ from paceline.records.events import IncidentEvent
 from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory
 from paceline.storage.addresses import without_secrets
-from paceline.storage.retries import Retries, describe
+from paceline.storage.remote import Retries, describe
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.batch import BrokenSample
 from paceline.errors import DataError, RunDirectoryError
-from paceline.records.events import EvaluationEvent, Event, FinishEvent, IncidentEvent, StepEvent
+from paceline.records.events import EvaluationEvent, Event, EventWriter, FinishEvent, IncidentEvent, StepEvent
 from paceline.records.ledger import LedgerWriter
-from paceline.records.writer import EventWriter
 from paceline.telemetry.async_tracker import AsyncTracker
 from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES

@@ -12,12 +12,17 @@ from paceline.errors import CheckpointError, PacelineError, RunDirectoryError
 from paceline.plain_json import load_json
 from paceline.recipe.load import differences, stored_recipe
 from paceline.recipe.schema import Recipe
-from paceline.records.evaluation_files import forget_evaluations_after
-from paceline.records.identity import Identity, had_checkpoint, read_identity, write_identity
+from paceline.records.events import truncate_after
 from paceline.records.ledger import truncate_ledgers
-from paceline.records.reader import read_events
+from paceline.records.reader import (
+    Identity,
+    forget_evaluations_after,
+    had_checkpoint,
+    read_events,
+    read_identity,
+    write_identity,
+)
 from paceline.records.run_directory import RunDirectory
-from paceline.records.writer import truncate_after
 
 # What may differ between a run and its continuation: none of it changes which samples a step sees.
 _FREE = ("train.duration", "train.until", "evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size")

@@ -18,12 +18,12 @@ from paceline.recipe.load import stored_recipe, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
-from paceline.records.identity import had_checkpoint, read_identity
-from paceline.records.ledger import ledger_files
-from paceline.records.lengths import write_lengths
+from paceline.records.ledger import ledger_files, write_lengths
 from paceline.records.reader import (
+    had_checkpoint,
     read_environment,
     read_events,
+    read_identity,
     read_json,
     read_plan_to_resume,
     read_recipe,

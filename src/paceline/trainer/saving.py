@@ -16,7 +16,7 @@ from paceline.checkpoint.store import Best, CheckpointStore, Choice, SavedCheckp
 from paceline.errors import CheckpointError
 from paceline.recipe.load import to_yaml
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
-from paceline.records.identity import Identity, write_identity
+from paceline.records.reader import Identity, write_identity
 from paceline.records.run_directory import write_text
 from paceline.trainer.mirroring import report_mirror, sendable_records
 from paceline.trainer.nonfinite import check_loss, check_state

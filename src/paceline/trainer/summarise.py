@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.models.digest import weights_sha256
 from paceline.records.events import Status
-from paceline.records.ledger_count import count_epochs
-from paceline.records.summary import LedgerFacts, Summary
+from paceline.records.ledger import count_epochs
+from paceline.records.reader import LedgerFacts, Summary
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.nonfinite import divergence
 

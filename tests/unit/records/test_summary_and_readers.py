@@ -11,9 +11,8 @@ import pytest
 
 from paceline.errors import RunDirectoryError
 from paceline.records.environment import capture_environment, git_facts
-from paceline.records.reader import read_plan, read_recipe, read_summary
+from paceline.records.reader import LedgerFacts, Summary, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, write_json, write_text
-from paceline.records.summary import LedgerFacts, Summary
 
 SUMMARY = Summary(
     status="completed",

@@ -13,8 +13,8 @@ import pytest
 from paceline.distributed.environment import Launch
 from paceline.recipe.load import load_recipe
 from paceline.records.events import Status
+from paceline.records.reader import Summary
 from paceline.records.run_directory import write_json
-from paceline.records.summary import Summary
 from paceline.trainer.spares import elastic_notices, wait_for_those_that_train, without_spares
 from paceline.world import World
 

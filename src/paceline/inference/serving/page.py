@@ -9,7 +9,7 @@ from importlib.resources import files
 from string import Template
 
 from paceline.inference.serving.service import Limits
-from paceline.pages.plotly_script import script_digest
+from paceline.pages.page import script_digest
 
 
 @dataclass(frozen=True)
