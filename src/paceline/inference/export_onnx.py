@@ -21,7 +21,7 @@ from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Placement
 from paceline.data.prefetch import Normalize
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
-from paceline.inference.exportable import OUTPUT, Exportable, parameter_bytes
+from paceline.inference.exportable import OUTPUT, Exportable, first_line, parameter_bytes
 from paceline.inference.predict import trained_task
 from paceline.recipe.load import Overrides, set_by, stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
@@ -94,12 +94,6 @@ def _translated(exportable: Exportable) -> Any:
         ) from error
     assert program is not None  # as dynamo=True has it
     return program.model_proto
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error that says something, shortened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}"
 
 
 def write_metadata(model: Any, metadata: Mapping[str, str]) -> None:

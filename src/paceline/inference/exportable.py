@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import ModelError, NotFiniteError, RecipeError
 from paceline.inference.clicks import ClickPredictor
-from paceline.inference.export_onnx import first_line
 from paceline.inference.predict import Predictor, trained_task
 from paceline.inference.text import TextPredictor, is_text_model
 
@@ -309,3 +308,9 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
         return found
 
     return exportable.compare(answers, what="the program")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error that says something, shortened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}"
