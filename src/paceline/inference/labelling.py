@@ -18,10 +18,9 @@ from PIL import Image
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights, check_scale
 from paceline.data.image.decode import decode, upright_size
-from paceline.data.image.shapes import rectangle
+from paceline.data.image.pipeline import rectangle
 from paceline.data.image.transforms import evaluation_image
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize
+from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
 from paceline.files import refuse_odd_kinds
 from paceline.inference.answers import BATCH, NOT_FINITE, Answer, answers_ahead, error_in_words

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from paceline.data.image.decode import BrokenImageError, read_file
-from paceline.data.image.listing import EXTENSIONS
+from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
 from paceline.files import LeftOut, files_below, has_ending, is_ignored, is_ignored_member, odd_kind, refuse_odd_kinds
 

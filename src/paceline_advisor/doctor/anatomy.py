@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from paceline.data.batch import Batch
-from paceline.data.nested import tensors_in
+from paceline.data.batch import Batch, tensors_in
 from paceline.models.flops import WorkCounter
 from paceline_advisor.doctor.findings import Place
 from paceline_advisor.doctor.layers import Layer, class_places, watching_layers, with_flops

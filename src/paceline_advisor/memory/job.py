@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.data.image.backend_choice import LARGEST_SHARE_OF_DEVICE
+from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
 from paceline.models.build import parameter_count
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.remembered import remember
+from paceline.data.disk_cache import remember
 from paceline.devices import Device
 from paceline.machine import available_cores, cache_folder, cpu_name, memory_bytes
 from paceline.plain_json import load_json

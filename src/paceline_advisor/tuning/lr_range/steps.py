@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.data.backends.pytorch import worker_deaths_told
+from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.errors import TrainingError
 from paceline.optim.schedules import Courses
 from paceline.trainer.rehearsal import rehearse
