@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.world import World
 from paceline_advisor.doctor.target import Target
 from paceline_advisor.memory.job import Job
@@ -52,7 +52,7 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
 def _lack(recipe: Recipe, target: Target, world: World, memory: int, *, scores: bool) -> Lack | None:
     with (
         without_collection(),
-        fake_run(recipe, machine=target.machine, processes=world.world_size, scores=scores) as step,
+        fake_step(recipe, machine=target.machine, processes=world.world_size, scores=scores) as step,
     ):
         allocator, _ = allocator_settings(os.environ)
         job = Job(step, trace_steps(step), target.machine, ways=max(2, world.world_size), allocator=allocator)

@@ -12,7 +12,7 @@ from paceline.errors import RecipeError
 from paceline.models.roofline import ridge_point
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_run import machine_with
+from paceline.trainer.fake_step import machine_with
 from paceline.world import World
 
 # What sizes must divide by for matrix units to take them as they are, and for the best tiles of an A100 and later.

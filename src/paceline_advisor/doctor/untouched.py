@@ -10,7 +10,7 @@ import torch
 from torch.backends import cudnn
 
 from paceline.distributed.affinity import affinity_restored
-from paceline.trainer.bystander import process_as_it_was
+from paceline.trainer.process_settings import restore_globals
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def untouched() -> Iterator[None]:
     with contextlib.ExitStack() as held:
         held.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of code that is only looked at
-        held.enter_context(process_as_it_was())
+        held.enter_context(restore_globals())
         held.enter_context(torch.enable_grad())
         held.enter_context(affinity_restored())
         cudnn.benchmark, cudnn.enabled, cudnn.deterministic = True, True, False

@@ -16,7 +16,7 @@ from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
 from paceline_advisor.formulas.caching_allocator import Settings
 from paceline_advisor.memory.cpu_kernels import unknown_kernels
@@ -187,7 +187,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
     allocator, unheeded = allocator_settings(
         os.environ if machine.device == "cuda" else {}, expandable=asked.expandable
     )
-    with fake_run(recipe, processes=asked.processes, machine=machine, scores=True) as step:
+    with fake_step(recipe, processes=asked.processes, machine=machine, scores=True) as step:
         steps = trace_steps(step)
         job = Job(step, steps, machine, ways=ways, allocator=allocator)
         largest, verified = (None, None) if memory is None else _largest(job, steps, memory)

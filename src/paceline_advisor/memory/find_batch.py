@@ -22,7 +22,7 @@ from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.world import World
 from paceline_advisor.launches import check_alone
 from paceline_advisor.memory.job import Job
@@ -188,7 +188,7 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
     machine = describe_machine(device, processes=processes)
     allocator, _ = allocator_settings(os.environ if device.type == "cuda" else {})
     try:
-        with without_collection(), fake_run(recipe, processes=processes, machine=machine, scores=True) as step:
+        with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=True) as step:
             steps = trace_steps(step)
             job = Job(step, steps, machine, ways=processes, allocator=allocator)
     except ModelError as error:

@@ -9,7 +9,7 @@ from paceline.models.build import parameter_count
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
 from paceline.telemetry.allocations import Allocation
-from paceline.trainer.fake_run import FakeRun
+from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.formulas.caching_allocator import PLAIN, Settings
 from paceline_advisor.memory.replay import Peak, fits, peak_of
 from paceline_advisor.memory.surroundings import outside, with_data_set, with_input, with_libraries
@@ -55,7 +55,7 @@ class Job:
 
     def __init__(
         self,
-        step: FakeRun,
+        step: FakeStep,
         steps: Callable[[int], StepTrace],
         machine: MachineFacts,
         *,

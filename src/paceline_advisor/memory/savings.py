@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from paceline.errors import PacelineError
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_run import FakeRun, fake_run
+from paceline.trainer.fake_step import FakeStep, fake_step
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.trace import trace_step, trace_steps
 
@@ -42,7 +42,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
     """
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
-            with fake_run(changed, processes=processes, machine=machine, scores=True) as step:
+            with fake_step(changed, processes=processes, machine=machine, scores=True) as step:
                 needed = _needed(step, machine, job)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
@@ -50,7 +50,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
         yield Saving(change=change, needed=needed, saved=now - needed)
 
 
-def _needed(step: FakeRun, machine: MachineFacts, job: Job) -> int:
+def _needed(step: FakeStep, machine: MachineFacts, job: Job) -> int:
     now, memory = step.micro_batch, machine.memory_bytes
     if now == 1:  # not done: a network may do otherwise, or refuse, where there is but one sample
         return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).least(now, memory)

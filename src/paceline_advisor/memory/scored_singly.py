@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.telemetry.allocations import Allocation, AllocationTrace
-from paceline.trainer.fake_run import FakeRun
+from paceline.trainer.fake_step import FakeStep
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ScoredSingly:
         trace.events += (event + behind if event >= 0 else event - behind for event in self.events)
 
 
-def scored_singly(step: FakeRun, trace_of: Callable[[FakeRun, int], tuple[int, AllocationTrace]]) -> ScoredSingly:
+def scored_singly(step: FakeStep, trace_of: Callable[[FakeStep, int], tuple[int, AllocationTrace]]) -> ScoredSingly:
     """The evaluation of a fake run.
 
     Args:

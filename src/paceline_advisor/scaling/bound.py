@@ -12,7 +12,7 @@ from dataclasses import replace
 from paceline.devices import Device
 from paceline.models.ceilings import ceilings_of
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.formulas.parallel_step import OneDevice
 from paceline_advisor.roofline.study import count_step
 from paceline_advisor.scaling.room import of_one_process
@@ -33,7 +33,7 @@ def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> 
         PacelineError: If the network cannot do without numbers, or the recipe cannot be planned there.
     """
     largest = max(shares.values(), key=lambda each: each.micro_batch)
-    with fake_run(of_one_process(recipe, replace(largest, passes=1)), machine=machine_with(device)) as step:
+    with fake_step(of_one_process(recipe, replace(largest, passes=1)), machine=machine_with(device)) as step:
         found = count_step(step)
         ceilings = ceilings_of(step.plan, device, found)
     works = [each for each in found.works if each.product or each.flops or not recipe.model.compile]

@@ -23,7 +23,7 @@ from paceline.recipe.strategy import check_sharding
 from paceline.recipe.training import Batch
 from paceline.tasks.detection import why_not_sharded
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.trace import trace_steps, without_collection
@@ -76,7 +76,7 @@ def rooms(
     machine = machine_with(device) if device is not None else describe_machine(cpu)
     found = {}
     with (
-        fake_run(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
+        fake_step(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
         without_collection(),
     ):
         steps = trace_steps(step)

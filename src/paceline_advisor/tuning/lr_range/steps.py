@@ -10,10 +10,9 @@ from typing import Literal
 from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.errors import TrainingError
 from paceline.optim.schedules import Courses
-from paceline.trainer.rehearsal import rehearse
 from paceline.trainer.run import Run
 from paceline.trainer.step import train_step
-from paceline.trainer.trial import try_out
+from paceline.trainer.warmup import check_first_batch, warm_up
 from paceline_advisor.formulas.lr_range import smoothed
 from paceline_advisor.tuning.lr_range.sweep import MOST_SKIPPED, Sweep
 
@@ -44,7 +43,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
     run.courses = Courses(learning_rate=sweep.course())
     taken = Taken()
     with run.watchdog.watching(), worker_deaths_told():
-        batches = try_out(run, rehearse(run, run.train_batches()))
+        batches = check_first_batch(run, warm_up(run, run.train_batches()))
         run.clock.start()
         ending: Ending | None = None
         while ending is None:

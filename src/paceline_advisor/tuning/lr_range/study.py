@@ -16,7 +16,7 @@ from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
-from paceline.trainer.bystander import process_as_it_was
+from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run import Run
 from paceline.trainer.train import Options, TaskMaker, opened_run
 from paceline.world import World
@@ -189,7 +189,7 @@ def range_test(
     """
     world = read_launch(os.environ).world
     recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
-    with process_as_it_was(recipe.parallel.device), _scratch(world) as run_dir:
+    with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
         options = Options(run_dir=run_dir, task=task)
         with opened_run(LoadedRecipe(recipe, loaded.name), options) as run:
             taken = take_steps(run, sweep, say if world.is_first else lambda _: None)
