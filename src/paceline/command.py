@@ -16,15 +16,17 @@ A command is declared once::
 
 A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
 ``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``
-are the help; ``Ge``, ``Gt`` and ``Le`` are the range; :class:`Shape` says what the type cannot.
+are the help; ``Ge``, ``Gt``, ``Le`` and ``Lt`` are the range; :class:`Shape` says what the type cannot. Options that do
+not go together are refused in ``__post_init__``, before anything is written or started.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge
 
@@ -42,6 +44,10 @@ class Shape:
         hidden: Left out of the help.
         required: An option although it has no default.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
+        argument: An argument although it has a default.
+        rest: An argument that takes all words that are left.
+        only: The field of the option that this one belongs to: without it, it is refused as having no effect.
+        without: Fields of options with which it has no effect and is refused.
     """
 
     metavar: str | None = None
@@ -49,28 +55,58 @@ class Shape:
     hidden: bool = False
     required: bool = False
     parse: Callable[[str], Any] | None = None
+    argument: bool = False
+    rest: bool = False
+    only: str | None = None
+    without: tuple[str, ...] = ()
 
 
 # Fields that many commands have. Where a recipe is read, `--trust-code` is an option too.
 RecipeName = Annotated[str, Shape(metavar="RECIPE")]
 RecipeOrRun = Annotated[str, Shape(metavar="RECIPE|RUN")]
-Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...")]
+Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...", rest=True)]
+
+
+def _path_word(text: str) -> str:
+    if not text:
+        raise ValueError("the path is empty")
+    return os.path.expanduser(text)
+
+
+Runs = Annotated[tuple[str, ...], Shape(metavar="RUN... [KEY=VALUE]...", rest=True, required=True, parse=_path_word)]
+Weights = Annotated[
+    Literal["auto", "model", "ema"], "Which set of weights; auto takes the moving average where there is one."
+]
 Processes = Annotated[
     int | None,
     Ge(1),
     Shape(metavar="N"),
     "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Run it alone, not under torchrun or srun.",
 ]
+JoinedProcesses = Annotated[
+    int | None,
+    Ge(1),
+    Shape(metavar="N"),
+    "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Leave it out under torchrun or Slurm.",
+]
 Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ranks share, made by the launcher
 Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]
 
 
-def command(name: str, *, runs: str) -> Callable[[_T], _T]:
-    """Declare a dataclass as the command of that name, carried out by the function ``runs`` (``module:function``)."""
+def command(name: str, *, runs: str, files: tuple[str, ...] = ()) -> Callable[[_T], _T]:
+    """Declare a dataclass as the command of that name.
+
+    Args:
+        name: What follows ``paceline``.
+        runs: The function that carries it out, as ``module:function``.
+        files: What it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
+            ``write(folder)``.
+    """
 
     def declare(kind: _T) -> _T:
         kind.__paceline_command__ = name
         kind.__paceline_runs__ = runs
+        kind.__paceline_files__ = files or (f"{name}.json", f"{name}.html")
         return kind
 
     return declare

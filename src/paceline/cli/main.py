@@ -29,7 +29,7 @@ COMMANDS = {
     "predict": "Label images, or write text, with trained weights.",
     "serve": "Answer over HTTP, with a page to send images from.",
     "export": "Write trained weights for other programs: timm, ONNX, torch.export.",
-    "estimate": "Estimate the memory of a training step, on a device that need not be here.",
+    "estimate": "Estimate training memory on any GPU, whether or not you have it.",
     "find-lr": "Find a learning rate by a range test.",
     "find-batch": "Find the largest micro-batch that this machine trains, by trying.",
     "doctor": "Find what holds a run back, and measure what each change is worth.",
@@ -60,16 +60,13 @@ COMMANDS = {
 }
 
 # Commands that are not `command` in a module of paceline.cli of their name.
+_ADVISOR = (
+    *("doctor", "drill", "estimate", "find-batch", "find-lr", "formulas", "landscape", "noise-scale", "plan", "prove"),
+    *("roofline", "scale", "sweep-batch"),
+)
 _WHERE = {
-    **{
-        name: f"paceline_advisor.cli.{name.replace('-', '_')}:command"
-        for name in ("bench", "doctor", "drill", "estimate", "find-batch", "find-lr", "formulas", "landscape", "plan")
-    },
-    "prove": "paceline_advisor.cli.prove:command",
-    "scale": "paceline_advisor.cli.scale:command",
-    "noise-scale": "paceline_advisor.commands:NoiseScale",
-    "roofline": "paceline_advisor.commands:Roofline",
-    "sweep-batch": "paceline_advisor.commands:SweepBatch",
+    **{name: f"paceline_advisor.commands:{name.title().replace('-', '')}" for name in _ADVISOR},
+    "bench": "paceline_advisor.commands:bench",
     "import": "paceline.cli.import_recipe:command",
     "labs": "paceline_course.command:command",
 }
@@ -83,11 +80,11 @@ _COMPLETING = "_PACELINE_COMPLETE"
 def command_of(name: str) -> click.Command:
     """Import and return a command."""
     found = pkgutil.resolve_name(_WHERE.get(name, f"paceline.cli.{name.replace('-', '_')}:command"))
-    if isinstance(found, click.Command):
-        return found
-    from paceline.cli.derive import click_command
+    if isinstance(found, type):
+        from paceline.cli.derive import click_command
 
-    return click_command(found)
+        return click_command(found)
+    return found if isinstance(found, click.Command) else found()
 
 
 class _LazyGroup(click.Group):

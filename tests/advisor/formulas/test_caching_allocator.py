@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from paceline_advisor.formulas.caching_allocator import (
+from paceline_advisor.formulas.memory import (
     MIB,
     CachingAllocator,
     DoesNotFitError,

@@ -1,19 +1,101 @@
-"""Which learning rate does the curve of a range test suggest?
-
-The test is Smith's (2015, "Cyclical learning rates for training neural networks", section 3.3; 2018, "A disciplined
-approach to neural network hyper-parameters"): the rate rises from step to step, and the loss is watched. Four rules
-are those of fastai's ``lr_find``, with its definitions and the same part of the curve: the first tenth and the last
-five points are left out. The fifth, ``trough``, is Smith's extremum, found where smoothing has not moved it. Each can
-fail, in its own way, and so there is a ``median`` of three.
-"""
+"""Learning rates: rules for a batch size, schedules, and suggestions from the curve of a range test."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+
+from paceline.errors import RecipeError
+
+FEWEST_STEPS = 20
+
+
+def linear_rate(batch: float, reference_rate: float = 0.1, reference_batch: float = 256) -> float:
+    """Learning rate in proportion to the batch; Goyal et al. begin from 0.1 for 256.
+
+    Source:
+        Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 2.1.
+    """
+    return reference_rate * batch / reference_batch
+
+
+def square_root_rate(batch: float, reference_rate: float = 0.1, reference_batch: float = 256) -> float:
+    """Learning rate that grows with the square root of the batch, as adaptive optimizers want it.
+
+    Source:
+        Krizhevsky, One weird trick for parallelizing convolutional neural networks, arXiv:1404.5997, section 5; Malladi
+        et al., On the SDEs and scaling rules for adaptive gradient algorithms, arXiv:2205.10287.
+    """
+    return reference_rate * math.sqrt(batch / reference_batch)
+
+
+def nvidia_rate(batch: float) -> float:
+    """Learning rate of NVIDIA's ConvNets: 0.256 for a batch of 256, in proportion.
+
+    Source:
+        NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, "Default configuration".
+    """
+    return linear_rate(batch, 0.256)
+
+
+def nvidia_weight_decay(power: int = 15) -> float:
+    """Weight decay of NVIDIA's ResNet-50, 2^-15; ResNeXt and SE-ResNeXt have 2^-14.
+
+    Source:
+        NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, "Default configuration".
+    """
+    return 2.0**-power
+
+
+def gradual_warmup(step: float, warmup_steps: float, peak_rate: float, first_rate: float = 0) -> float:
+    """Learning rate that rises by the same amount at every step until the peak.
+
+    Source:
+        Goyal et al., arXiv:1706.02677, section 2.2 (from η to kη over 5 epochs).
+    """
+    return peak_rate if step >= warmup_steps else first_rate + (peak_rate - first_rate) * step / warmup_steps
+
+
+def nvidia_warmup(epoch: int, warmup_epochs: int, peak_rate: float) -> float:
+    """Learning rate of an epoch, from 0, of NVIDIA's warm-up: the first has peak / warm-up epochs.
+
+    Source:
+        NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/image_classification/optimizers.py.
+    """
+    return peak_rate * min(1.0, (epoch + 1) / warmup_epochs)
+
+
+def step_rate(epoch: float, first_rate: float, factor: float = 0.1, first: int = 30, second: int = 60) -> float:
+    """Learning rate that is divided by ten at two epochs and once more 20 epochs after the second (30, 60, 80).
+
+    Source:
+        Goyal et al., arXiv:1706.02677, section 5.1.
+    """
+    return first_rate * factor ** sum(epoch >= each for each in (first, second, second + 20))
+
+
+def cosine_rate(step: float, total_steps: float, peak_rate: float, last_rate: float = 0) -> float:
+    """Learning rate that falls as half a cosine.
+
+    Source:
+        Loshchilov and Hutter, SGDR, arXiv:1608.03983, equation 5.
+    """
+    return last_rate + (peak_rate - last_rate) * (1 + math.cos(math.pi * step / total_steps)) / 2
+
+
+def effective_rate(learning_rate: float, momentum: float) -> float:
+    """Learning rate that momentum comes to over many steps: lr / (1 - m).
+
+    Source:
+        Smith et al., Don't decay the learning rate, increase the batch size, arXiv:1711.00489, section 4.
+    """
+    return learning_rate / (1 - momentum)
+
 
 # No mean of some losses in a row that is lower than those before by so many standard errors: it has not fallen.
 _SURE = 3.5
@@ -221,3 +303,46 @@ def _why_none(losses: Sequence[float], first: int, last: int) -> str:
     if (falls <= _SURE * errors).all():
         return "the loss does not fall beyond its own noise"
     return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How a range test is done.
+
+    Attributes:
+        lowest: Learning rate of the first step.
+        highest: Learning rate of the last.
+        steps: Optimizer steps.
+        shape: ``exponential``: the same factor from each step to the next. ``linear``: the same difference.
+        smoothing: Weight of the past in the average that is looked at, in [0, 1).
+        divergence: The test ends where the average is above so many times its lowest value.
+
+    Raises:
+        RecipeError: If they do not fit together.
+    """
+
+    lowest: float = 1e-7
+    highest: float = 10.0
+    steps: int = 100
+    shape: Literal["exponential", "linear"] = "exponential"
+    smoothing: float = 0.98
+    divergence: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.lowest < self.highest and math.isfinite(self.highest)):
+            raise RecipeError(
+                f"a range test from {self.lowest:g} to {self.highest:g} cannot be: it goes from a rate above 0 to a "
+                "higher one; change --lowest or --highest."
+            )
+        if self.steps < FEWEST_STEPS:
+            raise RecipeError(
+                f"a range test of {self.steps} steps says nothing; take at least {FEWEST_STEPS} (--steps)."
+            )
+        if self.shape not in ("exponential", "linear"):
+            raise RecipeError(f"shape={self.shape!r} is none that a range test has; choose exponential or linear.")
+        if not 0 <= self.smoothing < 1:
+            raise RecipeError(f"smoothing={self.smoothing:g} is not in [0, 1); 0 looks at each loss by itself.")
+        if not self.divergence > 1:
+            raise RecipeError(
+                f"divergence={self.divergence:g} would end the test at its best loss; take a factor above 1."
+            )
