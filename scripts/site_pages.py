@@ -1,7 +1,7 @@
 """How do pages that are written for a repository become a site? mkdocs calls this (`hooks` in mkdocs.yml).
 
 Pages of the site that nobody writes: the front page (README.md), the commands (their `--help`), the Python interface
-(`paceline.__all__`), the list of decisions, and whatever outside `docs/` a page links to, shown as it stands.
+(`paceline.__all__`), and whatever outside `docs/` a page links to, shown as it stands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import paceline
-from paceline.cli.main import COMMANDS, cli
+from paceline.cli.commands import COMMANDS
+from paceline.cli.main import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -29,7 +30,7 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:meth|class|func|attr|data|mod):(<code>)~?")
 # The pages that lie elsewhere in the repository than on the site.
-_ORIGINS = {"index.md": "README.md", "decisions/index.md": "docs/decisions/index.md"}
+_ORIGINS = {"index.md": "README.md"}
 _GROUPS = {"guide": ("Guides", "More"), "decisions": ("Decisions", None)}
 
 
@@ -48,7 +49,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "index.md": (ROOT / "README.md").read_text(encoding="utf-8"),
         "commands.md": "\n".join(_commands()),
         "python.md": "\n".join(_python()),
-        "decisions/index.md": "\n".join(_decisions()),
     }
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
@@ -120,7 +120,7 @@ def _place(target: Path) -> str:
     if target == ROOT / "README.md":
         return "index.md"
     if target == DOCS / "decisions":
-        return "decisions/index.md"
+        return "decisions/README.md"
     if target.is_relative_to(DOCS) and target.is_file():
         return target.relative_to(DOCS).as_posix()
     path = target.relative_to(ROOT).as_posix()
@@ -151,11 +151,11 @@ def _shown(target: Path, name: str, config: MkDocsConfig) -> File:
 def _commands() -> Iterator[str]:
     yield "# Commands\n\nWhat `paceline COMMAND --help` says, command by command.\n"
     parent = click.Context(cli, info_name="paceline")
-    for name in COMMANDS:
+    for name, listed in COMMANDS.items():
         command = cli.get_command(parent, name)
         assert command is not None
         context = click.Context(command, info_name=name, parent=parent, terminal_width=100)
-        yield f"## {name}\n\n{COMMANDS[name]}\n\n```text\n{command.get_help(context)}\n```\n"
+        yield f"## {name}\n\n{listed.line}\n\n```text\n{command.get_help(context)}\n```\n"
 
 
 def _python() -> Iterator[str]:
@@ -166,12 +166,3 @@ def _python() -> Iterator[str]:
             # What the advisor offers is documented where it is written.
             home = "paceline_advisor.tuning.lr_range" if name == "find_lr" else "paceline"
             yield f"::: {home}.{name}\n"
-
-
-def _decisions() -> Iterator[str]:
-    yield "# Decisions\n\nChoices that would surprise a reader: what led to them, what they cost, and how we would"
-    yield "notice that they were wrong.\n"
-    for path in sorted((DOCS / "decisions").glob("0*.md")):
-        with path.open(encoding="utf-8") as file:
-            number, _, title = file.readline().removeprefix("#").strip().partition(". ")
-        yield f"{number}. [{title}]({path.name})"

@@ -46,12 +46,12 @@ memory are random numbers of CIFAR-10's shape, and so are those of the other wor
 (that is [the CIFAR-10 speed run](guide/cifar10-speedrun.md)).
 
 Not the same are things a trainer chooses for itself. Paceline keeps freed memory ([decision
-69](decisions/0069-freed-memory-is-kept.md)), lets DDP copy and broadcast less ([decision
-3](decisions/0003-what-rides-on-the-gradient-reduction.md)), decodes of a JPEG file only what the crop shows, at a
+69](decisions/0069-start-up-and-memory.md)), lets DDP copy and broadcast less ([decision
+3](decisions/0003-votes-on-the-gradient-reduction.md)), decodes of a JPEG file only what the crop shows, at a
 smaller scale where the crop is to become much smaller ([recipes](recipes.md)), and shifts and flips images that are
-held in memory a batch at a time ([decision 31](decisions/0031-small-images-in-memory.md)). Its first step comes sooner
-since its optimizer loads no compiler ([decision 73](decisions/0073-optimizers-load-no-compiler.md)) and libraries are
-loaded without a search for garbage ([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)). The
+held in memory a batch at a time ([decision 27](decisions/0027-decoding.md)). Its first step comes sooner
+since its optimizer loads no compiler ([decision 69](decisions/0069-start-up-and-memory.md)) and libraries are
+loaded without a search for garbage ([decision 69](decisions/0069-start-up-and-memory.md)). The
 others are given torchvision's transforms, image by image, of those in memory in one loader process beside the training.
 
 "By hand, tuned" is the loop by hand with the first two of these, from its environment (`MALLOC_MMAP_MAX_=0
@@ -102,19 +102,19 @@ Part of it is freed memory, which Paceline keeps for the next step as the tuned 
 it imports and its records.""",
     "first_step_seconds": """\
 Before its first step Paceline checks the recipe against the data, plans, and opens its records and the ledger of
-samples ([decision 71](decisions/0071-libraries-load-without-a-search-for-garbage.md)).""",
+samples ([decision 69](decisions/0069-start-up-and-memory.md)).""",
     "resumed_first_step_seconds": """\
 Paceline plans and opens its records as at the first start; besides, every file of the checkpoint is read and its
 SHA-256 compared before it is believed.""",
     "saving_step_milliseconds": """\
-[Decision 72](decisions/0072-where-others-are-ahead.md) says what a save is made of.""",
+[Decision 69](decisions/0069-start-up-and-memory.md) says what a save is made of.""",
     "standstill_milliseconds": """\
 Paceline copies the state, and the steps after it share two cores with the thread that writes.""",
     "pause_milliseconds": """\
 Paceline computes the SHA-256 of all that it writes, and it and the loops by hand see to it that the disk has it, which
 the others do not, so that a power cut may take the checkpoint ([decision
-13](decisions/0013-checkpoints-are-written-beside-training.md)). [Decision
-72](decisions/0072-where-others-are-ahead.md) has the parts of a save.""",
+5](decisions/0005-checkpoints.md)). [Decision
+69](decisions/0069-start-up-and-memory.md) has the parts of a save.""",
 }
 
 

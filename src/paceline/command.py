@@ -12,7 +12,8 @@ A command is declared once::
         steps: Annotated[int, Ge(2), "Batches at each set of weights."] = 50
 
 ``runs`` names the function that is called with the dataclass and a :data:`Log`, and returns a
-:class:`~paceline.pages.shown.Result`. It is imported only when the command is called.
+:class:`~paceline.pages.shown.Result`. It is imported only when the command is called. Without ``runs``, the dataclass
+has such a method ``run(log)`` itself.
 
 A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
 ``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``
@@ -44,8 +45,7 @@ class Shape:
         hidden: Left out of the help.
         required: An option although it has no default.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
-        argument: An argument although it has a default.
-        rest: An argument that takes all words that are left.
+        argument: An argument although it is a list or has a default; a list takes all words that are left.
         only: The field of the option that this one belongs to: without it, it is refused as having no effect.
         without: Fields of options with which it has no effect and is refused.
     """
@@ -54,9 +54,8 @@ class Shape:
     name: str | None = None
     hidden: bool = False
     required: bool = False
-    parse: Callable[[str], Any] | None = None
     argument: bool = False
-    rest: bool = False
+    parse: Callable[[str], Any] | None = None
     only: str | None = None
     without: tuple[str, ...] = ()
 
@@ -64,7 +63,7 @@ class Shape:
 # Fields that many commands have. Where a recipe is read, `--trust-code` is an option too.
 RecipeName = Annotated[str, Shape(metavar="RECIPE")]
 RecipeOrRun = Annotated[str, Shape(metavar="RECIPE|RUN")]
-Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...", rest=True)]
+Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...", argument=True)]
 
 
 def _path_word(text: str) -> str:
@@ -73,7 +72,7 @@ def _path_word(text: str) -> str:
     return os.path.expanduser(text)
 
 
-Runs = Annotated[tuple[str, ...], Shape(metavar="RUN... [KEY=VALUE]...", rest=True, required=True, parse=_path_word)]
+Runs = Annotated[tuple[str, ...], Shape(metavar="RUN... [KEY=VALUE]...", argument=True, parse=_path_word)]
 Weights = Annotated[
     Literal["auto", "model", "ema"], "Which set of weights; auto takes the moving average where there is one."
 ]
@@ -93,12 +92,12 @@ Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ran
 Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]
 
 
-def command(name: str, *, runs: str, files: tuple[str, ...] = ()) -> Callable[[_T], _T]:
+def command(name: str, *, runs: str | None = None, files: tuple[str, ...] = ()) -> Callable[[_T], _T]:
     """Declare a dataclass as the command of that name.
 
     Args:
         name: What follows ``paceline``.
-        runs: The function that carries it out, as ``module:function``.
+        runs: The function that carries it out, as ``module:function``; the dataclass's method ``run`` if None.
         files: What it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
             ``write(folder)``.
     """

@@ -2,7 +2,7 @@
 
 ``import torch`` makes objects by the hundred thousand, and none of them is garbage. Python counts what is made and
 goes through all of it again and again. Why, and at what price:
-``docs/decisions/0071-libraries-load-without-a-search-for-garbage.md``.
+``docs/decisions/0069-start-up-and-memory.md``.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Estimate:
 @command("find-batch", runs="paceline_advisor.memory.find_batch:find_batch")
 @dataclass(frozen=True, kw_only=True)
 class FindBatch:
-    """Find the largest micro-batch that this machine trains, by trying.
+    """Find the largest micro-batch that fits, by trying.
 
     A size fits if it survives two whole steps and an evaluation on all ranks. Sizes are doubled and then bisected; each
     is a real run in processes of its own, with optimizer state and moving average, on a few samples that are repeated.
@@ -214,7 +214,7 @@ class Cluster:
 @command("scale", runs="paceline_advisor.scaling.study:scale")
 @dataclass(frozen=True, kw_only=True)
 class Scale(Cluster):
-    """Predict what more GPUs bring, and measure what can be measured here.
+    """Predict scaling over GPUs, and measure it where possible.
 
     Samples per second, efficiency, hours and cost are predicted with DDP and FSDP. The prediction starts from one
     device's figure: yours (--throughput, --step-seconds), or measured here if the cluster is this machine or has its
@@ -254,7 +254,7 @@ class Scale(Cluster):
 @command("plan", runs="paceline_advisor.scaling.planning:plan_training")
 @dataclass(frozen=True, kw_only=True)
 class Plan(Cluster):
-    """Choose how many GPUs a training needs for a deadline or a budget.
+    """Choose the number of GPUs for a deadline or a budget.
 
     The fewest GPUs that meet a deadline, or the fastest training within a budget, with its strategy, global batch,
     learning rate, hours and cost. Deadline and budget are compared with the upper end of the prediction's range.
@@ -323,7 +323,7 @@ class Formulas:
 @command("doctor", runs="paceline_advisor.doctor.improving:diagnose")
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Find what holds a run back, and measure what each change is worth.
+    """Find what limits a run's speed, and measure each change.
 
     RECIPE may be a run directory. The doctor examines the recipe and its plan, the network's modules on tensors without
     content, and what your own code does in one micro-batch of a few samples, on the CPU; detection images are small
@@ -505,7 +505,7 @@ def bench() -> click.Group:
 @command("prove", runs="paceline_advisor.prove.study:prove")
 @dataclass(frozen=True, kw_only=True)
 class Prove:
-    """Prove that a recipe computes what it says, with your own task, network and data.
+    """Prove that a recipe computes what it says, also with your own code.
 
     The recipe is trained for a few steps in several ways and compared with plain PyTorch. One process with one batch a
     step, with micro-batches, and several processes must learn the same; the order of samples, learning rate, moving
@@ -528,7 +528,7 @@ class Prove:
 @command("drill", runs="paceline_advisor.drill.study:drill")
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """Disturb runs of a recipe in every way there is, and see that nothing is lost.
+    """Kill and disturb runs of a recipe, and check that nothing is lost.
 
     Short runs are killed, stopped, starved and spoiled, and each is compared with an undisturbed one. Everything
     happens in a temporary directory; nothing of yours is written. With several processes the runs are exact, so that
@@ -566,7 +566,7 @@ def _samples(text: str) -> int | None:
 @command("landscape", runs="paceline_advisor.landscape.study:explore")
 @dataclass(frozen=True, kw_only=True)
 class Landscape:
-    """Draw the loss around a run's weights, and measure how sharp the minimum is.
+    """Plot the loss around a run's weights, and measure sharpness.
 
     RUN is a run directory, a checkpoint or a safetensors file; of two, the way from one to the other is drawn too.
     Curves and surfaces go along random directions, scaled filter by filter; a trajectory goes through a run's
@@ -669,7 +669,7 @@ class Landscape:
 @command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise")
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """Measure the gradient noise scale of a recipe or a run: how large a batch pays.
+    """Measure the gradient noise scale: how large a batch still pays.
 
     A run is measured at each of its checkpoints. Nothing is trained and the run is not touched: gradients of parts of a
     batch are compared with those of the whole batch. The critical batch size, beyond which a larger batch costs more
@@ -693,7 +693,7 @@ class NoiseScale:
 @command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep:sweep_batch")
 @dataclass(frozen=True, kw_only=True)
 class SweepBatch:
-    """Train to a target with several batch sizes, and fit where larger ones stop paying.
+    """Train to a target with several batch sizes; fit where larger ones stop paying.
 
     Each run is a training of its own in a scratch directory, until the first evaluation that meets the target. Up to
     the knee a larger batch saves steps nearly in proportion; beyond it, it costs samples. The law of both is fitted to
@@ -733,7 +733,7 @@ class SweepBatch:
 @command("roofline", runs="paceline_advisor.roofline.study:roofline")
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Compare a training step with what a device can do, layer by layer.
+    """Compare a training step with a device's limits, layer by layer.
 
     The step runs on fake tensors: nothing is computed and no data is read. Times are lower bounds of each operator by
     itself, so a real step takes longer. --json holds all layers.

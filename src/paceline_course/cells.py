@@ -1,4 +1,4 @@
-"""What are the cells of a notebook for? Tags say so (docs/decisions/0064-a-course-kept-as-text.md)."""
+"""What are the cells of a notebook for? Tags say so (docs/decisions/0064-course.md)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.errors import DataError, PacelineError, RecipeError, RunDirectoryError
 from paceline.pages.shown import write_result
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline_advisor.bench.target import Target, TargetRun
@@ -80,6 +80,10 @@ def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
 
     with pytest.raises(PacelineError, match="another sweep"):
         sweep(asked(tmp_path, to="top1_accuracy=41"))
+    for damaged in ("[1, 2]", "[" * 100_000, "null", '{"target": 1}\n[]'):
+        book.write_text(damaged + "\n")
+        with pytest.raises(RunDirectoryError, match=RUNS_FILE):
+            sweep(asked(tmp_path))
 
 
 @pytest.mark.thorough

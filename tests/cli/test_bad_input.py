@@ -138,7 +138,7 @@ def test_a_recipe_file(paceline_here: Callable[..., Any], tmp_path: Path, name: 
         (("train", "nothing"), ("'nothing'", "`paceline recipes` lists the shipped ones.")),
         (("train", "recipes/mine.yaml"), ("there is no file 'recipes/mine.yaml'", "Correct the path")),
         (("recipes", "show", "digit"), ("'digit'", "Did you mean 'digits'? `paceline recipes` lists all.")),
-        (("recipes", "show", "nothing"), ("'nothing'", "`paceline recipes` lists them.")),
+        (("recipes", "show", "nothing"), ("'nothing'", "`paceline recipes` lists all.")),
         (("models", "resnet5O"), ("'resnet5O'", "Did you mean 'resnet50'")),
         (("evaluate", "nowhere.safetensors"), ("there is no file 'nowhere.safetensors'; give a run directory",)),
         (("evaluate", "run/checkpoints/step-00000009"), ("there is no checkpoint 'run/checkpoints/step-00000009'",)),
@@ -154,7 +154,7 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("attribution", ()),
+        ("report", ("--timing",)),
         ("audit", ()),
         ("evaluate", ()),
         ("export", ("--output", "weights.safetensors")),

@@ -19,7 +19,7 @@ import pytest
 from safetensors import safe_open
 
 import paceline as package
-from paceline.cli.main import COMMANDS, command_of
+from paceline.cli.commands import ALIASES, COMMANDS, GROUPS, OPEN_GROUPS
 
 SUMMARY_KEYS = {
     "status",
@@ -88,14 +88,6 @@ def sha256_of_file(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, ""])
-def test_every_command_explains_itself(paceline_here: Callable[..., Any], name: str) -> None:
-    done = paceline_here(*([name] if name else []), "--help")
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"Usage: paceline {name}".rstrip())
-    assert "--help" in done.out
-
-
 @pytest.mark.parametrize("words", [("noise-scale", "digits"), ("find-batch", "digits", "--processes", "1")])
 def test_what_starts_its_ranks_itself_says_so(
     paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
@@ -129,12 +121,21 @@ def test_every_command_speaks_json(paceline_here: Callable[..., Any], name: str)
     assert "--json" in paceline_here(*name.split(), "--help").out
 
 
-def test_the_list_of_commands_and_their_help_agree(paceline_here: Callable[..., Any]) -> None:
-    listed = " ".join(paceline_here("--help").out.split())
-    for name, line in COMMANDS.items():
-        assert f"{name} {line}" in listed
-        command = command_of(name)
-        assert command.get_short_help_str(limit=200) == line
+def test_help_lists_the_groups_and_help_all_every_command(paceline_here: Callable[..., Any]) -> None:
+    short, everything = (" ".join(paceline_here(*words).out.split()) for words in (("--help",), ("help", "all")))
+    for group, commands in GROUPS.items():
+        for name, listed in commands.items():
+            assert f"{name} {listed.line}" in everything
+            assert (f"{name} {listed.line}" in short) == (group in OPEN_GROUPS)
+        assert group in OPEN_GROUPS or f"{group} {', '.join(commands)}" in short
+    assert paceline_here("help").out == paceline_here("--help").out
+
+
+@pytest.mark.parametrize(("old", "new"), ALIASES.items())
+def test_old_names_work_and_are_not_listed(paceline_here: Callable[..., Any], old: str, new: tuple[str, ...]) -> None:
+    assert paceline_here(old, "--help").out == paceline_here(*new, "--help").out
+    assert paceline_here("help", old).out.startswith(f"Usage: paceline {new[0]}")
+    assert f" {old} " not in paceline_here("help", "all").out
 
 
 def test_version(paceline_here: Callable[..., Any]) -> None:
@@ -206,14 +207,14 @@ def test_models(paceline_here: Callable[..., Any]) -> None:
 
 
 def test_environment(paceline_here: Callable[..., Any]) -> None:
-    document = strict_json(paceline_here("environment", "--json").out)
+    document = strict_json(paceline_here("env", "--json").out)
     assert document["versions"]["torch"]
     assert set(document["devices"]) == {"cpu", "cuda", "mps", "xpu"}
     assert all(document["devices"].values())  # what is not there says why
     assert document["jpeg_decoder"].startswith("compiled, with ") or "is not available (" in document["jpeg_decoder"]
     assert document["backends"]["pytorch"] == "available"
     assert document["backends"]["dali"] == "available" or "pip install" in document["backends"]["dali"]
-    told = paceline_here("environment")
+    told = paceline_here("env")
     assert told.code == 0
     assert "devices" in told.out
 

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from paceline.cli.main import COMMANDS, command_of
+from paceline.cli.commands import COMMANDS, command_of
 from paceline.recipe.named_code import CODE_KEYS
 
 MODULE = """

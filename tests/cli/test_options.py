@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 import paceline
-from paceline.cli.main import COMMANDS, command_of, run
+from paceline.cli.commands import COMMANDS, command_of
+from paceline.cli.main import run
 from paceline.cli.options import FiniteRange, LocalPath
 
 

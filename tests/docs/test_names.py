@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from paceline.cli.main import COMMANDS, command_of
+from paceline.cli.commands import COMMANDS, command_of
 from paceline.recipe import layers
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -31,6 +31,7 @@ OF_PAGES = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.rela
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([^`]+)`")
 _KEY = re.compile(rf"^({'|'.join(layers.field_types(Recipe))})\.([a-z_]+(?:\.[a-z_]+)*)(?==|$)")
+_PATH = re.compile(r"(?:src|tests|benchmarks|scripts|examples|docs)/[\w./*-]*")
 _FILES = ("py", "json", "jsonl", "yaml", "safetensors")
 
 
@@ -57,6 +58,13 @@ def test_links_lead_somewhere(path: Path, page: Callable[[Path], Any]) -> None:
         assert target.exists(), f"{path}: {link}"
         if anchor:
             assert anchor in anchors(target), f"{path}: {link}"
+
+
+def test_named_paths_exist(page: Callable[[Path], Any]) -> None:
+    docs = ROOT / "docs"
+    for path in (ROOT / "README.md", docs / "measured.md", docs / "tour.md", *(docs / "decisions").glob("*.md")):
+        for code in filter(_PATH.fullmatch, codes(page(path).prose)):
+            assert any(ROOT.glob(code.rstrip("/"))), f"{path}: {code}"
 
 
 def written_commands(page: Any) -> Iterator[list[str]]:
@@ -119,7 +127,7 @@ def sentences() -> tuple[str, ...]:
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values))
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return tuple(found)
@@ -210,10 +218,10 @@ def test_the_recipe_reference_names_every_key() -> None:
     assert [key for key in keys(Recipe, "") if f"| `{key}` |" not in text] == []
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize("name", ["", "help all", *COMMANDS])
 def test_every_command_explains_itself(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "paceline", *name.split(), "--help"],
+        [sys.executable, "-X", "importtime", "-m", "paceline", *name.split(), *["--help"] * (name != "help all")],
         capture_output=True,
         text=True,
         check=False,
@@ -221,7 +229,7 @@ def test_every_command_explains_itself(name: str) -> None:
         env={"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"Usage: paceline {name}".rstrip())
+    assert done.stdout.startswith(f"Usage: paceline {name.removeprefix('help all')}".rstrip())
     assert not re.search(r"\| +torch$", done.stderr, flags=re.MULTILINE), "help should not load torch"
     if not name:
         assert all(command in done.stdout for command in COMMANDS)

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import paceline
-from paceline.cli.main import COMMANDS
+from paceline.cli.commands import COMMANDS
 
 pytest.importorskip("material", reason="needs mkdocs-material, which the extra docs brings")
 pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, which the extra docs brings")
@@ -90,7 +90,8 @@ def test_links_lead_to_pages_and_places_that_are_there(pages: dict[Path, Address
 
 
 def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses], site: Path) -> None:
-    written = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    sources = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    written = {path.with_name(path.name.replace("README", "index")).with_suffix(".html") for path in sources}
     assert {path.relative_to(site) for path in pages} >= written
     reached = {(site / unquote(urlsplit(link).path)).resolve() for link in pages[site / "index.html"].linked}
     assert {site / page for page in written} - reached == set(), (

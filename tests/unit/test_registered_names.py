@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import pytest
 import torch
 
 from paceline import registry
+from paceline.cli.main import run
 from paceline.errors import PacelineError, RecipeError
 from paceline.optim.build import build_courses, build_optimizer
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.build import build_task
 
-CODE = """
+CODE = '''
 import torch
+from dataclasses import dataclass
+from paceline.command import command
+from paceline.pages.shown import Shown
 from paceline.tasks.image_classification import ImageClassification
 
 class Nudge(torch.optim.SGD):
@@ -29,13 +34,32 @@ def sawtooth(rate, step):
 
 class Pictures(ImageClassification):
     pass
-"""
+
+@command("greet")
+@dataclass
+class Greet:
+    """Greet somebody."""
+
+    name: str
+
+    def run(self, log):
+        return self
+
+    def __paceline__(self):
+        return Shown(blocks=(f"Hello, {self.name}.",))
+
+    def to_json(self):
+        return {"name": self.name}
+'''
 ENTRY_POINTS = """
 [paceline.optimizers]
 nudge = stranger:Nudge
 sgd = stranger:Nudge
 [paceline.schedules]
 sawtooth = stranger:sawtooth
+[paceline.commands]
+greet = stranger:Greet
+train = stranger:Greet
 [paceline.tasks]
 pictures = stranger:Pictures
 """
@@ -116,3 +140,17 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         load_recipe("digits", ["schedule.name=sawtoth"])
     with pytest.raises(RecipeError, match=r"unknown task 'picture'\. Did you mean 'pictures'"):
         build_task(recipe(task="picture"))
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_command_of_another_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["greet", "you"]) == 0
+    assert capsys.readouterr().out == "Hello, you.\n"
+    assert run(["greet", "you", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "you"}
+    assert run(["help", "all"]) == 0
+    assert "greet  stranger" in capsys.readouterr().out
+    assert run(["train", "--help"]) == 0  # ours cannot be replaced
+    assert "greet" not in capsys.readouterr().out.lower()
+    assert run(["great"]) == 2
+    assert "Did you mean 'greet'?" in capsys.readouterr().err

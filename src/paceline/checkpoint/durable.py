@@ -36,7 +36,7 @@ _PAUSES_SECONDS = (0.1, 0.4, 1.5)
 # Most bytes that are written between two flushes: a save is seen to make progress, however slow the disk, and the pages
 # that it fills do not crowd out those of the data.
 _PIECE_BYTES = 64 * 2**20
-# Most bytes in one call: larger ones took twice as much processor time (docs/decisions/0013, benchmarks/checkpoint.py).
+# Most bytes in one call: larger ones took twice as much processor time (docs/decisions/0005, benchmarks/checkpoint.py).
 _WRITE_BYTES = 2**20
 
 P = ParamSpec("P")

@@ -27,7 +27,7 @@ _BAR = 30
 _COLOURS = {"breaks": "bold red", "spoils": "magenta", "costs": "yellow", "notice": "cyan"}
 
 
-@click.command("check-data", short_help="Find what in a set of images would break or spoil a run.")
+@click.command("check-data")
 @click.argument("source")
 @trust_recipe_option
 @overrides_argument

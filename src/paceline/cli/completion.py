@@ -107,7 +107,7 @@ def answer_shells() -> None:
         add_completion_class(kind)
 
 
-@click.command("completion", short_help="Print what lets a shell finish what is typed.")
+@click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def command(shell: str, as_json: bool) -> None:

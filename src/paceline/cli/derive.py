@@ -33,13 +33,15 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, open_console, print_json, print_pairs, print_table
-from paceline.command import JoinedProcesses, Processes, RecipeName, RecipeOrRun, Runs, Shape
+from paceline.command import JoinedProcesses, Output, Processes, RecipeName, RecipeOrRun, Runs, Shape
 from paceline.pages.shown import Result, Shown, write_result
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import make_folder
 from paceline.units import Duration
 
 _READ_A_RECIPE = (RecipeName, RecipeOrRun, Runs)
+# An option `--output` of this shape is the folder that the result is written into; of any other, it is the command's.
+(_FOLDER,) = (each for each in get_args(Output) if isinstance(each, Shape))
 
 
 class _Command(click.Command):
@@ -72,9 +74,7 @@ def click_command(kind: type[Any]) -> click.Command:
         call = trust_recipe_option(call)
     # click keeps the lines of a paragraph apart after \b.
     help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
-    made = click.command(
-        kind.__paceline_command__, cls=_Command, short_help=help_text.partition("\n")[0], help=help_text
-    )(call)
+    made = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(call)
     made.params[:0] = parameters
     return made
 
@@ -88,10 +88,10 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     is_list = get_origin(kind) is tuple
     one = get_args(kind)[0] if get_origin(kind) is tuple else kind
     click_type = _click_type(one, extras, shape)
-    if shape.rest:
-        return click.Argument([name], nargs=-1, type=click_type, metavar=shape.metavar, required=shape.required)
     if shape.argument or (default is MISSING and not shape.required):
-        return click.Argument([name], type=click_type, metavar=shape.metavar, required=default is MISSING)
+        nargs = -1 if is_list else 1
+        required = default is MISSING
+        return click.Argument([name], type=click_type, nargs=nargs, metavar=shape.metavar, required=required)
     option = shape.name or f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.Option([option, name], is_flag=True, help=help_text, hidden=shape.hidden)
@@ -178,12 +178,12 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     hints = get_type_hints(kind, include_extras=True)
     _refuse_idle(hints, values)
     asked = kind(**values)
-    output: Path | None = values.get("output")
+    output: Path | None = values["output"] if _FOLDER in get_args(hints.get("output")) else None
     if output is not None:
         make_folder(output, *kind.__paceline_files__)
     if hints.get("processes") in (Processes, JoinedProcesses) and (code := _launched(values)) is not None:
         return code
-    run = pkgutil.resolve_name(kind.__paceline_runs__)
+    run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # a user's own code may print
         result: Result = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
     shown = result.__paceline__()
@@ -248,26 +248,29 @@ def _launched(values: dict[str, Any]) -> int | None:
 
 def _print(shown: Shown) -> None:
     """Print texts, tables and pairs; charts and folded tables are for the page."""
-    from rich.console import ConsoleRenderable, RichCast
     from rich.text import Text as RichText
 
-    from paceline.pages.page import Table, Text
+    from paceline.pages.page import Block, Table, Text
 
-    echo(shown.title + (f": {shown.subtitle}" if shown.subtitle else ""))
-    for block in shown.blocks:
+    if shown.title:
+        echo(shown.title + (f": {shown.subtitle}" if shown.subtitle else ""))
+    for number, block in enumerate(shown.blocks):
         match block:
             case str():
                 echo(block)
             case Table(folded=False):
-                echo(f"\n{block.caption}" if block.caption else "")
-                print_table(tuple(block.columns), (tuple(row) for row in block.rows))
+                if shown.title or number:
+                    echo(f"\n{block.caption}" if block.caption else "")
+                print_table(
+                    tuple(block.columns), (tuple(row) for row in block.rows), indent="  " if shown.title else ""
+                )
             case Text():
-                for paragraph in block.paragraphs:
-                    echo(f"  {paragraph}")
+                echo("\n".join(f"  {paragraph}" for paragraph in block.paragraphs))
             case Mapping():
                 print_pairs(block)
-            case _ if isinstance(block, ConsoleRenderable | RichCast):
+            case Block():
+                pass
+            case _:
                 console = open_console(soft_wrap=isinstance(block, RichText))
-                if not console.is_terminal:
-                    console.width = max(console.width, _WIDTH)
+                console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
                 console.print(block)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.trainer.evaluation_sizes import SizeSweep
 
 
-@click.command("evaluate", short_help="Score the weights of a run, a checkpoint or a file.")
+@click.command("evaluate")
 @target_argument
 @overrides_argument
 @processes_option

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FORMATS = ("timm", "safetensors", "onnx", "torch-export")
 
 
-@click.command("export", short_help="Write trained weights for other programs: timm, ONNX, torch.export.")
+@click.command("export")
 @target_argument
 @click.argument("overrides", nargs=-1, metavar="[data.KEY=VALUE]...")
 @click.option(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.recipe.imports.draft import Conversion
 
 
-@click.group("import", short_help="Convert a command line of timm's or NVIDIA's trainer into a recipe.")
+@click.group("import")
 def command() -> None:
     """Convert a command line of another trainer into a recipe.
 

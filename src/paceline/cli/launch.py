@@ -38,7 +38,7 @@ _python_option: Callable[[Any], Any] = click.option(
 )
 
 
-@click.group("launch", short_help="Write and submit the job of a run for Slurm, torchrun or Kubernetes.")
+@click.group("launch")
 def command() -> None:
     """Start a run where others start its processes.
 

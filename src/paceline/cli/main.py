@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pkgutil
 import resource
 import select
 import sys
@@ -14,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from paceline import __version__
+from paceline.cli.commands import ALIASES, COMMANDS, GROUPS, OPEN_GROUPS, added_commands, command_of
 from paceline.cli.output import echo, noted_exit_code
 from paceline.cli.streams import hold_streams, lead_nowhere, with_output
 from paceline.errors import PacelineError, did_you_mean
@@ -21,87 +21,24 @@ from paceline.extras import missing_library
 from paceline.loading import loading
 from paceline.units import format_bytes
 
-# Name -> one line of help. Here, so that `paceline --help` imports no subcommand and thus no torch.
-COMMANDS = {
-    "train": "Train a recipe, or go on with a run.",
-    "launch": "Write and submit the job of a run for Slurm, torchrun or Kubernetes.",
-    "evaluate": "Score the weights of a run, a checkpoint or a file.",
-    "predict": "Label images, or write text, with trained weights.",
-    "serve": "Answer over HTTP, with a page to send images from.",
-    "export": "Write trained weights for other programs: timm, ONNX, torch.export.",
-    "estimate": "Estimate training memory on any GPU, whether or not you have it.",
-    "find-lr": "Find a learning rate by a range test.",
-    "find-batch": "Find the largest micro-batch that this machine trains, by trying.",
-    "doctor": "Find what holds a run back, and measure what each change is worth.",
-    "roofline": "Compare a training step with what a device can do, layer by layer.",
-    "bench": "Measure how fast a recipe trains or answers, and compare.",
-    "noise-scale": "Measure the gradient noise scale of a recipe or a run: how large a batch pays.",
-    "sweep-batch": "Train to a target with several batch sizes, and fit where larger ones stop paying.",
-    "scale": "Predict what more GPUs bring, and measure what can be measured here.",
-    "plan": "Choose how many GPUs a training needs for a deadline or a budget.",
-    "formulas": "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.",
-    "landscape": "Draw the loss around a run's weights, and measure how sharp the minimum is.",
-    "pack": "Write a dataset into a few files that are read fast.",
-    "pack-text": "Write text as tokens into files that are mapped into memory.",
-    "check-data": "Find what in a set of images would break or spoil a run.",
-    "prove": "Prove that a recipe computes what it says, with your own task, network and data.",
-    "drill": "Disturb runs of a recipe in every way there is, and see that nothing is lost.",
-    "audit": "Prove from its ledger that a run used each sample exactly once per epoch.",
-    "watch": "Watch runs in the terminal while they go on.",
-    "attribution": "Say where the time of a run's steps went, and what holds them back.",
-    "report": "Write one HTML page about a run, or several compared, that opens offline.",
-    "mlperf": "Write logs of runs in MLPerf's format.",
-    "labs": "Work through the course: start a lab, check its exercises, mark the assessment.",
-    "recipes": "List the shipped recipes, or show one.",
-    "import": "Convert a command line of timm's or NVIDIA's trainer into a recipe.",
-    "models": "List the networks a recipe can name.",
-    "environment": "Show versions, devices and what is available here.",
-    "completion": "Print what lets a shell finish what is typed.",
-}
-
-# Commands that are not `command` in a module of paceline.cli of their name.
-_ADVISOR = (
-    *("doctor", "drill", "estimate", "find-batch", "find-lr", "formulas", "landscape", "noise-scale", "plan", "prove"),
-    *("roofline", "scale", "sweep-batch"),
-)
-_WHERE = {
-    **{name: f"paceline_advisor.commands:{name.title().replace('-', '')}" for name in _ADVISOR},
-    "bench": "paceline_advisor.commands:bench",
-    "import": "paceline.cli.import_recipe:command",
-    "labs": "paceline_course.command:command",
-}
-# Old names, which work and are not listed: the command, and the one within it.
-_ALIASES = {"import-timm": ("import", "timm"), "import-nvidia": ("import", "nvidia")}
-
 # A shell that wants to know what can stand where Tab was pressed sets it.
 _COMPLETING = "_PACELINE_COMPLETE"
-
-
-def command_of(name: str) -> click.Command:
-    """Import and return a command."""
-    found = pkgutil.resolve_name(_WHERE.get(name, f"paceline.cli.{name.replace('-', '_')}:command"))
-    if isinstance(found, type):
-        from paceline.cli.derive import click_command
-
-        return click_command(found)
-    return found if isinstance(found, click.Command) else found()
+_EVERYTHING = "paceline.everything"
 
 
 class _LazyGroup(click.Group):
     """Imports a subcommand's module only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS, *added_commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        name, within = _ALIASES.get(cmd_name, (cmd_name, None))
-        if name not in COMMANDS:
+        if cmd_name == "help":
+            return _help
+        if cmd_name not in COMMANDS and cmd_name not in added_commands():
             return None
         with loading():
-            command = command_of(name)
-        if within is not None:
-            assert isinstance(command, click.Group)
-            command = command.commands[within]
+            command = command_of(cmd_name)
         if _COMPLETING in os.environ:
             from paceline.cli.offers import teach
 
@@ -111,15 +48,17 @@ class _LazyGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        return [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return [
+            CompletionItem(name, help=listed.line) for name, listed in COMMANDS.items() if name.startswith(incomplete)
+        ]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in {**COMMANDS, **_ALIASES} and not args[0].startswith("-"):
+        args = [*ALIASES.get(args[0], args[:1]), *args[1:]]
+        if args[0] not in (*COMMANDS, "help") and args[0] not in (names := self.list_commands(ctx)):
             raise click.UsageError(
-                f"there is no command '{args[0]}'.{did_you_mean(args[0], COMMANDS)} Commands: {', '.join(COMMANDS)}.",
-                ctx,
+                f"there is no command '{args[0]}'.{did_you_mean(args[0], names)} Commands: {', '.join(names)}.", ctx
             )
         return super().resolve_command(ctx, args)
 
@@ -141,8 +80,20 @@ class _LazyGroup(click.Group):
             return noted_exit_code(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        everything = ctx.meta.get(_EVERYTHING, False)
+        for group, commands in GROUPS.items():
+            if everything or group in OPEN_GROUPS:
+                with formatter.section(group):
+                    formatter.write_dl([(name, listed.line) for name, listed in commands.items()])
+        # Reading the metadata of all installed packages takes long, so --help does not.
+        if everything and (added := added_commands()):
+            with formatter.section("From installed packages"):
+                formatter.write_dl([(name, reference.partition(":")[0]) for name, reference in added.items()])
+        if not everything:
+            with formatter.section("Further commands, explained by `paceline help all`"):
+                formatter.write_dl(
+                    [(name, ", ".join(commands)) for name, commands in GROUPS.items() if name not in OPEN_GROUPS]
+                )
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -152,6 +103,23 @@ def cli() -> None:
 
     Start with `paceline train digits`; every command explains itself with --help.
     """
+
+
+@click.command("help", context_settings={"ignore_unknown_options": True})
+@click.argument("name", required=False, metavar="[all|COMMAND]")
+@click.pass_context
+def _help(context: click.Context, name: str | None) -> None:
+    """Show the commands in their groups, all of them with `all`, or the help of one."""
+    above = context.parent
+    assert above is not None
+    if name in (None, "all"):
+        above.meta[_EVERYTHING] = name == "all"
+        echo(above.get_help())
+        return
+    _, command, _ = cli.resolve_command(above, [str(name)])
+    assert command is not None
+    with click.Context(command, info_name=command.name, parent=above) as explained:
+        echo(explained.get_help())
 
 
 def _is_reader_gone() -> bool:

@@ -10,7 +10,7 @@ from paceline.cli.options import LocalPath, json_option
 from paceline.cli.output import echo, print_json
 
 
-@click.command("mlperf", short_help="Write logs of runs in MLPerf's format.")
+@click.command("mlperf")
 @click.argument("targets", nargs=-1, required=True, type=LocalPath(str), metavar="RUN... [KEY=VALUE]...")
 @click.option(
     "--output",

@@ -229,7 +229,8 @@ def refuse_idle(context: click.Context, name: str, why: str) -> None:
         click.UsageError: If it was typed.
     """
     if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError(f"--{name.replace('_', '-')} has no effect here: {why}. Leave it out.", context)
+        option = next(each.opts[0] for each in context.command.params if each.name == name)
+        raise click.UsageError(f"{option} has no effect here: {why}. Leave it out.", context)
 
 
 def is_first_process() -> bool:

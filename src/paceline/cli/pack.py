@@ -1,23 +1,21 @@
-"""`paceline pack`: write a dataset into a few files that are read fast, in any order."""
+"""`paceline pack`: write images, or text as tokens, into a few files that are read fast, in any order."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from paceline.cli.ending import ends_in_order
-from paceline.cli.options import LocalPath, json_option
+from paceline.cli.options import FiniteRange, LocalPath, json_option, refuse_idle
 from paceline.cli.output import concluded, echo, print_json
+from paceline.files import LeftOut
 from paceline.machine import available_cores
 from paceline.units import format_bytes, format_count, format_seconds
-
-if TYPE_CHECKING:
-    from paceline.data.image.packed_layout import Manifest
 
 # As paceline.data.packing.origins has them, which would take its time to import for --help.
 KINDS = (
@@ -35,25 +33,6 @@ KINDS = (
 _EVERY_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """What the command line says beside SOURCE and DEST, under the names of a request's fields."""
-
-    kind: Any
-    mode: Any
-    max_side: int | None
-    quality: int | None
-    size: int | None
-    shard_bytes: int | None
-    workers: int
-    skip_broken: bool
-    image_column: str
-    label_column: str
-    split_column: str
-    only_classes: tuple[str, ...] | None
-    subset: str | None
-
-
 def _mebibytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
     return None if value is None else value * 2**20
 
@@ -62,7 +41,7 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
     return None if value is None else tuple(name.strip() for name in value.split(","))
 
 
-@click.command("pack", short_help="Write a dataset into a few files that are read fast.")
+@click.command("pack")
 @click.argument("source", type=LocalPath(str))
 @click.argument("destination", metavar="[DEST]", required=False, type=LocalPath())
 @click.option(
@@ -130,8 +109,34 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
     help="Read everything back afterwards and compare it with its digests; without DEST, SOURCE is a packed dataset "
     "and only that is done.",
 )
+@click.option("--text", is_flag=True, help="SOURCE is text: write tokens, to be mapped into memory.")
+@click.option(
+    "--tokenizer",
+    type=LocalPath(str),
+    default="bytes",
+    show_default=True,
+    metavar="NAME",
+    help="With --text: as data.text.tokenizer.",
+)
+@click.option(
+    "--validation-fraction",
+    type=FiniteRange(min=0, max=1, max_open=True),
+    default=0.1,
+    show_default=True,
+    metavar="SHARE",
+    help="With --text: share of the documents that is held out, where SOURCE has no split of its own.",
+)
 @json_option
-def command(source: str, destination: Path | None, verify: bool, as_json: bool, **given: Any) -> int:
+def command(
+    source: str,
+    destination: Path | None,
+    verify: bool,
+    text: bool,
+    tokenizer: str,
+    validation_fraction: float,
+    as_json: bool,
+    **given: Any,
+) -> int:
     """Pack SOURCE into the directory DEST, to be trained on with data.dataset=packed data.path=DEST.
 
     SOURCE is an image folder, a CSV file of paths and labels, parquet tables, WebDataset tars (a folder of them, or
@@ -139,9 +144,13 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
     MNIST or Fashion-MNIST as published, or a packed dataset. Nothing in it is changed. The files of DEST are Arrow's;
     reading them opens no file per image and takes no library. Writing them needs `pip install 'paceline[pack]'`.
 
-    If it is interrupted or killed, the same command goes on. DEST is a dataset only when it is whole. The same source
+    If it is interrupted or killed, the same command resumes. DEST is a dataset only when it is whole. The same source
     gives the same bytes. Images that cannot be read are named at the end, with exit code 2, unless --skip-broken says
     to leave them out.
+
+    With --text, SOURCE is a folder of .txt files, or of train and val with such; or `docs`, the documentation that
+    Python's help() shows. DEST is trained on with data.dataset=tokens data.path=DEST; it is written whole and read
+    back, or not at all.
 
     \b
     Examples:
@@ -151,17 +160,28 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
       paceline pack 'tars/train-{000..146}.tar' packed/train
       paceline pack labels.csv packed/tenth --subset 10% --only-classes cat,dog
       paceline pack packed/photos --verify
+      paceline pack --text books packed/books
     """
-    options = _Options(**given)
-    if destination is None and not verify:
-        raise click.UsageError("Missing argument 'DEST': where to write; or --verify, to read a packed dataset back.")
-    if destination is None:
-        _refuse_unused(options)
+    context = click.get_current_context()
+    if destination is None and (text or not verify):
+        verifying = "." if text else "; or --verify, to read a packed dataset back."
+        raise click.UsageError(f"Missing argument 'DEST': where to write{verifying}")
+    if text:
+        idle, why = ("verify", *given), "it is for images, and --text packs text"
+    elif destination is None:
+        idle, why = tuple(given.keys() - {"workers"}), "without DEST nothing is written"
+    else:
+        idle, why = ("tokenizer", "validation_fraction"), "it is for --text"
+    for name in idle:
+        refuse_idle(context, name, why)
+    if text and destination is not None:
+        _pack_text(source, destination, tokenizer, validation_fraction, as_json=as_json)
+        return 0
     with ends_in_order():
         document: dict[str, Any] = {}
         if destination is not None:
-            document = _pack(source, destination, options)
-        damage = _verify(destination or Path(source), options.workers) if verify else []
+            document = _pack(source, destination, given)
+        damage = _verify(destination or Path(source), given["workers"]) if verify else []
     if verify:
         document |= {"destination": str(destination or source), "verified": not damage, "damage": damage}
     code = concluded(passed=not damage)
@@ -172,51 +192,56 @@ def command(source: str, destination: Path | None, verify: bool, as_json: bool, 
     return code
 
 
-def _refuse_unused(options: _Options) -> None:
-    """Refuse what says how to write where nothing is written."""
-    columns = {f"--{name}-column": getattr(options, f"{name}_column") for name in ("image", "label", "split")}
-    written = {"--skip-broken": options.skip_broken or None}
-    written |= {name: None if value == "auto" else value for name, value in columns.items()}
-    names = ("only_classes", "subset", "kind", "mode", "max_side", "quality", "size", "shard_bytes")
-    written |= {"--" + name.replace("_", "-").replace("bytes", "size"): getattr(options, name) for name in names}
-    given = [name for name, value in written.items() if value is not None]
-    if given:
-        raise click.UsageError(f"{given[0]} says how to write, and without DEST nothing is written: leave it out.")
-
-
-def _pack(source: str, destination: Path, options: _Options) -> dict[str, Any]:
+def _pack(source: str, destination: Path, given: dict[str, Any]) -> dict[str, Any]:
     from paceline.data.packing.origins import wanted_part
     from paceline.data.packing.pack import Request, pack
 
     begun = time.monotonic()
-    given = dict(vars(options))
     names = ("image_column", "label_column", "split_column", "only_classes", "subset")
-    part = wanted_part(**{name: given.pop(name) for name in names})
-    request = Request(source=source, destination=destination, wanted=part, **given)
+    part = wanted_part(**{name: given[name] for name in names})
+    form = {name: value for name, value in given.items() if name not in names}
+    request = Request(source=source, destination=destination, wanted=part, **form)
     packed = pack(request, _Telling("packed", format_count, "images"), lambda line: echo(line, err=True))
+    manifest = packed.manifest
     return {
         "destination": str(destination),
-        **_facts(packed.manifest),
-        "found": packed.found,
-        "seconds": time.monotonic() - begun,
-    }
-
-
-def _facts(manifest: Manifest) -> dict[str, Any]:
-    form = manifest.form
-    return {
         "kind": manifest.origin.kind,
-        "mode": form.mode,
-        "max_side": form.max_side,
-        "quality": form.quality,
-        "size": form.size,
+        "mode": manifest.form.mode,
+        "max_side": manifest.form.max_side,
+        "quality": manifest.form.quality,
+        "size": manifest.form.size,
         "classes": len(manifest.classes),
         "samples": dict(manifest.samples),
         "left_out": [vars(each) for each in manifest.left_out],
         "bytes": manifest.size_bytes,
         "shards": len(manifest.shards),
         "digest": manifest.digest,
+        "found": packed.found,
+        "seconds": time.monotonic() - begun,
     }
+
+
+def _pack_text(source: str, destination: Path, tokenizer: str, validation_fraction: float, *, as_json: bool) -> None:
+    from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation, split_by_name
+    from paceline.data.text.packed import write_tokens
+    from paceline.data.text.tokenizer import open_tokenizer
+
+    left_out = LeftOut()
+    if source == "docs":
+        train, validation = split_by_name(python_documentation(), validation_fraction)
+    else:
+        train, validation, _ = folder_splits(Path(source), validation_fraction, left_out)
+    check_some_text(source, train, validation)
+    packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(tokenizer), destination)
+    if as_json:
+        print_json({"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()})
+        return
+    for sentence in left_out.told():
+        echo(f"note: {sentence}")
+    counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
+    number = sum(packed.documents.values())
+    documents = f"{number:,} document{'s' * (number != 1)}"
+    echo(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
 
 
 def _verify(root: Path, workers: int) -> list[str]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LABELS = 3
 
 
-@click.command("predict", short_help="Label images, or write text, with trained weights.")
+@click.command("predict")
 @target_argument
 @click.argument("sources", nargs=-1, type=LocalPath(), metavar="[SOURCE...]")
 @click.option("--prompt", metavar="TEXT", help="What a language model is to go on from, or to fill in.")

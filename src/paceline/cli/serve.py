@@ -28,7 +28,7 @@ _OPEN = (
 )
 
 
-@click.command("serve", short_help="Answer over HTTP, with a page to send images from.")
+@click.command("serve")
 @target_argument
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Where to listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free.")

@@ -54,7 +54,7 @@ _CLIPS = {
 }
 
 
-@click.command("train", short_help="Train a recipe, or go on with a run.")
+@click.command("train")
 @recipe_argument
 @overrides_argument
 @click.option("--run-dir", type=LocalPath(), help="Run directory (default: a new one under runs/).")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.report.watch import WatchedRun
 
 
-@click.command("watch", short_help="Watch runs in the terminal while they go on.")
+@click.command("watch")
 @click.argument("runs", nargs=-1, required=True, type=LocalPath(), metavar="RUN...")
 @click.option(
     "--interval",

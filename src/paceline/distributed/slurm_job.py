@@ -1,7 +1,7 @@
 """What is a Slurm batch script that trains a run, stops it in time, and puts it back into the queue?
 
 The text, and its submission; nothing else is run here. The script rests on what Slurm was seen to do
-(docs/decisions/0018):
+(docs/decisions/0008):
 
 - near the time limit, or preempted where the cluster says so, the *script* gets the signal of ``--signal=B:``;
 - preempted otherwise, the *tasks* get SIGTERM and the script nothing, but the job has a PreemptTime;

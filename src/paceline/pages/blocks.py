@@ -63,7 +63,7 @@ class Table:
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
-    caption: str
+    caption: str = ""
     folded: bool = False
 
     def html(self) -> Iterator[str]:

@@ -19,7 +19,7 @@ class Shown:
     """Blocks that a terminal prints and a page holds.
 
     Attributes:
-        title: Heading.
+        title: Heading; empty where the first block needs none.
         subtitle: What was measured: recipe, sizes.
         blocks: Lines, texts, tables, mappings of names to values, and for a terminal alone anything that rich can
             print, in order. A terminal leaves out charts and folded tables.
@@ -27,7 +27,7 @@ class Shown:
         ok: True, or why the command exits with 1: a sentence for standard error, empty if the blocks say it.
     """
 
-    title: str
+    title: str = ""
     subtitle: str = ""
     blocks: Sequence[Block | Mapping[str, Any] | RenderableType]
     on_page: Sequence[Block] = ()

@@ -213,7 +213,7 @@ class Data:
     """`digits`, `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of images), `huggingface`,
     `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`,
     `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`, `tokens` (what `paceline
-    pack-text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of
+    pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of
     numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; or
     `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None

@@ -15,9 +15,12 @@ from statistics import median, quantiles
 from typing import Any
 
 from paceline.errors import RunDirectoryError
+from paceline.pages.blocks import Table
+from paceline.pages.shown import Shown
 from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import existing_run
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
+from paceline.units import format_count
 
 # A process is waited for if it takes so many times as long as the others, in so large a part of the records.
 _SLOW_FACTOR, _SLOW_SHARE = 1.25, 0.75
@@ -127,6 +130,43 @@ class Attribution:
                 each.name: {key: value for key, value in asdict(each).items() if key != "name"} for each in self.phases
             },
         }
+
+    def __paceline__(self) -> Shown:
+        """The phases, who waits for whom, and what the steps are bound by."""
+        has_launches = any(each.launch_seconds is not None for each in self.phases)
+        columns = ["phase", "ms per step", "share", *["ms of the host"] * has_launches]
+        if self.world_size > 1:
+            columns += ["least", "middle", "most over ranks", "whose"]
+        rest = PhaseTime(name="rest", seconds=self.rest_seconds, share=self.rest_seconds / self.step_seconds)
+        whole = PhaseTime(name="step", seconds=self.step_seconds, share=1.0)
+        rows: list[Sequence[str]] = []
+        for each in (*self.phases, *[rest] * bool(self.rest_seconds), whole):
+            row = [each.name, _ms(each.seconds), f"{each.share:.1%}"]
+            if has_launches:
+                row.append("" if each.launch_seconds is None else _ms(each.launch_seconds))
+            if self.world_size > 1:
+                ranks = each.over_ranks
+                seconds = () if ranks is None else (ranks.minimum, ranks.median, ranks.maximum)
+                row += [""] * 4 if ranks is None else [*map(_ms, seconds), f"rank {ranks.most_rank}"]
+            rows.append(row)
+        steps = f"{format_count(self.steps)} step{'s' * (self.steps > 1)}"
+        records = f"{format_count(self.records)} record{'s' * (self.records > 1)}"
+        mean, middle = _ms(self.step_seconds), _ms(self.median_step_seconds)
+        lines = [f"{steps} in {records}: {mean} ms per step, in the middle record {middle} ms."]
+        if self.waiting is not None and "waiting for rank" not in (self.bottleneck or ""):
+            lines.append(
+                f"Rank {self.waiting.waiting_rank} waits longest, and rank {self.waiting.rank} is waited for: it takes "
+                f"{self.waiting.factor:.2f} times as long as the others, most of it in {self.waiting.phase}."
+            )
+        lines += [f"Note: {note}" for note in self.notes]
+        lines.append(
+            f"Bound by {self.bottleneck}" if self.bottleneck else "No single thing clearly holds the steps back."
+        )
+        return Shown(blocks=(Table(columns=columns, rows=rows), *lines))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}"
 
 
 @dataclass(frozen=True)

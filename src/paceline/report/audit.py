@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 from paceline.data.balance import SampleLengths
 from paceline.data.order import StepGeometry
 from paceline.errors import RunDirectoryError
+from paceline.pages.blocks import Table
+from paceline.pages.shown import Shown
 from paceline.records.ledger import LedgerEntry, ledger_files, read_ledger
 from paceline.records.ledger_count import EpochCount, LedgerSummary, count_epochs
 from paceline.records.lengths import read_lengths
 from paceline.records.reader import read_events, read_plan_to_resume, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
+from paceline.units import format_count
 from paceline.world import World
 
 _NAMED = 5
@@ -66,6 +69,33 @@ class Audit:
             "left_out": dict(self.left_out),
             **counted.to_json(),
         }
+
+    def __paceline__(self) -> Shown:
+        """The count of each epoch, and the verdict."""
+        lines = []
+        for name, count in self.left_out.items():
+            words = name.replace("_", " ").removesuffix("s" if count == 1 else "")
+            lines.append(f"left out: {format_count(count)} {words}, of which no sample was made")
+        lines += [f"objection: {objection}" for objection in self.objections]
+        if self.passed:
+            lines.append(
+                f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} samples "
+                f"was used{', or found broken,' * any(one.broken for one in self.epochs)} exactly once per "
+                f"{'finished ' * any(not one.is_over for one in self.epochs)}epoch, in the recipe's order."
+            )
+        rows = [
+            (
+                one.epoch + 1,
+                format_count(one.used),
+                one.duplicates,
+                one.missing,
+                one.broken,
+                "complete" if one.is_complete else ("WRONG" if one.is_over else "under way"),
+            )
+            for one in self.epochs
+        ]
+        table = Table(columns=("epoch", "used", "duplicates", "missing", "broken", ""), rows=rows)
+        return Shown(blocks=(table, *lines), ok=self.passed)
 
 
 def audit_run(run_dir: Path) -> Audit:

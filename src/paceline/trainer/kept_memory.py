@@ -2,7 +2,7 @@
 
 The C library gives a large block back to the system as soon as it is freed, and fetches it again, page by page and all
 zero, at the next step. On a GPU torch keeps its memory itself; on the CPU the library is asked to, where tuning guides
-put another allocator in its place. Why, and at what price: ``docs/decisions/0069-freed-memory-is-kept.md``.
+put another allocator in its place. Why, and at what price: ``docs/decisions/0069-start-up-and-memory.md``.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from paceline.errors import RecipeError
 from paceline.machine import available_cores, cache_folder, cpu_name, memory_bytes
 from paceline.models.ceilings import ceilings_of
 from paceline.models.flops import StepWork, WorkCounter
+from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_run import FakeRun, fake_run, machine_with
@@ -96,7 +97,7 @@ def _path() -> Path:
 
 def _recall(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = load_json(path.read_bytes())
         rates = {name: float(found["flops_per_second"][name]) for name in _TYPES}
         told = {"bytes_per_second": float(found["bytes_per_second"]), "measured": str(found["measured"])}
     except (OSError, ValueError, KeyError, TypeError):

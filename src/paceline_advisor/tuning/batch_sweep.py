@@ -23,6 +23,7 @@ from paceline.errors import PacelineError, RecipeError, RunDirectoryError, Train
 from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
+from paceline.plain_json import load_json
 from paceline.recipe.batching import micro_batch_size, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.rates import lr_factor
@@ -341,13 +342,14 @@ class _Book:
         # The last line of a killed sweep may be a part of one.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
-            head, *rows = [json.loads(line) for line in lines] or [self._head]
+            head, *rows = [load_json(line) for line in lines] or [self._head]
+            told = head.get("target")
             runs = [SweepRun(**row) for row in rows]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"'{path}' is not what sweep-batch has written ({error}); remove it.") from error
         if head != self._head:
             raise RunDirectoryError(
-                f"'{path}' holds the runs of another sweep (to {head.get('target')}, or of a recipe that was changed "
+                f"'{path}' holds the runs of another sweep (to {told}, or of a recipe that was changed "
                 "since); name another --output, or remove it."
             )
         # One that failed is tried again: what was in its way may be gone.

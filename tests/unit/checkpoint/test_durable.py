@@ -33,7 +33,7 @@ def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypa
     reason="Linux alone counts the calls of a process",
 )
 def test_the_system_is_given_a_mebibyte_at_a_time(tmp_path: Path) -> None:
-    """Larger calls took twice as much of the processor (docs/decisions/0013)."""
+    """Larger calls took twice as much of the processor (docs/decisions/0005)."""
 
     def calls() -> int:
         counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

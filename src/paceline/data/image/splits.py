@@ -2,7 +2,7 @@
 
 Always the same ones: the split depends on the labels and the fraction alone, not on the run's seed, so that
 accuracies of different runs can be compared. Drawn by the samples' order, it may change where one is added; drawn by
-hashes of their names, one that is added moves at most one other (docs/decisions/0058-splits-that-last.md).
+hashes of their names, one that is added moves at most one other (docs/decisions/0029-data-sets.md).
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
     if not root.is_dir():
         raise DataError(f"data.path={root} is no folder; give one with .txt files, or with train and val in it.")
     if (root / MANIFEST).is_file():
-        raise DataError(f"{root} holds tokens that `paceline pack-text` wrote; train on them with data.dataset=tokens.")
+        raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
         return (*split_by_name(_texts(root, left_out), fraction), None)
     found = next((name for name in _VALIDATION if (root / name).is_dir()), None)
@@ -208,7 +208,7 @@ def _text_of(path: Path) -> str:
 
 def _open_packed(data: Data) -> TextDataset:
     if data.path is None:
-        raise DataError("data.dataset=tokens needs data.path: a folder that `paceline pack-text` wrote.")
+        raise DataError("data.dataset=tokens needs data.path: a folder that `paceline pack --text` wrote.")
     if data.text.tokenizer != Text().tokenizer:
         raise DataError(
             f"data.text.tokenizer={data.text.tokenizer} has no effect with data.dataset=tokens, which come with "

@@ -136,7 +136,7 @@ def _described(root: Path) -> dict[str, Any]:
     try:
         tree = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack-text SOURCE {root}`.") from None
+        raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack --text SOURCE {root}`.") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}); write the folder anew.") from error
     needed = {"version", "tokenizer", "bytes_per_token", "tokens", "files", "digest"}

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.errors import RunDirectoryError
 from paceline.files import refuse_odd_outputs
 from paceline.pages.page import Block, Page, Section, Text, write_page
+from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, cannot
 from paceline.report.html.config import environment, recipe
@@ -20,6 +21,7 @@ from paceline.report.html.scaling import scaling
 from paceline.report.html.speed import memory, speed
 from paceline.report.html.timeline import findings, happened, proof, steps_in_words
 from paceline.report.html.training import training
+from paceline.units import format_bytes
 
 _Maker = Callable[[Sequence[RunRecord]], Iterator[Block]]
 _SECTIONS: dict[str, _Maker] = {
@@ -56,6 +58,10 @@ class Report:
             "size_bytes": self.path.stat().st_size,
             "runs": [facts_of(run) for run in self.runs],
         }
+
+    def __paceline__(self) -> Shown:
+        """Where the page is."""
+        return Shown(blocks=(f"{self.path} ({format_bytes(self.path.stat().st_size)})",))
 
 
 # Of events, read in half a second. Who stops a run by a signal may give it little time.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli.pack_text import command as pack_text
+from paceline.cli.pack import command as pack
 from paceline.data.text.datasets import held_out, open_text, python_documentation
 from paceline.data.text.packed import open_tokens, write_tokens
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer, write_tokenizer
@@ -107,7 +107,7 @@ def test_which_files_are_documents(books: Path, tmp_path: Path) -> None:
         "links to folders that are read already: 2 left out ('again', 'circle')",
         "files that do not end in .txt: 1 left out ('notes.md')",
     )
-    done = CliRunner().invoke(pack_text, [str(books), str(tmp_path / "packed"), "--json"])
+    done = CliRunner().invoke(pack, ["--text", str(books), str(tmp_path / "packed"), "--json"])
     assert json.loads(done.output)["left_out"] == list(told)
 
 
@@ -172,7 +172,7 @@ def test_where_the_text_went_is_told(tmp_path: Path) -> None:
     data = Data(dataset="text_folder", path=str(tmp_path / "one"), validation_fraction=0.5)
     with pytest.raises(DataError, match=r"all 1 document\(s\) fell into the held-out share"):
         open_text(data)
-    done = CliRunner().invoke(pack_text, [data.path, str(tmp_path / "packed"), "--validation-fraction=0.5"])
+    done = CliRunner().invoke(pack, ["--text", data.path, str(tmp_path / "packed"), "--validation-fraction=0.5"])
     assert isinstance(done.exception, DataError)
     assert not (tmp_path / "packed").exists()
     assert len(open_text(dataclasses.replace(data, validation_fraction=0)).train.lengths) == 1
