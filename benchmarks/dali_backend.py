@@ -21,11 +21,11 @@ import torch
 from hardware import spread, write_result
 from PIL import Image
 
-from paceline.data.backends.dali.backend import DaliBackend
-from paceline.data.backends.pytorch import PytorchBackend
 from paceline.data.batch import Backend
 from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
+from paceline.data.loaders.dali import DaliBackend
+from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from hardware import spread, write_result
 
-from paceline.data.image.folder import open_image_folder
-from paceline.data.image.listing import cache_file
+from paceline.data.image.sets.image_folder import cache_file, open_image_folder
 
 
 def make_tree(root: Path, files: int, classes: int) -> None:

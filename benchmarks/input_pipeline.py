@@ -43,7 +43,7 @@ def _source(setting: Setting) -> tuple[Any, Any, Iterator[Any]]:
     """The files, how they are shown, and slices without end."""
     import torch
 
-    from paceline.data.image.folder import open_image_folder
+    from paceline.data.image.sets.image_folder import open_image_folder
     from paceline.data.image.transforms import View
     from paceline.data.slices import SampleSlice
     from paceline.recipe.data import Augment
@@ -63,7 +63,7 @@ def _source(setting: Setting) -> tuple[Any, Any, Iterator[Any]]:
 
 
 def _folder_backend(setting: Setting) -> Iterator[int]:
-    from paceline.data.backends.pytorch import PytorchBackend
+    from paceline.data.loaders.pytorch import PytorchBackend
 
     source, view, slices = _source(setting)
     backend = PytorchBackend(source, view, workers=setting.workers)
@@ -86,7 +86,7 @@ def _threads(setting: Setting) -> Iterator[int]:
 
 
 def _without_compiled(setting: Setting) -> Iterator[int]:
-    from paceline.data.image import jpeg
+    from paceline.data.image import decode as jpeg
 
     jpeg._REGION = None  # noqa: SLF001 (what an installation without a compiler does)
     return _folder_backend(setting)

@@ -29,9 +29,9 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from paceline.data import order
-from paceline.data.backends import pytorch
 from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
+from paceline.data.loaders import pytorch
 from paceline.data.order import StepGeometry
 from paceline.recipe.data import Augment
 from paceline.world import World

@@ -40,10 +40,10 @@ def _backend(setting: Setting, mode: str | None) -> Iterator[int]:
     import numpy as np
     import torch
 
-    from paceline.data.backends.pytorch import PytorchBackend
-    from paceline.data.image.folder import open_image_folder
-    from paceline.data.image.packed import packed_images
+    from paceline.data.image.sets.image_folder import open_image_folder
+    from paceline.data.image.sets.packed import packed_images
     from paceline.data.image.transforms import View
+    from paceline.data.loaders.pytorch import PytorchBackend
     from paceline.data.slices import SampleSlice
     from paceline.recipe.data import Augment
 

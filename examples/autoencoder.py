@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.data.batch import Batch
-from paceline.data.image.digits import read_digits
-from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.simple import SimplePipeline
+from paceline.data.image.sets.digits import read_digits
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
 from paceline.recipe.plan import DataFacts

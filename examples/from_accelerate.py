@@ -24,10 +24,9 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import paceline
 from paceline.data.batch import Batch
-from paceline.data.image.digits import read_digits
+from paceline.data.image.sets.digits import read_digits
 from paceline.data.order import epoch_order
-from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.simple import SimplePipeline
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
 from paceline.recipe.plan import DataFacts

@@ -18,11 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
-from paceline.data.ahead import reading_threads
 from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline, reading_threads
 from paceline.data.random_draws import uniforms
-from paceline.data.simple import SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
 from paceline.recipe.plan import DataFacts

@@ -1,6 +1,6 @@
-"""How do pages that are written for a repository become a site? mkdocs calls this (`hooks` in mkdocs.yml).
+"""Turn the pages of the repository into a site; mkdocs calls this (`hooks` in mkdocs.yml).
 
-Pages of the site that nobody writes: the front page (README.md), the commands (their `--help`), the Python interface
+Generated pages: the front page (README.md), the commands (their `--help`), the Python interface
 (`paceline.__all__`), and whatever outside `docs/` a page links to, shown as it stands.
 """
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.data.batch import Batch
-from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
-from paceline.data.simple import SimplePipeline
 from paceline.data.slices import SampleSlice, SampleWeights
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.recipe.plan import DataFacts

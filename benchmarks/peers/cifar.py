@@ -83,7 +83,7 @@ def held_by(source: Path) -> Path | tuple[Path, Path]:
     Raises:
         ValueError: If it holds neither.
     """
-    from paceline.data.image.archives import find_archive
+    from paceline.data.image.sets.archives import find_archive
 
     archive = find_archive(source, "cifar10")
     if archive is not None:
@@ -100,7 +100,7 @@ def arrays(source: Path) -> dict[str, Any]:
     Raises:
         ValueError: If ``source`` holds none.
     """
-    from paceline.data.image.archives import open_archive
+    from paceline.data.image.sets.archives import open_archive
     from paceline.data.image.source import as_array
 
     held = held_by(source)

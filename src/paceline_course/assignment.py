@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from paceline.data.image.digits import read_digits
+from paceline.data.image.sets.digits import read_digits
 
 TRAINING_SAMPLES, VALIDATION_SAMPLES, CLASSES, PIXELS = 578, 301, 10, 64
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import paceline.data.backends.memory as memory
 import paceline.data.image.pipeline as image_pipeline
+import paceline.data.loaders.memory as memory
 import paceline.data.order as order
 import paceline.trainer.evaluate as evaluate
 import paceline.trainer.step as step

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.inspect.kinds import SEVERITIES
+from paceline.data.inspect.look import SEVERITIES
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -129,7 +129,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(paceline_here: Callable[..., 
 SLOW = """
 import time
 from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.digits import CLASSES, read_digits
+from paceline.data.image.sets.digits import CLASSES, read_digits
 
 
 class Slow:

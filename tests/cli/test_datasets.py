@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image.packed_layout import read_manifest
+from paceline.data.image.sets.packed import read_manifest
 
 pa = pytest.importorskip("pyarrow", reason="tables of images need pyarrow")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.backends.dali.graph import why_unavailable
+from paceline.data.loaders.dali import why_unavailable
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),

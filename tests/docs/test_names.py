@@ -67,6 +67,13 @@ def test_named_paths_exist(page: Callable[[Path], Any]) -> None:
             assert any(ROOT.glob(code.rstrip("/"))), f"{path}: {code}"
 
 
+def test_every_decision_is_listed_once(page: Callable[[Path], Any]) -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = [link for link in _LINK.findall(page(folder / "README.md").prose) if link.startswith("0")]
+    assert listed == sorted(path.name for path in folder.glob("0*.md"))
+    assert len(listed) <= 25
+
+
 def written_commands(page: Any) -> Iterator[list[str]]:
     """Every ``paceline …`` of a page, in blocks and in the text, as words."""
     shown = [code for code in codes(page.prose) if code.startswith("paceline ")]
@@ -85,6 +92,9 @@ def test_commands_and_options_exist(path: Path, page: Callable[[Path], Any]) -> 
     for words in written_commands(page(path)):
         if not words or words[0].startswith("-"):
             assert set(words) <= {"--help", "-h", "--version"}, words
+            continue
+        if words[0] == "help":
+            assert set(words[1:]) <= {*COMMANDS, "all"}, words
             continue
         assert words[0] in COMMANDS, f"{path}: paceline {' '.join(words)}"
         options = options_of(words[0])

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 import paceline
-from paceline.data.backends.dali.graph import why_unavailable
 from paceline.data.batch import Batch
-from paceline.data.image.backend_choice import open_backend
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.pipeline import open_backend
+from paceline.data.loaders.dali import why_unavailable
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.recipe.data import Augment, Data

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.backends.memory import MemoryBackend
 from paceline.data.batch import Batch
-from paceline.data.image.backend_choice import open_backend
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.mixing import Mixing
+from paceline.data.image.pipeline import open_backend
+from paceline.data.image.transforms import Mixing
+from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize, to_device
+from paceline.data.pipeline import Normalize, Placement, to_device
 from paceline.recipe.data import Augment, Data, Mix
 from paceline.world import World
 
@@ -100,7 +99,7 @@ def test_no_batch_waits_for_the_device(digits: ImageDataset) -> None:
 
 
 def test_what_does_not_fit_is_held_in_page_locked_memory(digits: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.data.image.backend_choice.LARGEST_SHARE_OF_DEVICE", 0.0)
+    monkeypatch.setattr("paceline.data.image.pipeline.LARGEST_SHARE_OF_DEVICE", 0.0)
     placement = Placement(device=torch.device("cuda"), channels_last=True)
     opened = open_backend(
         "memory", Data(dataset="digits", augment=VARIED), digits, "train", seed=3, placement=placement

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import paceline
-from paceline.data.image.backend_choice import open_backend
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.pipeline import open_backend
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize, to_device
+from paceline.data.pipeline import Normalize, Placement, to_device
 from paceline.recipe.data import Data
 from paceline.world import World
 

@@ -165,6 +165,6 @@ def test_the_installed_command_has_the_course(installed: Path, tmp_path: Path) -
 def test_without_a_compiler_the_wheel_reads_pictures_with_pillow(tmp_path: Path) -> None:
     built = build(copy_checkout(tmp_path / "checkout"), tmp_path / "dist", CC="/bin/false")
     assert not any(name.endswith((".so", ".pyd")) for name in built.in_wheel)
-    code = "from paceline.data.image.jpeg import describe_decoder; print(describe_decoder())"
+    code = "from paceline.data.image.decode import describe_decoder; print(describe_decoder())"
     said = call(install(built.wheel, tmp_path) / "python", "-c", code, cwd=tmp_path)
     assert "the compiled decoder is not available" in said

@@ -74,8 +74,8 @@ def models(pattern: str, as_json: bool) -> None:
 @json_option
 def env(as_json: bool) -> None:
     """Show versions, hardware and devices, with the reason why something cannot be used."""
-    from paceline.data.image.backend_choice import available_backends
-    from paceline.data.image.jpeg import describe_decoder
+    from paceline.data.image.decode import describe_decoder
+    from paceline.data.image.pipeline import available_backends
     from paceline.distributed.device import available_devices, choose_device, describe_machine
     from paceline.records.environment import capture_environment
     from paceline.world import World

@@ -222,8 +222,8 @@ def _pack(source: str, destination: Path, given: dict[str, Any]) -> dict[str, An
 
 
 def _pack_text(source: str, destination: Path, tokenizer: str, validation_fraction: float, *, as_json: bool) -> None:
+    from paceline.data.text.corpus import write_tokens
     from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation, split_by_name
-    from paceline.data.text.packed import write_tokens
     from paceline.data.text.tokenizer import open_tokenizer
 
     left_out = LeftOut()
@@ -245,7 +245,7 @@ def _pack_text(source: str, destination: Path, tokenizer: str, validation_fracti
 
 
 def _verify(root: Path, workers: int) -> list[str]:
-    from paceline.data.packing.verifying import verify
+    from paceline.data.packing.pack import verify
 
     return verify(root, workers, _Telling("read back", format_bytes, ""))
 

@@ -1,4 +1,4 @@
-"""How is work shared out evenly when samples are of unequal length, without a look at the world?
+"""Share work out evenly when samples are of unequal length, whatever the number of processes.
 
 Two decisions, both pure functions of (seed, epoch, lengths). *Which samples share a step*: each step takes one sample
 of each stratum of lengths, so that all steps have about the same number of tokens. *Which samples share a

@@ -1,16 +1,26 @@
-"""What stream of batches does the trainer see, whatever the data is made of?"""
+"""Streams of batches on the device, for the trainer: what a pipeline offers, and one made of a reading function.
+
+Threads may make batches ahead. On a GPU, batch *n + 1* is copied, normalised and finished on a side stream while *n* is
+computed on; on the CPU the same arithmetic runs in line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from paceline.data.batch import Batch, Progress
-from paceline.data.order import StepGeometry
+from paceline.data.batch import Batch, Nested, Progress, mapped, tensors_in
+from paceline.data.order import StepGeometry, evaluation_slices
+from paceline.data.slices import SampleSlice
+from paceline.machine import available_cores
 from paceline.world import World
 
 
@@ -69,3 +79,234 @@ class TimedPipeline(Pipeline, Protocol):
 def as_timed(pipeline: Pipeline) -> TimedPipeline | None:
     """The same pipeline, if it tells; those of the user's own need not."""
     return cast("TimedPipeline", pipeline) if hasattr(pipeline, "timed_by") else None
+
+
+Piece = TypeVar("Piece")
+Made = TypeVar("Made")
+
+
+_MOST_THREADS = 16
+
+
+def reading_threads(workers: int | str, world: World) -> tuple[int, str]:
+    """How many threads of each process read, with the reason, where ``data.workers`` counts threads.
+
+    Args:
+        workers: What the recipe says: a number, or ``auto``.
+        world: The processes that share this machine's cores.
+    """
+    if isinstance(workers, int):
+        return workers, "as the recipe says"
+    cores = available_cores()
+    threads = max(1, min(cores // world.local_world_size - 1, _MOST_THREADS))
+    return threads, f"threads that read: {cores} cores for {world.local_world_size} process(es), one for training"
+
+
+def made_ahead(
+    make: Callable[[Piece], Made], pieces: Iterable[Piece], *, threads: int, prefetch: int = 1
+) -> Iterator[Made]:
+    """Yield ``make(piece)`` of each piece, in their order, and have the next ones made meanwhile.
+
+    What ``make`` raises is raised where its piece's turn comes. ``pieces`` is consumed lazily, by the caller's thread.
+
+    Args:
+        make: What the threads call.
+        pieces: What of.
+        threads: How many make at once; 0 makes each when it is asked for.
+        prefetch: How many pieces are begun ahead for each thread.
+    """
+    if not threads:
+        for piece in pieces:  # map() would take a StopIteration out of ``make`` for the end
+            yield make(piece)
+        return
+    coming, waiting = iter(pieces), deque[Future[Made]]()
+    with ThreadPoolExecutor(threads, thread_name_prefix="reader") as pool:
+        try:
+            while True:
+                missing = 1 + threads * prefetch - len(waiting)
+                waiting.extend(pool.submit(make, each) for each in itertools.islice(coming, missing))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:  # before the pool is closed, which waits for all that was not cancelled
+            for each in waiting:
+                each.cancel()
+
+
+class Normalize:
+    """uint8 [N, C, H, W] to float32 ``(x / 255 - mean) / std``, as one multiplication and one addition."""
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], placement: Placement) -> None:
+        deviation = torch.tensor(std, dtype=torch.float64)
+        self._scale = (1 / (255 * deviation)).float().view(1, -1, 1, 1)
+        self._shift = (-torch.tensor(mean, dtype=torch.float64) / deviation).float().view(1, -1, 1, 1)
+        self._device = placement.device
+        self._format = torch.channels_last if placement.channels_last else torch.contiguous_format
+        self._factors: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalise; the result has the placement's memory format."""
+        size = images.shape[1:]
+        if size not in self._factors:
+            self._factors[size] = (self._whole(self._scale, size), self._whole(self._shift, size))
+        scale, shift = self._factors[size]
+        return images.to(torch.float32, memory_format=self._format).mul_(scale).add_(shift)
+
+    def _whole(self, factor: torch.Tensor, size: torch.Size) -> torch.Tensor:
+        # As large as an image: three factors broadcast along the fastest axis (channels last) would not be vectorised.
+        return factor.expand(1, *size).contiguous(memory_format=self._format).to(self._device)
+
+
+def as_they_are(inputs: Nested) -> Nested:
+    """For :func:`to_device`: inputs that the network takes as they come."""
+    return inputs
+
+
+def pinned(batch: Batch, placement: Placement) -> Batch:
+    """Where batches go to a GPU, the same in page-locked memory: from other memory, a copy makes the host wait."""
+    return batch.pin_memory() if placement.device.type == "cuda" else batch
+
+
+def to_device(
+    batches: Iterator[Batch],
+    normalize: Callable[[Nested], Nested],
+    placement: Placement,
+    finish: Callable[[Batch], Batch] | None = None,
+    moving: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Iterator[Batch]:
+    """Yield each batch on the device, normalised; one ahead where the device has streams.
+
+    Args:
+        batches: From a back-end.
+        normalize: Makes of their inputs what the network takes: floats of images.
+        placement: Where they are to be.
+        finish: What is done to them there.
+        moving: Entered where the step waits for that. Beside the step it costs nothing.
+    """
+
+    def move(batch: Batch) -> Batch:
+        moved = _moved(batch, normalize, placement.device)
+        return moved if finish is None else finish(moved)
+
+    def move_here(batch: Batch) -> Batch:
+        with moving():
+            return move(batch)
+
+    if placement.device.type in ("cuda", "xpu"):
+        return _one_ahead(batches, move, placement.device, moving)
+    return map(move_here, batches)
+
+
+def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.device) -> Batch:
+    both = (batch.inputs, batch.targets)
+    inputs, targets = (mapped(lambda each: each.to(device, non_blocking=True), nested) for nested in both)
+    if len(batch.ids) == 0:
+        # Every sample of the micro-batch was broken: a blank one with weight zero keeps the collectives matched.
+        blank = (mapped(lambda each: each.new_zeros((1, *each.shape[1:])), nested) for nested in (inputs, targets))
+        inputs, targets = blank
+    return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
+
+
+def _one_ahead(
+    batches: Iterator[Batch],
+    move: Callable[[Batch], Batch],
+    device: torch.device,
+    moving: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Batch]:
+    backend: Any = torch.get_device_module(device)
+    side = backend.Stream(device)
+    # What batches are made of may lie on the device already, and have been brought there on this stream.
+    side.wait_stream(backend.current_stream(device))
+
+    def fetch() -> Batch | None:
+        with backend.stream(side):
+            batch = next(batches, None)
+            return None if batch is None else move(batch)
+
+    ready = fetch()
+    while ready is not None:
+        main = backend.current_stream(device)
+        with moving():
+            main.wait_stream(side)
+        for tensor in tensors_in(ready.inputs, ready.targets):
+            # Allocated on the side stream, used on this one: the allocator must not reuse it too early.
+            tensor.record_stream(main)
+        current, ready = ready, fetch()
+        yield current
+
+
+Reader = Callable[[SampleSlice, bool], tuple[Nested, Nested] | Batch]
+"""Makes inputs and targets of the samples ``slice.ids``, which are numbered from 0 among those for training, or among
+those held out; the second argument says which. A batch instead, where some samples may be broken."""
+
+
+class SimplePipeline:
+    """Batches that a function makes, moved to the device.
+
+    Args:
+        read: Makes a batch. It must give the same for the same ids and epoch every time, whatever else is among them;
+            what it draws is keyed by them (``paceline.data.random_draws``). With threads, several batches are made at
+            once.
+        evaluation_samples: How many are held out.
+        placement: Where batches are to be.
+        name: What the samples are called in messages, before their number.
+        threads: How many read ahead, for samples that come from a disk or take time to make; 0, for what is in memory,
+            makes a batch when it is asked for.
+        prefetch: Micro-batches that are begun ahead for each thread.
+    """
+
+    def __init__(
+        self,
+        read: Reader,
+        *,
+        evaluation_samples: int,
+        placement: Placement,
+        name: str = "sample",
+        threads: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        self._read = read
+        self._evaluation_samples = evaluation_samples
+        self._placement = placement
+        self._name = name
+        self._threads, self._prefetch = threads, prefetch
+        self._moving: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def start(self, *, training: bool, evaluation: bool) -> None:
+        """Nothing: there are no loader processes, and threads begin with the first batch."""
+
+    def load(self, report: Progress) -> None:
+        """Nothing: the function has what it needs."""
+
+    def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
+        """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
+        return self._batches(geometry.stream(first, last, world), training=True)
+
+    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
+        """This process's part of the evaluation samples."""
+        return self._batches(evaluation_slices(self._evaluation_samples, batch_size, world), training=False)
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        """The set and the number."""
+        return f"{self._name} {sample_id} ({'training' if training else 'held out'})"
+
+    def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter what ``moving`` gives where a training step waits for a batch that is being brought to the device."""
+        self._moving = moving
+
+    def close(self) -> None:
+        """Nothing is open: threads end with their stream."""
+
+    def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
+        make = partial(self._batch, training=training)
+        batches = made_ahead(make, slices, threads=self._threads, prefetch=self._prefetch)
+        return to_device(batches, as_they_are, self._placement, moving=self._moving if training else nullcontext)
+
+    def _batch(self, part: SampleSlice, *, training: bool) -> Batch:
+        try:
+            read = self._read(part, training)
+        except Exception as error:
+            of = "training" if training else "held-out"
+            error.add_note(f"(while a batch of these {of} samples was made: {', '.join(map(str, part.ids))})")
+            raise
+        return pinned(read if isinstance(read, Batch) else Batch(*read, part.ids, part), self._placement)

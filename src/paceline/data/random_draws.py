@@ -1,4 +1,4 @@
-"""Which random numbers does a sample get? A pure function of (seed, epoch, sample id), for any subset in any order.
+"""Random numbers of a sample: a pure function of (seed, epoch, sample id), for any subset in any order.
 
 Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
 (SC 2011), vectorised over samples. A counter-based generator has no state to save, to seed per worker, or to

@@ -1,4 +1,4 @@
-"""Which samples does one micro-batch ask for?"""
+"""The samples that one micro-batch asks for."""
 
 from __future__ import annotations
 

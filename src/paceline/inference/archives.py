@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.listing import EXTENSIONS
+from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
 from paceline.files import LeftOut, is_ignored_member, refuse_odd_kinds
 from paceline.inference.sources import LARGEST_FILE_BYTES, OTHERS, PictureFile, is_image_name

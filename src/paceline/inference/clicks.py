@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, UNREADABLE, opened, parse
+from paceline.data.clicks.criteo import CATEGORIES, DENSE, UNREADABLE, as_click_rows, opened, parse
 from paceline.data.clicks.source import ClickDataset, ClickRows
-from paceline.data.clicks.stored import as_click_rows
 from paceline.errors import DataError, RecipeError
 from paceline.inference.answers import NOT_FINITE
 from paceline.inference.predict import trained_task

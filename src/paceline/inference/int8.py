@@ -18,8 +18,7 @@ from torch import Tensor
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize
+from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.inference.export_onnx import quiet, session, write_metadata
 from paceline.inference.predict import trained_task

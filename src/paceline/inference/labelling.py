@@ -15,7 +15,7 @@ from PIL import Image
 
 from paceline.checkpoint.weights import check_scale
 from paceline.data.image.decode import decode, upright_size
-from paceline.data.image.shapes import rectangle
+from paceline.data.image.pipeline import rectangle
 from paceline.data.image.transforms import evaluation_image
 from paceline.errors import DataError
 from paceline.inference.ahead import BATCH, answers_ahead

@@ -12,8 +12,7 @@ import torch
 
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize
+from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
 from paceline.files import refuse_odd_kinds
 from paceline.inference.labelling import ImageLabeller, Shown, class_names

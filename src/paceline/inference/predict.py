@@ -15,8 +15,7 @@ from torch import nn
 from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.source import ArraySource
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize
+from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError, RecipeError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor

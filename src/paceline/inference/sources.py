@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.data.image.decode import BrokenImageError, read_file
-from paceline.data.image.listing import EXTENSIONS
+from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
 from paceline.files import LeftOut, files_below, has_ending, is_ignored, odd_kind, refuse_odd_kinds
 

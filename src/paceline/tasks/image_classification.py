@@ -12,19 +12,24 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.data.batch import Backend, Batch, Progress
-from paceline.data.image.backend_choice import Split, choose_backend, choose_workers, evaluation_size, open_backend
-from paceline.data.image.contents import content_of
-from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.datasets import ImageDataset, content_of, open_dataset
+from paceline.data.image.decode import describe_decoder
 from paceline.data.image.feeding import remembered
-from paceline.data.image.first_images import first_images
-from paceline.data.image.jpeg import describe_decoder
-from paceline.data.image.mixing import Mixing
-from paceline.data.image.pipeline import ImagePipeline, OpenedSplit
-from paceline.data.image.shapes import common_size, distinct, measure
+from paceline.data.image.pipeline import (
+    ImagePipeline,
+    OpenedSplit,
+    Split,
+    choose_backend,
+    choose_workers,
+    common_size,
+    distinct,
+    evaluation_size,
+    measure,
+    open_backend,
+)
 from paceline.data.image.source import encoded_source, repeated
-from paceline.data.image.transforms import View
-from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.prefetch import Normalize
+from paceline.data.image.transforms import Mixing, View, first_images
+from paceline.data.pipeline import Normalize, Pipeline, Placement
 from paceline.data.slices import SampleShapes
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric

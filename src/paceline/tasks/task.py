@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch
-from paceline.data.nested import Nested
+from paceline.data.batch import Batch, Nested
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.metrics.accumulator import Collector, Metric

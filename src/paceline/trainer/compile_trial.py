@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.data.nested import rows_of
+from paceline.data.batch import rows_of
 from paceline.errors import ModelError
 from paceline.models.compiled import shape_of
 from paceline.records.events import IncidentEvent, MeasurementEvent

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.data.batch import Batch, BrokenSample
-from paceline.data.nested import Nested
+from paceline.data.batch import Batch, BrokenSample, Nested
 from paceline.data.pipeline import Pipeline
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import Pulse

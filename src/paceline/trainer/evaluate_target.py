@@ -16,10 +16,8 @@ from torch import nn
 
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained, read_weights
-from paceline.data.batch import Batch
-from paceline.data.image.backend_choice import evaluation_size
-from paceline.data.image.shapes import common_size
-from paceline.data.nested import Nested, mapped
+from paceline.data.batch import Batch, Nested, mapped
+from paceline.data.image.pipeline import common_size, evaluation_size
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine

@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch
-from paceline.data.boxes import stand_in as stand_in_boxes
+from paceline.data.batch import Batch, Nested, mapped
+from paceline.data.boxes import generated as stand_in_boxes
 from paceline.data.clicks.datasets import stand_in
-from paceline.data.image.backend_choice import evaluation_size
-from paceline.data.image.mixing import Mixing
-from paceline.data.nested import Nested, mapped
+from paceline.data.image.pipeline import evaluation_size
+from paceline.data.image.transforms import Mixing
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice
-from paceline.data.text.stand_in import REFERENCE, VOCABULARY
+from paceline.data.text.datasets import REFERENCE, VOCABULARY
 from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan

@@ -12,7 +12,7 @@ from itertools import chain
 
 import torch
 
-from paceline.data.nested import Nested, tensors_in
+from paceline.data.batch import Nested, tensors_in
 from paceline.metrics.accumulator import Rows
 
 # The last bits are those of how the samples were shared out.

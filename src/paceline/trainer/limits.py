@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.data.image.shapes import LARGEST_RATIO
+from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.preflight import Findings, Loading, look_at_machine
 from paceline.recipe.plan import DataFacts, Plan, resolve_evaluation_batch
 from paceline.recipe.schema import Recipe

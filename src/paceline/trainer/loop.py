@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.data.backends.pytorch import worker_deaths_told
+from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.strategy import Wish
 from paceline.trainer.evaluate import evaluate_run
 from paceline.trainer.rehearsal import rehearse

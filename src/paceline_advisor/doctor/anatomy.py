@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from paceline.data.batch import Batch
-from paceline.data.nested import tensors_in
+from paceline.data.batch import Batch, tensors_in
 from paceline.models.flops import StepWork, WorkCounter
 from paceline.models.roofline import intensity
 from paceline_advisor.doctor.findings import Place

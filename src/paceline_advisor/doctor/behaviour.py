@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.backends import cudnn
 
-from paceline.data.batch import Batch
-from paceline.data.nested import tensors_in
+from paceline.data.batch import Batch, tensors_in
 from paceline.distributed.affinity import affinity_restored
 from paceline.recipe.data import Data
 from paceline.recipe.running import Checkpoint, Telemetry

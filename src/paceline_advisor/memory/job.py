@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from paceline.data.image.backend_choice import LARGEST_SHARE_OF_DEVICE
+from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
 from paceline.errors import RecipeError
 from paceline.models.build import parameter_count
 from paceline.recipe.plan import MachineFacts

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch
-from paceline.data.nested import mapped
+from paceline.data.batch import Batch, mapped
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.models.ema import ExponentialMovingAverage

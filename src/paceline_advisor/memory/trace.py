@@ -16,8 +16,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch
-from paceline.data.nested import tensors_in
+from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
 from paceline.telemetry.allocations import Allocation, AllocationTrace
 from paceline.trainer.fake_run import FakeRun

@@ -325,7 +325,7 @@ def _workspace(device_name: str) -> int:
 
 
 def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
-    """A run beside whose steps the next batch is copied to the device, normalised and mixed (``data/prefetch.py``)."""
+    """A run beside whose steps the next batch is copied to the device, normalised and mixed (``data/pipeline.py``)."""
     if plan.device not in ("cuda", "xpu"):
         return step
     batch = [each for each in step.allocations if each.cause == "batch" and not each.phase]

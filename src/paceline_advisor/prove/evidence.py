@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch
-from paceline.data.nested import chosen
+from paceline.data.batch import Batch, chosen
 from paceline.errors import RecipeError
 from paceline.optim.tables import has_sparse_gradients
 from paceline.recipe.plan import Plan

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.data.batch import Batch
-from paceline.data.nested import copied, joined_along_samples
+from paceline.data.batch import Batch, copied, joined_along_samples
 from paceline.data.random_draws import seed_of
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task

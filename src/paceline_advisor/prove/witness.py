@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Progress
+from paceline.data.batch import Batch, Nested, Progress, chosen, copied, mapped, tensors_in
 from paceline.data.boxes.objects import BoxSubset
 from paceline.data.image.source import SubsetSource
-from paceline.data.nested import Nested, chosen, copied, mapped, tensors_in
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.command import Log
-from paceline.data.remembered import remember
+from paceline.data.disk_cache import remember
 from paceline.devices import Device, find_device, recognise
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, cache_folder, cpu_name, memory_bytes

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from paceline.command import Log
-from paceline.data.backends.pytorch import worker_deaths_told
+from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.optim.schedules import Courses, LearningRate

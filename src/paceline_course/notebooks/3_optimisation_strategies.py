@@ -1092,8 +1092,8 @@ paceline.train("digits", overrides=OWN, run_dir=RUNS / "own", quiet=True)
 from lab3_network import make
 from safetensors.torch import load_file
 
-from paceline.data.image.digits import MEAN, STD
-from paceline.data.image.splits import stratified_split
+from paceline.data.image.dataset import stratified_split
+from paceline.data.image.sets.digits import MEAN, STD
 
 own = make(10, 1)
 own.load_state_dict(load_file(next((RUNS / "own" / "checkpoints").glob("step-*/model.safetensors"))))

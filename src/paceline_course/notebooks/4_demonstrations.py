@@ -208,8 +208,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.data.image.digits import read_digits
-from paceline.data.simple import SimplePipeline
+from paceline.data.image.sets.digits import read_digits
+from paceline.data.pipeline import SimplePipeline
 from paceline.metrics.accumulator import Metric
 from paceline.recipe.plan import DataFacts
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.first_batch import first_in_parts, joined
+from paceline.data.loaders.pytorch import first_in_parts, joined
 from paceline.data.slices import SampleSlice
 
 

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.batch import Batch
-from paceline.data.nested import joined_along_samples, mapped, rows_of, tensors_in
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import to_device
+from paceline.data.batch import Batch, joined_along_samples, mapped, rows_of, tensors_in
+from paceline.data.pipeline import Placement, to_device
 from paceline.data.slices import SampleSlice
 
 

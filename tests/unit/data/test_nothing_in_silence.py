@@ -16,11 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.data.image.columns import Asked
-from paceline.data.image.folder import open_image_folder
-from paceline.data.image.manifest import open_csv
-from paceline.data.image.parquet import open_parquet
-from paceline.data.image.webdataset import open_webdataset
+from paceline.data.image.sets.image_folder import open_image_folder
+from paceline.data.image.sets.parquet import open_parquet
+from paceline.data.image.sets.webdataset import open_webdataset
+from paceline.data.image.tables import Asked, open_csv
 from paceline.data.text.datasets import open_text
 from paceline.files import LeftOut
 from paceline.inference.archives import members

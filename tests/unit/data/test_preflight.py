@@ -133,7 +133,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from paceline.data.backends.pytorch import PytorchBackend
+from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
 from paceline.data.preflight import Loading

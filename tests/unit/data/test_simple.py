@@ -11,8 +11,7 @@ import torch
 
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Placement
-from paceline.data.simple import SimplePipeline
+from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.world import World
 

@@ -23,10 +23,9 @@ import paceline
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.image.decode import decode
-from paceline.data.image.digits import read_digits
+from paceline.data.image.sets.digits import read_digits
 from paceline.data.image.transforms import evaluation_image
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize
+from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import PacelineError
 from paceline.inference.export import Exported, ExportRequest, export
 from paceline.inference.exportable import open_exportable

@@ -18,8 +18,7 @@ import torch
 
 import paceline
 from paceline.cli.main import run as run_command_line
-from paceline.data.batch import Batch
-from paceline.data.nested import chosen, joined_along_samples, rows_of, tensors_in
+from paceline.data.batch import Batch, chosen, joined_along_samples, rows_of, tensors_in
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 import paceline
-from paceline.data.image.jpeg import describe_decoder
+from paceline.data.image.decode import describe_decoder
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.build import build_task, check_used_by

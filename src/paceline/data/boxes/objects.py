@@ -1,4 +1,4 @@
-"""What is in a picture? Boxes, classes and masks, and where they come from."""
+"""Objects in pictures: boxes, classes and masks, and the sources they come from."""
 
 from __future__ import annotations
 

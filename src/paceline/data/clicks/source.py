@@ -1,15 +1,19 @@
-"""What does a click data set give? Numbers, categories and labels of any samples, by their ids."""
+"""Click data: numbers, categories and labels of any samples by their ids, and batches of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from paceline.data.slices import SampleIds
+from paceline.data.batch import Batch, Progress
+from paceline.data.pipeline import Placement, SimplePipeline
+from paceline.data.slices import SampleIds, SampleSlice
 
 # Beyond it, rows are read when they are asked for.
 _HELD_BYTES = 2**30
@@ -108,3 +112,36 @@ def held(source: ClickSource) -> ClickSource:
         return source
     one = source.read(np.zeros(1, dtype=np.int64))
     return HeldRows(source) if sum(each.nbytes for each in one) * len(source) <= _HELD_BYTES else source
+
+
+class ClickPipeline(SimplePipeline):
+    """Batches of numbers and categories.
+
+    Inputs are ``{"dense": float32 [N, dense features], "categories": int64 [N, categorical features]}``, targets
+    float32 [N], 1 for a click. Sets of up to 1 GiB are held in memory; of others, a thread reads one batch ahead.
+    """
+
+    def __init__(self, *, train: ClickSource, evaluation: ClickSource, placement: Placement) -> None:
+        self._sources = {True: train, False: evaluation}
+        super().__init__(self._rows, evaluation_samples=len(evaluation), placement=placement, prefetch=1)
+
+    def load(self, report: Progress) -> None:
+        """Bring both splits to memory, where there is room."""
+        for training, source in self._sources.items():
+            self._sources[training] = held(source)
+            report(len(source), len(source))
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        """The sample's line, or its set and number."""
+        return self._sources[training].name(sample_id)
+
+    def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
+        self._sources[training] = source = held(self._sources[training])
+        # Pages of a mapped file may have to come from a disk.
+        self._threads = 0 if isinstance(source, HeldRows) else 1
+        return super()._batches(slices, training=training)
+
+    def _rows(self, part: SampleSlice, training: bool) -> tuple[dict[str, Tensor], Tensor]:
+        rows = self._sources[training].read(part.ids)
+        inputs = {"dense": torch.from_numpy(rows.dense), "categories": torch.from_numpy(rows.categories)}
+        return inputs, torch.from_numpy(rows.labels.astype(np.float32))

@@ -1,4 +1,4 @@
-"""How is each training image varied? Draws keyed by (seed, epoch, sample), and the geometry they stand for.
+"""Random flips, shifts and crops of training images: draws keyed by (seed, epoch, sample), and their geometry.
 
 Every back-end takes its draws from here, so that the same sample is varied alike whoever reads it, in
 whatever batch, worker or rank. The columns of a sample's row of uniform numbers are fixed:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from paceline.data.image.jpeg import describe_decoder
-from paceline.data.remembered import remember as write_down
+from paceline.data.disk_cache import remember as write_down
+from paceline.data.image.decode import describe_decoder
 from paceline.machine import available_cores, cache_folder, cpu_name
 from paceline.plain_json import load_json
 from paceline.recipe.load import to_tree

@@ -16,48 +16,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.dataset import Probe
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
-from paceline.data.image.source import EncodedSource, Ids, Image
+from paceline.data.image.source import EncodedSource, Ids, Image, Names
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
-
-Bytes = NDArray[np.uint8]
 
 # Each mapped file holds a file descriptor, of which a process often has 1024.
 _MOST_MAPPED = 256
 _PROBED = 256
-
-
-@dataclass(frozen=True)
-class Names:
-    """Many names in two arrays: name *i* is ``blob[ends[i]:ends[i + 1]]``, as UTF-8.
-
-    Attributes:
-        blob: All names, one after the other.
-        ends: Where they begin and end, int64 [N + 1].
-    """
-
-    blob: Bytes
-    ends: Ids
-
-    @classmethod
-    def of(cls, names: Iterable[str]) -> Names:
-        """Put names into arrays; what is no UTF-8 is written out (``\\udcff``)."""
-        encoded = [name.encode("utf-8", "backslashreplace") for name in names]
-        ends = np.zeros(len(encoded) + 1, dtype=np.int64)
-        np.cumsum([len(name) for name in encoded], out=ends[1:])
-        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
-
-    def __len__(self) -> int:
-        return len(self.ends) - 1
-
-    def __getitem__(self, index: int) -> str:
-        name: bytes = self.blob[self.ends[index] : self.ends[index + 1]].tobytes()
-        return name.decode("utf-8", "replace")
 
 
 class SampleName(Protocol):

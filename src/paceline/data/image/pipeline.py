@@ -1,22 +1,374 @@
-"""How do an image dataset, a back-end and the device become the stream of batches that a run trains on?"""
+"""Choose the back-end that reads the images and its workers, refuse what it cannot do, and open its batches.
+
+With ``data.evaluation_shape=rectangular`` the shape at which an image is evaluated is a function of the image and the
+recipe alone, never of the images it shares a batch with: batches are made of images of one shape. So a sample is scored
+alike in any batch (fastai's rectangular validation, Howard 2018, which shapes a batch by its mean ratio, does not
+promise that).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeGuard
 
-from paceline.data.backends.dali.backend import DaliBackend
-from paceline.data.backends.pytorch import PytorchBackend
+import numpy as np
+import torch
+
 from paceline.data.batch import Backend, Batch, Progress
-from paceline.data.image.mixing import Mixing
-from paceline.data.image.source import SampleSource
+from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
+from paceline.data.image.feeding import Feeding
+from paceline.data.image.source import MeasuredSource, SampleSource, SubsetSource, encoded_source, repeated, unrepeated
+from paceline.data.image.store import StoreShape
+from paceline.data.image.transforms import Mixing, Shape, View, asks_for_variation, variations
+from paceline.data.loaders.dali import DaliBackend, how_to_install, why_unavailable
+from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
+from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slices
-from paceline.data.pipeline import Placement
-from paceline.data.prefetch import Normalize, to_device
+from paceline.data.pipeline import Normalize, Placement, to_device
 from paceline.data.slices import SampleShapes
+from paceline.errors import RecipeError
+from paceline.machine import available_cores, memory_bytes
+from paceline.recipe.data import Data, Progressive
+from paceline.units import format_bytes, format_count
 from paceline.world import World
+
+# Of width to height or the reverse; longer images lose what is beyond. It bounds what a batch can cost in memory.
+LARGEST_RATIO = 2
+
+_MEASURED_AT_ONCE = 64
+_READERS = 8  # reading a head is waiting for the disk, mostly
+
+
+def rectangle(height: int, width: int, *, size: int, multiple: int) -> Shape:
+    """The shape that an image of ``height`` x ``width`` is shown at.
+
+    Its shorter side is ``size``, the longer one ``size`` and the nearest whole number of ``multiple`` pixels.
+    """
+    short, long = sorted((height, width))
+    # Rounded in whole numbers, halves up, so that no machine rounds otherwise.
+    steps = (2 * size * (long - short) + multiple * short) // (2 * multiple * short)
+    longer = size + multiple * min(steps, size * (LARGEST_RATIO - 1) // multiple)
+    return (longer, size) if height > width else (size, longer)
+
+
+def measure(source: SampleSource, *, size: int, multiple: int) -> SampleShapes:
+    """The shape of every image of a source, from the heads of its files; int64 [N, 2].
+
+    An image whose head cannot be read counts as square: reading it will say what is wrong with it.
+
+    Raises:
+        RecipeError: If the source is one's own and does not tell sizes.
+    """
+    if not _is_measured(source):
+        raise RecipeError(
+            "data.evaluation_shape=rectangular needs to know every image's size before it is read, and this data set's "
+            "source does not tell: give it a method size(sample) that returns (height, width), or use square."
+        )
+    shapes = np.full((len(source), 2), size, dtype=np.int64)
+
+    def fill(begin: int) -> None:
+        for sample in range(begin, min(begin + _MEASURED_AT_ONCE, len(source))):
+            found = source.size(sample)
+            if found is not None:
+                shapes[sample] = rectangle(*found, size=size, multiple=multiple)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        list(pool.map(fill, range(0, len(source), _MEASURED_AT_ONCE)))
+    return shapes
+
+
+def distinct(shapes: SampleShapes) -> dict[Shape, int]:
+    """How many images have each shape."""
+    found, counts = np.unique(shapes, axis=0, return_counts=True)
+    return {(int(height), int(width)): int(count) for (height, width), count in zip(found, counts, strict=True)}
+
+
+def common_size(source: SampleSource, *, most: int = 32) -> Shape | None:
+    """Height and width that some images of a source share, evenly spaced ones, from the heads of their files.
+
+    Args:
+        source: The images.
+        most: How many to look at.
+
+    Returns:
+        None if they differ, or there is no telling.
+    """
+    if len(source) == 0 or not _is_measured(source):
+        return None
+    found = {source.size(int(sample)) for sample in np.linspace(0, len(source) - 1, min(most, len(source)))}
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_measured(source: SampleSource) -> TypeGuard[MeasuredSource]:
+    return _is_measured(source.base) if isinstance(source, SubsetSource) else isinstance(source, MeasuredSource)
+
+
+Split = Literal["train", "validation"]
+
+LARGEST_IN_MEMORY = 2**30
+# Of a GPU's memory, for the images of one split; the rest is for the model, its gradients and activations.
+LARGEST_SHARE_OF_DEVICE = 0.125
+_ON_CPU = Placement(device=torch.device("cpu"))
+_MOST_WORKERS = 16
+_MOST_BESIDE_A_GPU = 4  # of DALI's threads: the GPU does most of the work, and each thread has buffers on it
+
+
+def available_backends() -> dict[str, str]:
+    """Back-ends, with the reason why one cannot be used."""
+    reason = why_unavailable()
+    dali = f"{reason}: {how_to_install()}" if reason else "available"
+    return {"memory": "available", "pytorch": "available", "dali": dali, "synthetic": "available"}
+
+
+def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tuple[str, str]:
+    """Return the back-end's name and why it is the one.
+
+    Args:
+        data: The recipe's section.
+        dataset: What it names.
+        processes: How many on this machine would each hold the images, were they held in memory.
+
+    Raises:
+        RecipeError: If the recipe names a back-end that cannot do what it asks for.
+    """
+    if data.backend != "auto":
+        _refuse(data, dataset, processes)
+        return data.backend, "as the recipe says"
+    if data.dataset == "synthetic":
+        _refuse(replace(data, backend="synthetic"), dataset, processes)
+        return "synthetic", "noise is read from nowhere"
+    if data.workers not in ("auto", 0):
+        return "pytorch", f"data.workers={data.workers} asks for loader processes"
+    if reason := _need_of_workers(data):
+        return "pytorch", reason
+    total, text = _decoded(dataset)
+    if dataset.native_size is None or max(dataset.native_size) > LARGEST_SMALL_IMAGE:
+        return "pytorch", f"images are not all of one size up to {LARGEST_SMALL_IMAGE} pixels"
+    if total > LARGEST_IN_MEMORY:
+        return "pytorch", f"{text}, more than {format_bytes(LARGEST_IN_MEMORY)}"
+    if reason := _too_large(data, dataset, processes):
+        return "pytorch", reason
+    return "memory", text
+
+
+def _need_of_workers(data: Data) -> str:
+    """What a recipe asks for that is done image by image."""
+    if data.augment.crop == "random_resized":
+        return "crop=random_resized needs each image at its full size"
+    if data.evaluation_shape != "square":
+        return f"data.evaluation_shape={data.evaluation_shape} shows images in several shapes"
+    if asks_for_variation(data.augment):
+        return "data.augment asks for operations done image by image, which loader processes do side by side"
+    return ""
+
+
+def evaluation_size(data: Data, dataset: ImageDataset) -> int:
+    """Height and width of the images that are scored."""
+    return dataset.image_size if data.evaluation_size == "auto" else data.evaluation_size
+
+
+def choose_workers(data: Data, backend: str, world: World, measured: Feeding | None = None) -> tuple[int, str]:
+    """Return the loader processes, or DALI's threads, per rank and why so many.
+
+    What was measured of loader processes decides; where nothing was, one core of each rank's share is for training.
+
+    Raises:
+        RecipeError: If the recipe asks DALI for none.
+    """
+    if backend not in ("pytorch", "dali"):
+        return 0, f"the {backend} back-end has none"
+    if backend == "dali" and data.workers == 0:
+        raise RecipeError(
+            "data.workers=0, but the dali back-end decodes in threads of its own: give at least 1, or leave it out."
+        )
+    if data.workers != "auto":
+        return data.workers, "as the recipe says"
+    if backend == "pytorch" and measured is not None:
+        return measured.best, str(measured)
+    cores = available_cores()
+    gpu_decodes = backend == "dali" and _may_decode_on_gpu(data) and torch.cuda.is_available()
+    most = _MOST_BESIDE_A_GPU if gpu_decodes else _MOST_WORKERS
+    workers = max(1, min(cores // world.local_world_size - 1, most))
+    processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
+    limit = f", and no more than {most}, as the GPU does most of the work" if gpu_decodes else ""
+    return workers, f"{cores} cores for {processes}, one of each share left to training{limit}"
+
+
+def open_backend(
+    name: str,
+    data: Data,
+    dataset: ImageDataset,
+    split: Split,
+    *,
+    seed: int,
+    workers: int = 0,
+    placement: Placement = _ON_CPU,
+    progress: Progress | None = None,
+) -> Backend:
+    """Open one split with its transform: training images are augmented, held-out ones are not.
+
+    Args:
+        name: What :func:`choose_backend` returned.
+        data: The recipe's section.
+        dataset: What it names.
+        split: Which images.
+        seed: The run's seed.
+        workers: What :func:`choose_workers` returned.
+        placement: Where the model is; for a GPU, batches come from there or in page-locked memory.
+        progress: Told how many images are in memory, by the memory back-end.
+    """
+    train = split == "train"
+    source = repeated(dataset.train, data.augment.repeats) if train else dataset.validation
+    view = View(
+        image_size=dataset.image_size if train else evaluation_size(data, dataset),
+        channels=dataset.channels,
+        evaluation_crop=data.evaluation_crop,
+        augment=data.augment if train else None,
+        seed=seed,
+        mean=dataset.mean,
+        interpolation=data.interpolation,
+        progressive=data.progressive if train else Progressive(),
+    )
+    on_gpu = placement.device.type == "cuda"
+    if name == "memory":
+        held_there = on_gpu and _fits_on_device(source, view, placement.device)
+        return MemoryBackend(
+            source,
+            view,
+            device=placement.device if held_there else "cpu",
+            channels_last=placement.channels_last,
+            pin_memory=on_gpu and not held_there,
+            progress=progress,
+        )
+    if name == "synthetic":
+        return SyntheticBackend(source, view)
+    if name == "dali":
+        return _open_dali(source, view, data, threads=workers, device=placement.device)
+    return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
+
+
+def _fits_on_device(source: SampleSource, view: View, device: torch.device) -> bool:
+    """Whether a GPU has room for the images beside the model, and nothing is done to them that is done on the host."""
+    if view.augment is not None and asks_for_variation(view.augment):
+        return False
+    shape = StoreShape.of(view.augment, count=len(unrepeated(source)), channels=view.channels, size=view.image_size)
+    return shape.bytes <= LARGEST_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory
+
+
+def _open_dali(source: SampleSource, view: View, data: Data, *, threads: int, device: torch.device) -> Backend:
+    on_gpu = device.type == "cuda"
+    if data.decode_on == "gpu" and not on_gpu:
+        raise RecipeError(
+            f"data.decode_on=gpu, but the model is on the {device.type}: use data.decode_on=cpu, or "
+            "parallel.device=cuda."
+        )
+    files = encoded_source(source)
+    assert files is not None
+    return DaliBackend(
+        files,
+        view,
+        threads=threads,
+        prefetch=data.prefetch,
+        decode_on=device if on_gpu and _may_decode_on_gpu(data) else "cpu",
+        pin_memory=on_gpu,
+    )
+
+
+def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
+    if data.dataset == "synthetic" and data.backend != "synthetic":
+        raise RecipeError(
+            f"data.backend is {data.backend}, but the synthetic data set has no files to read: use "
+            "data.backend=synthetic, or another data.dataset."
+        )
+    if data.backend == "dali":
+        _refuse_dali(data, dataset)
+    if data.backend == "synthetic":
+        _refuse_synthetic(data)
+    if data.backend not in ("pytorch", "dali") and data.evaluation_shape != "square":
+        raise RecipeError(
+            f"data.evaluation_shape={data.evaluation_shape} asks for images of several shapes, and the {data.backend} "
+            "back-end holds them in one: use data.backend=pytorch with files, or leave it out."
+        )
+    if data.backend != "memory":
+        return
+    if data.augment.crop == "random_resized":
+        raise RecipeError(
+            "data.backend is memory, which keeps images at the size the model sees and cannot crop "
+            "random_resized from the original: use data.backend=pytorch, or data.augment.crop=pad."
+        )
+    if reason := _too_large(data, dataset, processes):
+        raise RecipeError(f"data.backend is memory, but {reason}: use data.backend=pytorch.")
+
+
+def _may_decode_on_gpu(data: Data) -> bool:
+    return data.decode_on != "cpu" and data.augment.crop != "pad"  # a padded crop is made on the CPU
+
+
+def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
+    if names := variations(data.augment):
+        keys = ", ".join(f"data.augment.{name}" for name in names)
+        raise RecipeError(
+            f"data.backend is dali, which varies images by a crop and a flip only, and the recipe asks for {keys}: use "
+            "data.backend=pytorch, or leave that out."
+        )
+    if any(encoded_source(source) is None for source in (dataset.train, dataset.validation)):
+        raise RecipeError(
+            f"data.backend is dali, which decodes image files, and data.dataset={data.dataset} has none: use another "
+            "data.backend; a data set of your own needs a source with a method encoded(sample) that returns the file."
+        )
+    if reason := why_unavailable():
+        raise RecipeError(
+            f"data.backend is dali, but DALI cannot be used here ({reason}): run {how_to_install()}, or "
+            "use data.backend=pytorch."
+        )
+    if data.decode_on == "gpu" and data.augment.crop == "pad":
+        raise RecipeError(
+            "data.decode_on=gpu, but data.augment.crop=pad shifts images on the CPU: use data.decode_on=cpu, or "
+            "data.augment.crop=random_resized."
+        )
+    if data.decode_on == "gpu" and not torch.cuda.is_available():
+        raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")
+
+
+def _refuse_synthetic(data: Data) -> None:
+    if data.augment.crop != "none" or data.augment.flip > 0 or asks_for_variation(data.augment):
+        raise RecipeError(
+            f"data.augment (crop={data.augment.crop}, flip={data.augment.flip}, …) has no effect on noise, which the "
+            "synthetic back-end never varies: remove it (data.augment=null), or use another data.backend."
+        )
+    if data.progressive.start_size is not None:
+        raise RecipeError(
+            f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
+            "synthetic back-end holds them in one: use a data set of images, or leave it out."
+        )
+
+
+def _too_large(data: Data, dataset: ImageDataset, processes: int) -> str:
+    """Why images cannot be held in memory; empty if they can."""
+    sizes = (dataset.image_size, evaluation_size(data, dataset))
+    splits = ((dataset.train, data.augment), (dataset.validation, None))
+    held = sum(
+        StoreShape.of(augment, count=len(source), channels=dataset.channels, size=size).bytes
+        for size, (source, augment) in zip(sizes, splits, strict=True)
+    )
+    memory = memory_bytes()
+    if memory is None or held * processes <= memory:
+        return ""
+    _, text = _decoded(dataset)
+    each = "" if processes == 1 else f" in each of {processes} processes"
+    return f"{text}, {format_bytes(held)} as they are held{each}, and this machine has {format_bytes(memory)}"
+
+
+def _decoded(dataset: ImageDataset) -> tuple[int, str]:
+    count, size = len(dataset.train) + len(dataset.validation), dataset.image_size
+    total = count * size * size * dataset.channels
+    return (
+        total,
+        f"{format_count(count)} images of {size}x{size}x{dataset.channels} take {format_bytes(total)}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How does a slice become a batch, read sample by sample? The same in a worker as in the run's process.
+"""Read a slice into a batch, sample by sample; the same in a worker as in the run's process.
 
 Of a file only what is needed is decoded: its head says how large the picture is, the sample's draws say which part of
 it the model sees, and that part is decoded, resized, and written into the batch.
@@ -19,12 +19,10 @@ from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
-from paceline.data.image.batched import shrunk, vary
-from paceline.data.image.decode import DecodedPicture, Picture
-from paceline.data.image.jpeg import resizes
+from paceline.data.image.decode import DecodedPicture, Picture, resizes
 from paceline.data.image.source import BrokenImageError, SampleSource, announce, encoded_source
-from paceline.data.image.transforms import Shape, View, evaluation_image, resized_part
-from paceline.data.image.variation import Variation, asks_for_variation
+from paceline.data.image.store import shrunk, vary
+from paceline.data.image.transforms import Shape, Variation, View, asks_for_variation, evaluation_image, resized_part
 from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment

@@ -7,20 +7,54 @@ Python object writes its reference count.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.decode import BrokenImageError, decode, read_file, upright_size
-from paceline.data.image.listing import Names
 
 Image = NDArray[np.uint8]
 Content = bytes | bytearray | memoryview
 Ids = NDArray[np.int64]
+
+EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Many names in two arrays: name *i* is ``blob[ends[i]:ends[i + 1]]``.
+
+    Attributes:
+        blob: All names as bytes, one after the other, uint8.
+        ends: Where they begin and end, int64 [N + 1].
+    """
+
+    blob: NDArray[np.uint8]
+    ends: Ids
+
+    @classmethod
+    def of(cls, names: Iterable[bytes | str]) -> Self:
+        """Join names: the system's bytes, or text, of which what is not UTF-8 is written out (``\\udcff``)."""
+        listed = [each.encode("utf-8", "backslashreplace") if isinstance(each, str) else each for each in names]
+        ends = np.zeros(len(listed) + 1, dtype=np.int64)
+        np.cumsum([len(name) for name in listed], out=ends[1:])
+        return cls(np.frombuffer(b"".join(listed), dtype=np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.blob[self.ends[index] : self.ends[index + 1]].tobytes()
+
+    def text(self, index: int) -> str:
+        """Return a name as text; bytes that are not UTF-8 are replaced."""
+        return self[index].decode("utf-8", "replace")
 
 
 class SampleSource(Protocol):
@@ -252,6 +286,77 @@ def as_array(source: SampleSource) -> Image | None:
         images = as_array(source.base)
         return None if images is None else images[source.ids]
     return None
+
+
+# ITU-R 601 luma in 16 bits, as Pillow has it.
+_LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
+
+
+def with_channels(images: Image, wanted: int) -> Image:
+    """Return images uint8 [..., C] with ``wanted`` channels, 1 or 3."""
+    have = images.shape[-1]
+    if have == wanted:
+        return images
+    if wanted == 3:
+        return np.repeat(images, 3, axis=-1)
+    return ((images @ _LUMA + 0x8000) >> 16).astype(np.uint8)[..., None]
+
+
+def array_digest(*sources: ArraySource) -> str:
+    """SHA-256 over the images and labels."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(np.ascontiguousarray(source.images).data)
+        digest.update(np.ascontiguousarray(source.labels).data)
+    return digest.hexdigest()
+
+
+Hashes = NDArray[np.uint64]
+
+
+class _Names(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> str | bytes: ...
+
+
+@runtime_checkable
+class _NamedSource(Protocol):
+    """A source that knows what its images are called within the data set."""
+
+    @property
+    def names(self) -> _Names: ...
+
+
+def sample_names(source: SampleSource) -> list[bytes]:
+    """The name of every sample as UTF-8, without the place the data set lies at.
+
+    Of images that share a name, the second is told from the first by ``#2`` after it, and so on.
+    """
+    found = [_name(source, sample) for sample in range(len(source))]
+    if len(set(found)) == len(found):
+        return found
+    seen: dict[bytes, int] = {}
+    for index, name in enumerate(found):
+        seen[name] = count = seen.get(name, 0) + 1
+        if count > 1:
+            found[index] = b"%s#%d" % (name, count)
+    return found
+
+
+def hashed_names(names: list[bytes], salt: bytes) -> Hashes:
+    """A fixed number from 0 to 2**64 - 1 for each name; another salt gives others."""
+    joined = b"".join(hashlib.blake2b(name, digest_size=8, key=salt).digest() for name in names)
+    return np.frombuffer(joined, dtype="<u8").astype(np.uint64)
+
+
+def _name(source: SampleSource, sample: int) -> bytes:
+    if isinstance(source, SubsetSource):
+        return _name(source.base, int(source.ids[sample]))
+    name = source.names[sample] if isinstance(source, _NamedSource) else source.path(sample)
+    # Bytes that are no text are written out, as a packed dataset does it.
+    text = os.fsdecode(name) if isinstance(name, bytes) else name
+    return text.encode("utf-8", "backslashreplace")
 
 
 __all__ = [

@@ -1,20 +1,34 @@
-"""How does one image of any size become what the model sees?
+"""Turn images of any size into what the model sees: resizing, torchvision's operations, mixup and CutMix.
 
 Resizing is bilinear or bicubic with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
 its time. Training and evaluation differ only in the part of the image they keep.
+
+torchvision draws from torch's generator. Here that is keyed by (seed, epoch, sample) before each image, so that the
+draws depend on nothing else, and restored afterwards, so that nothing else depends on them. Mixup and CutMix draw their
+weight and part by (seed, step) alone, the same for all micro-batches of a step; a sample's partner is the one before it
+in its micro-batch, or before its own repeats there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn.functional import interpolate
 
-from paceline.errors import RecipeError
-from paceline.recipe.data import Augment, Progressive
+from paceline.data.batch import Batch
+from paceline.data.image.source import BrokenImageError, SampleSource
+from paceline.data.random_draws import seed_of, uniforms
+from paceline.data.slices import SampleIds
+from paceline.errors import DataError, RecipeError
+from paceline.recipe.data import Augment, Mix, Progressive
 
 Image = NDArray[np.uint8]
 Shape = tuple[int, int]
@@ -166,3 +180,222 @@ def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.
     # channels lie apart, and move every pixel twice.
     pixels = _usable(image)[None].permute(0, 3, 1, 2)
     return interpolate(pixels, size=(height, width), mode=interpolation, antialias=True)[0]
+
+
+# Sets these draws apart from others that are keyed by numbers of the same kind.
+_PURPOSE = 0x5641_5259
+
+
+class Variation:
+    """Varies uint8 images [C, H, W] one by one, in the order in which torchvision's own recipes do.
+
+    What an operation uncovers, and what is erased, becomes the data's mean, which the model sees as zero (to within
+    half a grey level).
+    """
+
+    def __init__(self, augment: Augment, mean: Sequence[float], seed: int) -> None:
+        """Prepare the transforms that a recipe asks for.
+
+        Args:
+            augment: The recipe's `data.augment` section.
+            mean: Of each channel, in [0, 1].
+            seed: The run's seed.
+        """
+        self._seed = seed
+        self._transforms = _transforms(augment, [round(255 * each) for each in mean])
+
+    def __call__(self, images: Tensor, ids: SampleIds, epoch: int) -> Tensor:
+        """Vary a batch, uint8 [N, C, H, W], in place; row *n* is sample ``ids[n]``."""
+        if not self._transforms:
+            return images
+        before = torch.get_rng_state()
+        try:
+            for row, sample in enumerate(ids.tolist()):
+                torch.default_generator.manual_seed(seed_of(self._seed, _PURPOSE, epoch, sample))
+                image = images[row]
+                for transform in self._transforms:
+                    image = transform(image)
+                images[row] = image
+        finally:
+            torch.set_rng_state(before)
+        return images
+
+
+def asks_for_variation(augment: Augment) -> bool:
+    """Whether a recipe asks for any of this."""
+    return bool(variations(augment))
+
+
+def variations(augment: Augment) -> list[str]:
+    """The keys of `data.augment` by which a recipe asks for any of this, in the order in which they are applied."""
+    jitter = augment.jitter
+    asked = {
+        "vertical_flip": augment.vertical_flip > 0,
+        "policy": augment.policy != "none",
+        "jitter": any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)),
+        "grayscale": augment.grayscale > 0,
+        "blur": augment.blur > 0,
+        "erase": augment.erase > 0,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def _transforms(augment: Augment, fill: list[int]) -> list[Callable[[Tensor], Tensor]]:
+    names = variations(augment)
+    if not names:
+        return []
+    from torchvision.transforms import v2
+
+    jitter = augment.jitter
+    make: dict[str, Callable[[], Any]] = {
+        "vertical_flip": lambda: v2.RandomVerticalFlip(augment.vertical_flip),
+        "policy": lambda: _policy(augment, fill),
+        "jitter": lambda: v2.RandomApply(
+            [v2.ColorJitter(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)], jitter.probability
+        ),
+        "grayscale": lambda: v2.RandomGrayscale(augment.grayscale),
+        "blur": lambda: v2.RandomApply([v2.GaussianBlur(kernel_size=9, sigma=(0.1, 2.0))], augment.blur),
+        "erase": lambda: v2.RandomErasing(augment.erase, augment.erase_scale, augment.erase_ratio, fill),
+    }
+    return [make[name]() for name in names]
+
+
+def _policy(augment: Augment, fill: list[int]) -> Any:
+    from torchvision.transforms import v2
+
+    shared: dict[str, Any] = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": fill}
+    match augment.policy:
+        case "randaugment":
+            return v2.RandAugment(augment.operations, augment.magnitude, **shared)
+        case "trivialaugment":
+            return v2.TrivialAugmentWide(**shared)
+        case "autoaugment":
+            name = {"imagenet": "IMAGENET", "cifar10": "CIFAR10", "svhn": "SVHN"}[augment.policy_dataset]
+            return v2.AutoAugment(v2.AutoAugmentPolicy[name], **shared)
+    return v2.AugMix(augment.severity, **shared)
+
+
+# Sets these draws apart from others that are keyed by numbers of the same kind.
+_MIXING_PURPOSE = 0x4D49_58
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How a step's samples are mixed.
+
+    Attributes:
+        share: Weight of the sample itself; its partner has the rest.
+        box: The part that comes from the partner, (top, bottom, left, right) in pixels; None to add whole images.
+    """
+
+    share: float
+    box: tuple[int, int, int, int] | None = None
+
+
+class Mixing:
+    """Mixes normalised batches on their device; their targets become probabilities [N, classes]."""
+
+    def __init__(self, mix: Mix, classes: int, seed: int, *, repeats: int = 1) -> None:
+        """Mix as a recipe's `data.mix` says, for so many classes.
+
+        Args:
+            mix: The recipe's section.
+            classes: Their number.
+            seed: The run's seed.
+            repeats: How many samples that follow one another are one image: they are no partners for one another.
+        """
+        self._mix = mix
+        self._distance = repeats
+        self._classes = classes
+        self._seed = seed
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether any step is mixed."""
+        return (self._mix.mixup > 0 or self._mix.cutmix > 0) and self._mix.probability > 0
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Mix a batch, or leave it as it is if its step or epoch is none that is mixed."""
+        if self._mix.epochs is not None and batch.slice.epoch >= self._mix.epochs:
+            return batch
+        mixture = self.draw(batch.slice.step, batch.inputs.shape[-2], batch.inputs.shape[-1])
+        if mixture is None:
+            return batch
+        targets = F.one_hot(batch.targets, self._classes).to(batch.inputs.dtype)
+        partners = targets.roll(self._distance, 0)
+        return replace(
+            batch,
+            inputs=_mixed(batch.inputs, batch.inputs.roll(self._distance, 0), mixture),
+            targets=targets.mul_(mixture.share).add_(partners, alpha=1 - mixture.share),
+        )
+
+    def draw(self, step: int, height: int, width: int) -> Mixture | None:
+        """What a step does to images of a size; None if it mixes nothing."""
+        mix = self._mix
+        happens, kind, share, down, across = uniforms(
+            seed_of(self._seed, _MIXING_PURPOSE), 0, np.array([step], dtype=np.int64), 5
+        )[0].tolist()
+        if happens >= mix.probability:
+            return None
+        cuts = mix.cutmix > 0 and (mix.mixup == 0 or kind < mix.switch)
+        own = _beta(mix.cutmix if cuts else mix.mixup, share)
+        return _cut(own, height, width, down, across) if cuts else Mixture(own)
+
+
+def _beta(alpha: float, uniform: float) -> float:
+    """A draw from Beta(alpha, alpha), by the inverse of its distribution function."""
+    from scipy.special import betaincinv
+
+    return float(betaincinv(alpha, alpha, uniform))
+
+
+def _cut(share: float, height: int, width: int, down: float, across: float) -> Mixture:
+    """Cut out a part with an area of ``1 - share`` around a random pixel; the share is what is left of the image."""
+    middle, centre = int(down * height), int(across * width)
+    reach = 0.5 * math.sqrt(1 - share)
+    tall, wide = int(reach * height), int(reach * width)
+    top, bottom = max(middle - tall, 0), min(middle + tall, height)
+    left, right = max(centre - wide, 0), min(centre + wide, width)
+    return Mixture(1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
+
+
+def _mixed(images: Tensor, partners: Tensor, mixture: Mixture) -> Tensor:
+    """Mix images with their partners, which may be written to."""
+    if mixture.box is None:
+        return partners.mul_(1 - mixture.share).add_(images, alpha=mixture.share)
+    top, bottom, left, right = mixture.box
+    mixed = images.clone(memory_format=torch.preserve_format)
+    mixed[..., top:bottom, left:right] = partners[..., top:bottom, left:right]
+    return mixed
+
+
+def first_images(source: SampleSource, view: View, count: int) -> torch.Tensor:
+    """Images from all over a split, as evaluation shows them: the same ones in every process and at every resume.
+
+    Sets often lie there class by class; the images taken are therefore evenly spaced. Broken ones are left out.
+
+    Args:
+        source: The split.
+        view: The size they are shown at.
+        count: How many to take, or all there are.
+
+    Returns:
+        uint8 [n, C, S, S].
+
+    Raises:
+        DataError: If none of them can be read.
+    """
+    ids = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(np.int64))
+    found = list(_whole(source, view, ids.tolist()))
+    if not found:
+        raise DataError(f"none of {len(ids)} training images could be read, from which the network was to begin.")
+    return torch.stack(found)
+
+
+def _whole(source: SampleSource, view: View, ids: list[int]) -> Iterator[torch.Tensor]:
+    for sample in ids:
+        try:
+            image = source.read(sample)
+        except BrokenImageError:
+            continue  # told, and counted, when training comes to it
+        yield evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)

@@ -1,4 +1,4 @@
-"""What in a set of images would break or spoil a run? Everything is read as a run reads it, and nothing is changed."""
+"""Check a set of images for what would break or spoil a run; everything is read, and nothing changed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.source import encoded_source
-from paceline.data.inspect.figures import class_figures, cost_figures, pixel_figures, size_figures
-from paceline.data.inspect.findings import Entry, Finding, find_all, whole
-from paceline.data.inspect.gather import Gathered, Progress, gather
-from paceline.data.inspect.kinds import SEVERITIES
-from paceline.data.inspect.look import Viewer
-from paceline.data.inspect.subject import Samples, Subject, open_subject
+from paceline.data.inspect.findings import (
+    Entry,
+    Finding,
+    class_figures,
+    cost_figures,
+    find_all,
+    pixel_figures,
+    size_figures,
+    whole,
+)
+from paceline.data.inspect.gather import Gathered, Progress, Samples, Subject, gather, open_subject
+from paceline.data.inspect.look import SEVERITIES, Viewer
 from paceline.machine import available_cores
 
 

@@ -1,19 +1,187 @@
-"""What is wrong or odd about the images, from what was gathered about them?"""
+"""Findings and figures about a set of images: copies, leaks, classes, sizes, brightness, decoding cost."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.data.image.source import Ids
-from paceline.data.inspect.duplicates import first_of, look_alikes
-from paceline.data.inspect.figures import class_counts
-from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, similar
-from paceline.data.inspect.kinds import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, Kind
-from paceline.data.inspect.subject import Sentences, Subject
+from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, Sentences, Subject, similar
+from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, Kind
+
+Hashes = NDArray[np.uint64]
+
+# Two hashes that differ in at most 5 of 64 bits agree in at least one of 6 groups of bits.
+MOST_BITS = 5
+_BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))
+_MOST_IN_BAND = 4096  # of images that agree in a band; beyond, a set has so many alike that any of them tells
+_AT_ONCE = 1 << 20  # pairs held in memory
+_SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
+
+
+def first_of(content: Hashes, present: NDArray[np.bool_]) -> Ids:
+    """For each sample the first one with the same content, itself if there is none before it; int64 [N].
+
+    Args:
+        content: 128-bit digests as pairs of words, [N, 2].
+        present: Which samples have one.
+    """
+    first = np.arange(len(content), dtype=np.int64)
+    numbers = np.flatnonzero(present)
+    if len(numbers) == 0:
+        return first
+    order = numbers[np.lexsort((numbers, content[numbers, 1], content[numbers, 0]))]
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = (content[order[1:]] != content[order[:-1]]).any(axis=1)
+    first[order] = order[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
+    return first
+
+
+def look_alikes(hashes: Hashes, split_of: NDArray[np.int8], first: Ids) -> Ids:
+    """Pairs (sample, the one in an earlier split that looks most like it), int64 [pairs, 2].
+
+    What is the same file is left out, and so are samples whose hash is 0.
+    """
+    nearest = np.full(len(hashes), MOST_BITS + 1, dtype=np.uint8)
+    other = np.full(len(hashes), -1, dtype=np.int64)
+    seen = np.flatnonzero(hashes)
+    for split in np.unique(split_of[seen])[1:]:
+        asked, known = seen[split_of[seen] == split], seen[split_of[seen] < split]
+        for one, two in _candidates(hashes, asked, known):
+            apart = first[one] != first[two]
+            _keep_nearest(hashes, one[apart], two[apart], nearest, other)
+    found = np.flatnonzero(other >= 0)
+    return np.stack([found, other[found]], axis=1)
+
+
+def _candidates(hashes: Hashes, asked: Ids, known: Ids) -> Iterator[tuple[Ids, Ids]]:
+    """Pairs that agree in a band, some millions at a time."""
+    for shift, width in _BANDS:
+        band = (hashes >> np.uint64(shift)) & np.uint64((1 << width) - 1)
+        order = known[np.argsort(band[known], kind="stable")]
+        begins = np.searchsorted(band[order], band[asked], side="left")
+        ends = np.searchsorted(band[order], band[asked], side="right")
+        counts = np.minimum(ends - begins, _MOST_IN_BAND)
+        totals = np.cumsum(counts)
+        start = 0
+        while start < len(asked):
+            before = totals[start - 1] if start else 0
+            stop = max(int(np.searchsorted(totals, before + _AT_ONCE, side="right")), start + 1)
+            part = counts[start:stop]
+            within = np.arange(part.sum()) - np.repeat(np.cumsum(part) - part, part)
+            yield np.repeat(asked[start:stop], part), order[np.repeat(begins[start:stop], part) + within]
+            start = stop
+
+
+def _keep_nearest(hashes: Hashes, one: Ids, two: Ids, nearest: NDArray[np.uint8], other: Ids) -> None:
+    different = (hashes[one] ^ hashes[two]).view(np.uint16).reshape(-1, 4)
+    bits = _SET_BITS[different].sum(axis=1, dtype=np.uint8)
+    close = bits < nearest[one]
+    one, two, bits = one[close], two[close], bits[close]
+    order = np.lexsort((two, bits, one))
+    samples, places = np.unique(one[order], return_index=True)
+    nearest[samples], other[samples] = bits[order][places], two[order][places]
+
+
+# Processor time to decode an image, in milliseconds: where one bar of the histogram ends and the next begins.
+EDGES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_SLOWEST = 5
+
+
+def class_counts(subject: Subject) -> dict[str, NDArray[np.int64]]:
+    """Samples of each class, by split."""
+    count = len(subject.dataset.classes)
+    return {name: np.bincount(source.labels, minlength=count) for name, source in subject.splits.items()}
+
+
+def class_figures(subject: Subject) -> dict[str, Any]:
+    """How many samples each class has, and how unlike these are."""
+    counts = class_counts(subject)
+    train = counts["train"]
+    smallest = int(train.min(initial=0)) if len(train) == 0 else int(train.min())
+    largest = int(train.max(initial=0))
+    return {
+        "count": len(subject.dataset.classes),
+        "smallest_train": smallest,
+        "largest_train": largest,
+        "imbalance": largest / smallest if smallest else None,
+        "samples": {
+            name: {split: int(each[index]) for split, each in counts.items()}
+            for index, name in enumerate(subject.dataset.classes)
+        },
+    }
+
+
+def size_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
+    """Heights, widths, pixels and bytes of the images that can be read."""
+    rows = gathered.rows[read]
+    pixels = rows["height"].astype(np.int64) * rows["width"]
+    measured = {"height": rows["height"], "width": rows["width"], "pixels": pixels, "file_bytes": rows["file_bytes"]}
+    return {name: _quantiles(values) for name, values in measured.items()} if len(rows) else {}
+
+
+def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
+    """What decoding costs: processor time per image, its histogram, the slowest files, and images/s of one core."""
+    milliseconds = 1000.0 * gathered.rows["seconds"][read].astype(np.float64)
+    if len(read) == 0:
+        return {}
+    counts = np.histogram(milliseconds, bins=[0.0, *EDGES, np.inf])[0]
+    slowest = read[np.argsort(-milliseconds, kind="stable")[:_SLOWEST]]
+    return {
+        "cpu_ms_per_image": _quantiles(milliseconds),
+        "images_per_second_per_core": 1000.0 / float(milliseconds.mean()),
+        "histogram": [
+            {"from_ms": low, "to_ms": high, "images": int(count)}
+            for low, high, count in zip((0.0, *EDGES), (*EDGES, None), counts, strict=True)
+        ],
+        "slowest": [_slow(gathered, position) for position in slowest.tolist()],
+    }
+
+
+def _slow(gathered: Gathered, position: int) -> dict[str, Any]:
+    row = gathered.rows[position]
+    return {
+        "path": gathered.samples.path(int(gathered.numbers[position])),
+        "cpu_ms": 1000.0 * float(row["seconds"]),
+        "width": int(row["width"]),
+        "height": int(row["height"]),
+        "file_bytes": int(row["file_bytes"]),
+    }
+
+
+def pixel_figures(subject: Subject, gathered: Gathered, read: Ids) -> dict[str, Any]:
+    """Mean and deviation of each channel in [0, 1] over the training images, beside those that a run subtracts."""
+    in_train = gathered.samples.split_of[gathered.numbers[read]] == 0
+    rows = gathered.rows[read[in_train]]
+    if len(rows) == 0:
+        return {}
+    channels = subject.dataset.channels
+    mean = rows["mean"].astype(np.float64).mean(axis=0)[:channels]
+    square = rows["square"].astype(np.float64).mean(axis=0)[:channels]
+    return {
+        "mean": mean.tolist(),
+        "std": np.sqrt(np.maximum(square - mean**2, 0.0)).tolist(),
+        "run_mean": list(subject.dataset.mean),
+        "run_std": list(subject.dataset.std),
+    }
+
+
+def _quantiles(values: NDArray[Any]) -> dict[str, float]:
+    low, middle, high = np.quantile(values, (0.05, 0.5, 0.95))
+    return {
+        "minimum": float(values.min()),
+        "p5": float(low),
+        "median": float(middle),
+        "p95": float(high),
+        "maximum": float(values.max()),
+        "mean": float(values.mean(dtype=np.float64)),
+    }
+
 
 _LOOKS_THE_SAME = 0.95
 

@@ -1,17 +1,182 @@
-"""Look at the samples of all splits, on all cores, and keep what is known about them in a few numpy arrays."""
+"""Open the images to be checked, look at all of them on all cores, and keep the results in a few arrays.
+
+They are those of a folder, an archive, or a recipe's data section, split as a run splits them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
-from paceline.data.image.source import BrokenImageError, Ids, Image
-from paceline.data.inspect.kinds import BIT
-from paceline.data.inspect.look import ROW, Defect, Rows, Viewer, grey_parts, look
+from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.sets.archives import find_archive
+from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
+from paceline.data.image.source import BrokenImageError, Ids, Image, SampleSource, as_array
+from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.inspect.readers import Died, Note, in_parallel
-from paceline.data.inspect.subject import Samples
+from paceline.data.packing.origins import detect
+from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.recipe.load import load_recipe, set_by, shipped_recipes
+from paceline.recipe.schema import Recipe
+from paceline.references import is_reference
+
+_MOST_SENTENCES = 10_000
+_OF_IMAGES = ("image_classification", "distillation")
+# How samples are shown, which is not looked at; a source of one's own may ask for any key.
+_WITHOUT_EFFECT = (
+    *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
+    *("data.backend", "data.workers", "data.prefetch", "data.max_broken"),
+)
+
+
+class Sentences:
+    """Sentences about a folder, the first ten thousand of them by their words."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[str] = []
+
+    def add(self, sentence: str) -> None:
+        """Take one."""
+        self.count += 1
+        if len(self.first) < _MOST_SENTENCES:
+            self.first.append(sentence)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        name: What the user called it.
+        dataset: What a run would make of it; of a folder that a run refuses, what can be made of it.
+        splits: Its images by split; ``test`` are those of a folder that a run does not read.
+        layout: What about a folder's layout a run refuses.
+        unread: What lies in a folder beside images.
+        root: The folder or file that paths begin with, if there is one.
+    """
+
+    name: str
+    dataset: ImageDataset
+    splits: dict[str, SampleSource]
+    layout: Sentences = field(default_factory=Sentences)
+    unread: Sentences = field(default_factory=Sentences)
+    root: Path | None = None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether no file is decoded when a sample is read."""
+        return all(as_array(source) is not None for source in self.splits.values())
+
+
+class Samples:
+    """The samples of all splits, under one numbering."""
+
+    def __init__(self, splits: dict[str, SampleSource]) -> None:
+        self.names = tuple(splits)
+        self._sources = tuple(splits.values())
+        sizes = [len(source) for source in self._sources]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        self.labels: Ids = np.concatenate([source.labels for source in self._sources])
+        self.split_of = np.repeat(np.arange(len(sizes), dtype=np.int8), sizes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def find(self, number: int) -> tuple[SampleSource, int]:
+        """The source a sample is in, and its id there."""
+        split = int(self.split_of[number])
+        source = self._sources[split]
+        return source, number - int(self._ends[split]) + len(source)
+
+    def path(self, number: int) -> str:
+        """The name of a sample."""
+        source, sample = self.find(number)
+        return source.path(sample)
+
+
+def open_subject(source: str, overrides: Sequence[str]) -> Subject:
+    """Open what the user names: a folder, an archive, a shipped recipe or a recipe file.
+
+    Raises:
+        PacelineError: If there is no such thing, or nothing in it to be checked.
+    """
+    recipe = _recipe(source, overrides)
+    data = recipe.data
+    if data.dataset == "synthetic":
+        raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), and there is nothing in it to check.")
+    layout = Sentences()
+    dataset = _opened(recipe, layout)
+    splits = {"train": dataset.train, "validation": dataset.validation}
+    if dataset.holdout is not None:
+        splits["holdout"] = dataset.holdout
+    unread = Sentences()
+    root = None if data.path is None else Path(data.path)
+    if root is not None and _is_folder_of_images(recipe, root):
+        test = open_unread_test(root, dataset.classes, dataset.channels)
+        if test is not None:
+            splits["test"] = test
+        for entry in unread_entries(root):
+            unread.add(entry)
+    else:
+        for sentence in dataset.left_out:
+            unread.add(sentence)
+    return Subject(source, dataset, splits, layout, unread, root)
+
+
+def _opened(recipe: Recipe, layout: Sentences) -> ImageDataset:
+    try:
+        return open_dataset(recipe.data, layout.add)
+    except PacelineError as error:
+        if is_reference(recipe.task):
+            raise DataError(
+                f"task={recipe.task} may read its data itself, and check-data looks at sets of images only, not at "
+                f"data.dataset={recipe.data.dataset} ({str(error).rstrip('.')}); nothing was checked."
+            ) from error
+        raise
+
+
+def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:
+    name = recipe.data.dataset
+    return name == "image_folder" or (name == "cifar10" and find_archive(root, "cifar10") is None)
+
+
+def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
+    """The recipe that would train on what is named."""
+    recipe = _load(source, overrides)
+    # A task of the user's own may show the images of the data section.
+    if recipe.task not in _OF_IMAGES and not is_reference(recipe.task):
+        raise DataError(
+            f"task={recipe.task} trains on no images, and check-data looks at images only; nothing was checked."
+        )
+    for key in set_by(overrides):
+        if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
+            raise RecipeError(
+                f"override '{key}' has no effect: check-data looks at the images as they are, and at nothing else of a "
+                "recipe. Remove it."
+            )
+    return recipe
+
+
+def _load(source: str, overrides: Sequence[str]) -> Recipe:
+    path = Path(source).expanduser()
+    is_recipe = source in shipped_recipes() or path.suffix in (".yaml", ".yml") or (path / "recipe.yaml").is_file()
+    if is_recipe:
+        return load_recipe(source, overrides).recipe
+    try:
+        kind = detect(source)
+    except DataError as error:
+        if path.is_dir():  # of which some may not be read: that is what is checked
+            return load_recipe("image_folder", [f"data.path={source}", *overrides]).recipe
+        raise DataError(
+            f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe ({error})"
+        ) from None
+    base = "cifar10" if kind == "cifar10" else "image_folder"
+    return load_recipe(base, [f"data.dataset={kind}", f"data.path={source}", *overrides]).recipe
+
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""

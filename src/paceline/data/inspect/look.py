@@ -1,21 +1,309 @@
-"""What is to be known about one sample? It is read as a run reads it, and described in a few bytes."""
+"""Describe one sample in a few bytes, read as a run reads it, and name what is wrong with it."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import re
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from PIL.TiffImagePlugin import TiffImageFile
 
+from paceline.data.image.decode import LARGEST_PIXELS
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
-from paceline.data.inspect.header import Header, cause, lacks_its_end, mismatch, read_header
-from paceline.data.inspect.kinds import LARGE, LONG, SMALL
+from paceline.files import LFS_POINTER, LFS_START
+
+Severity = Literal["breaks", "spoils", "costs", "notice"]
+
+SEVERITIES: dict[Severity, str] = {
+    "breaks": "a run stops at it, or leaves it out as broken",
+    "spoils": "a run goes on, but what it learns or scores is not what it seems",
+    "costs": "the same pictures could be read in less time, or trained on in fewer steps",
+    "notice": "handled, and perhaps not meant",
+}
+
+# Against the square that the model sees.
+LARGE = 64
+SMALL = 4
+LONG = 5
+IMBALANCED = 10
+FEW = 10
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One thing that can be found.
+
+    Attributes:
+        name: What it is called in JSON.
+        severity: How bad it is.
+        means: What it is.
+        advice: What to do.
+    """
+
+    name: str
+    severity: Severity
+    means: str
+    advice: str
+
+
+_AGAIN = "copy or download it again, or remove it"
+
+# What one sample can be; the order is that of the bits in a row's traits, and of the report.
+OF_SAMPLES = (
+    Kind("broken_link", "breaks", "it leads to a file that is not there", "restore what it points to, or remove it"),
+    Kind("not_permitted", "breaks", "this user may not read it", "allow it (chmod a+r), or train as its owner"),
+    Kind("empty_file", "breaks", "it has no content", _AGAIN),
+    Kind("not_an_image", "breaks", "no image in a format that can be read", "convert or remove it"),
+    Kind("truncated", "breaks", "it ends before its last pixel", _AGAIN),
+    Kind("corrupt", "breaks", "it is damaged inside", _AGAIN),
+    Kind("too_large", "breaks", f"it has more than {LARGEST_PIXELS:,} pixels", "shrink it"),
+    Kind("no_fixed_range", "breaks", "32-bit or signed numbers, whose range is unknown", "store unsigned 8 or 16 bits"),
+    Kind("unreadable", "breaks", "it cannot be read for another reason", "repair or remove it"),
+    Kind("reader_died", "breaks", "the process that read it ended", "remove it, and tell us: a decoder crashed"),
+    Kind("unfinished", "spoils", "a JPEG without an end, whose last part is made up", _AGAIN),
+    Kind(
+        "large",
+        "costs",
+        f"over {LARGE} times the pixels that the model sees",
+        "shrink it once: most of the decoding is for pixels that nobody sees",
+    ),
+    Kind("progressive", "costs", "a JPEG in several scans, which decodes slowly", "encode it as a baseline JPEG once"),
+    Kind(
+        "extreme_ratio",
+        "costs",
+        f"one side is over {LONG} times the other",
+        "crop it: a square shows little of it, and resizing it takes much memory",
+    ),
+    Kind(
+        "tiny",
+        "notice",
+        f"a side is under 1/{SMALL} of what the model sees",
+        "see whether it is a thumbnail or an icon; a smaller data.image_size costs less",
+    ),
+    Kind("flat_end", "notice", "its lower part is one flat colour, as of a damaged file", f"look at it; {_AGAIN}"),
+    Kind("wrong_extension", "notice", "its name says another format; it is read all the same", "rename it"),
+    Kind("cmyk", "notice", "stored for print; converted without a colour profile", "convert it, if colours matter"),
+    Kind(
+        "sixteen_bit", "notice", "16 bits per channel; the upper 8 are used", "scale it, if it uses the lower ones only"
+    ),
+    Kind(
+        "transparent", "notice", "partly transparent; laid over white", "lay it over another colour, if that is better"
+    ),
+    Kind("palette", "notice", "at most 256 colours", "take a better original, if there is one"),
+    Kind("several_frames", "notice", "the first frame is used", "extract the frames, if others matter"),
+    Kind("turned", "notice", "turned or mirrored as its EXIF data say", "see whether all programs that wrote it agree"),
+    Kind("grey_among_colour", "notice", "without colour, and others are not", "see whether grey tells the class"),
+    Kind("colour_among_grey", "notice", "in colour, and seen in grey", "set data.channels=3, if colour matters"),
+)
+
+OF_SETS = (
+    Kind("layout", "breaks", "a run refuses the folder", "do what each sentence says"),
+    Kind("leak", "spoils", "it is in another split too: a score on it says nothing", "remove it from one of them"),
+    Kind(
+        "near_leak",
+        "spoils",
+        "it looks the same as one in another split",
+        "look at both; if they are one picture, remove it from one of the splits",
+    ),
+    Kind("contradiction", "spoils", "it is in two classes", "keep it in the class it belongs to"),
+    Kind("duplicate", "costs", "a copy of another in its split and class", "keep one"),
+    Kind(
+        "imbalance",
+        "notice",
+        f"the largest class has over {IMBALANCED} times the images of the smallest",
+        "look at the score of each class, not of all together",
+    ),
+    Kind("small_class", "notice", f"fewer than {FEW} training images", "collect more, or merge classes"),
+    Kind(
+        "no_held_out",
+        "notice",
+        "no held-out image of the class: no score says anything about it",
+        "add held-out images, or training images to hold some out of",
+    ),
+    Kind("alike_names", "notice", "classes whose names differ by case or space only", "merge them, if they are one"),
+    Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it was meant to be read"),
+)
+
+KINDS = {kind.name: kind for kind in (*OF_SAMPLES, *OF_SETS)}
+BIT = {kind.name: 1 << number for number, kind in enumerate(OF_SAMPLES)}
+BROKEN = sum(BIT[kind.name] for kind in OF_SAMPLES if kind.severity == "breaks")
+
+
+_ORIENTATION = 0x0112
+_BITS_PER_SAMPLE = 258
+_JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # any that is not part of the pixels' data
+_EXTENSIONS = {
+    "BMP": ("bmp",),
+    "DIB": ("bmp",),
+    "GIF": ("gif",),
+    "JPEG": ("jpg", "jpeg"),
+    "MPO": ("jpg", "jpeg"),  # a JPEG with further pictures behind it
+    "PNG": ("png",),
+    "PPM": ("ppm",),
+    "TIFF": ("tif", "tiff"),
+    "WEBP": ("webp",),
+}
+_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"P6", b"P5")
+_OTHERS = (
+    (LFS_START, LFS_POINTER),
+    (b"%PDF", "a PDF document"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "gzip-compressed data"),
+)
+_HTML = (b"<!doctype html", b"<html")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the head of an image file says.
+
+    Attributes:
+        file_format: Pillow's name of it.
+        mode: Pillow's name of how pixels are stored.
+        pixels: Width times height.
+        turned: Whether EXIF data say that it is shown in another way than it is stored.
+        sixteen_bit: Whether a channel has 16 bits.
+        transparent: Whether some of it may be.
+        several_frames: Whether it has more than one.
+        progressive: Whether it is a JPEG in several scans.
+    """
+
+    file_format: str
+    mode: str
+    pixels: int
+    turned: bool
+    sixteen_bit: bool
+    transparent: bool
+    several_frames: bool
+    progressive: bool
+
+    @property
+    def is_grey(self) -> bool:
+        """Whether it is stored without colour."""
+        return self.mode in ("1", "L", "LA", "La", "I") or self.mode.startswith("I;16")
+
+
+def read_header(content: Content) -> Header | None:
+    """Read the head of an image file; None if there is none that can be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(content)) as image:
+                return _header(image, content)
+    except Image.DecompressionBombError:
+        return Header("", "", LARGEST_PIXELS + 1, False, False, False, False, False)  # noqa: FBT003
+    except Exception:  # noqa: BLE001 (Pillow's plugins raise anything)
+        return None
+
+
+def _header(image: Image.Image, content: Content) -> Header:
+    file_format = image.format or ""
+    return Header(
+        file_format=file_format,
+        mode=image.mode,
+        pixels=image.width * image.height,
+        turned=_orientation(image) in range(2, 9),
+        sixteen_bit=_is_sixteen_bit(image, content),
+        transparent=image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info,
+        several_frames=bool(getattr(image, "is_animated", False)),  # not every plugin has it, says Pillow
+        progressive=file_format in ("JPEG", "MPO") and bool(image.info.get("progressive")),
+    )
+
+
+def _orientation(image: Image.Image) -> object:
+    if isinstance(image, TiffImageFile):
+        return image.tag_v2.get(_ORIENTATION)
+    try:
+        # Asked of the base class: the PNG plugin would decode the image first.
+        return Image.Image.getexif(image).get(_ORIENTATION)
+    except Exception:  # noqa: BLE001 (EXIF data of any kind of damage; a run does not mind it either)
+        return None
+
+
+def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
+    if image.format == "PNG":
+        return content[24] == 16  # the bit depth in IHDR; Pillow has made 8 bits of coloured ones
+    if isinstance(image, TiffImageFile):
+        bits = image.tag_v2.get(_BITS_PER_SAMPLE, (8,))
+        return 16 in (bits if isinstance(bits, tuple) else (bits,))
+    return image.mode.startswith("I")
+
+
+def mismatch(name: str, header: Header) -> str | None:
+    """Say which format a file has, if its name says another."""
+    extension = name.rpartition(".")[2].lower()
+    said = any(extension in names for names in _EXTENSIONS.values())
+    if not said or extension in _EXTENSIONS.get(header.file_format, ()):
+        return None
+    return f"{header.file_format} content"
+
+
+def lacks_its_end(content: Content) -> bool:
+    """Whether a JPEG has no end-of-image marker behind its pixels."""
+    whole = bytes(content)
+    if whole.endswith(_JPEG_END):
+        return False
+    position = len(_JPEG_START)
+    while (marker := _JPEG_MARKER.search(whole, position)) is not None:
+        if marker[0] == _JPEG_END:
+            return False
+        # Every other marker leads a segment that says how long it is; what lies in it is no marker.
+        begin = marker.end()
+        position = begin + max(int.from_bytes(whole[begin : begin + 2], "big"), 2)
+    return True
+
+
+def cause(content: Content, reason: str) -> tuple[str, str]:
+    """Why a file cannot be decoded: the kind of finding, and what to say of it.
+
+    Args:
+        content: The file.
+        reason: What the decoder says.
+    """
+    if len(content) == 0:
+        return "empty_file", ""
+    header = read_header(content)
+    if header is not None and header.pixels > LARGEST_PIXELS:
+        return "too_large", reason
+    if "no fixed range" in reason:
+        return "no_fixed_range", reason
+    head = bytes(content[:512])
+    if header is None and not head.startswith(_BEGINNINGS):
+        return "not_an_image", _looks_like(head) or reason
+    return ("truncated" if _is_cut_off(content, reason) else "corrupt"), "" if header is None else reason
+
+
+def _is_cut_off(content: Content, reason: str) -> bool:
+    head, tail = bytes(content[:12]), bytes(content[-64:])
+    if head.startswith(b"\x89PNG"):
+        return b"IEND" not in tail
+    if head.startswith(_JPEG_START):
+        return lacks_its_end(content)
+    if head.startswith(b"RIFF"):
+        return len(content) < 8 + int.from_bytes(head[4:8], "little")
+    return any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
+
+
+def _looks_like(head: bytes) -> str:
+    for beginning, name in _OTHERS:
+        if head.startswith(beginning):
+            return name
+    if head.lstrip().lower().startswith(_HTML):
+        return "a web page"
+    if head[4:8] == b"ftyp":
+        return f"a {head[8:12].decode('ascii', 'replace').strip()} file (HEIC, AVIF or a video)"
+    return ""
+
 
 Pixels = NDArray[np.uint8]
 

@@ -12,18 +12,17 @@ from typing import Literal
 
 import numpy as np
 
-from paceline.data.image.archives import find_archive, find_mnist, mnist_kind
-from paceline.data.image.columns import Asked
 from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.huggingface import find_files
 from paceline.data.image.mapped import MappedSource
-from paceline.data.image.packed import PackedPixels
-from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, Origin, read_manifest
-from paceline.data.image.parquet_source import ParquetSource
 from paceline.data.image.selection import choose_classes, digest_of, first_of_all, of_classes
+from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
+from paceline.data.image.sets.huggingface import find_files
+from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
+from paceline.data.image.sets.parquet import ParquetSource
 from paceline.data.image.source import ArraySource, FileSource, SampleSource, SubsetSource, encoded_source
+from paceline.data.image.tables import Asked
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
@@ -57,7 +56,7 @@ class OriginSplit:
         if isinstance(source, FileSource):
             return os.path.relpath(source.path(sample), self.root)
         if isinstance(source, MappedSource | PackedPixels | ParquetSource):
-            return source.names[sample]
+            return source.names.text(sample)
         return source.path(sample)
 
     @property

@@ -1,18 +1,21 @@
-"""How does a source become a packed dataset, whatever interrupts it?
+"""Pack a source into a packed dataset, resume packing after any interruption, and verify the result.
 
 The shards are cut before the first is made, from the source and what was asked alone. Each is made by itself and gets
-its name when it is whole, so that packing that was interrupted anywhere goes on with those that are missing. The bytes
-are the same, however often it was interrupted and however many processes made them.
+its name when it is whole, so that interrupted packing resumes with those that are missing. The bytes are the same,
+however often it was interrupted and however many processes made them. One index of all shards and ``packed.json``
+complete the dataset.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,18 +23,227 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.arrow import require_pyarrow
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.packed import open_packed
-from paceline.data.image.packed_layout import MANIFEST, SPLITS, UNFINISHED, Form, Manifest, Mode, Shard
-from paceline.data.packing.assembly import assemble, left_out, refuse_broken
+from paceline.data.image.sets.packed import (
+    INDEX,
+    MANIFEST,
+    SPLITS,
+    UNFINISHED,
+    Column,
+    ColumnType,
+    FileFacts,
+    Form,
+    LeftOut,
+    Manifest,
+    Mode,
+    Origin,
+    PackedDataset,
+    Shard,
+    Split,
+    open_packed,
+)
+from paceline.data.image.tables import require_pyarrow
 from paceline.data.packing.origins import OpenedOrigin, Wanted, mean_bytes, open_origin
 from paceline.data.packing.processes import Progress, make_shards
-from paceline.data.packing.recoding import stored
-from paceline.data.packing.shards import Work, is_made, reporting_disk_errors, write_whole
+from paceline.data.packing.shards import (
+    Work,
+    hashed_file,
+    is_made,
+    read_part,
+    reporting_disk_errors,
+    stored,
+    write_whole,
+)
 from paceline.errors import DataError
 from paceline.plain_json import load_json
 from paceline.units import format_bytes, format_count
+
+_SHOWN = 10
+_NUMBERS: dict[str, ColumnType] = {
+    "label": "<i8",
+    "height": "<i4",
+    "width": "<i4",
+    "shard": "<i4",
+    "offset": "<i8",
+    "length": "<i8",
+}
+
+
+def left_out(root: Path, shards: Sequence[Shard]) -> list[LeftOut]:
+    """Which images of the source could not be read."""
+    return [LeftOut(**each) for shard in shards for each in read_part(root, shard)[1]["left_out"]]
+
+
+def refuse_broken(broken: Sequence[LeftOut]) -> None:
+    """Refuse a source with broken images.
+
+    Raises:
+        DataError: With the names of the first of them.
+    """
+    shown = "; ".join(f"{each.name} ({each.reason})" for each in broken[:_SHOWN])
+    more = f" and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
+    raise DataError(
+        f"{len(broken):,} image(s) of the source cannot be read: {shown}{more}; repair or remove them and pack into "
+        "another DEST, or run the same command with --skip-broken, which leaves them out."
+    )
+
+
+def assemble(root: Path, shards: Sequence[Shard], origin: Origin, form: Form, classes: tuple[str, ...]) -> Manifest:
+    """Write the index and ``packed.json``; from then on it is a packed dataset.
+
+    Raises:
+        DataError: If not a single image was read.
+    """
+    tables, facts = zip(*(read_part(root, shard) for shard in shards), strict=True)
+    samples = {
+        split: sum(table.num_rows for table, shard in zip(tables, shards, strict=True) if shard.split == split)
+        for split in SPLITS
+        if any(shard.split == split for shard in shards)
+    }
+    if not samples.get("train"):
+        raise DataError("not a single training image of the source can be read: is it what you meant?")
+    index, columns = _write_index(root, tables, shards)
+    rows = index_arrays(root / INDEX, columns)
+    heights, widths = rows["height"], rows["width"]
+    alike = bool((heights == heights[0]).all() and (widths == widths[0]).all())
+    manifest = Manifest(
+        origin=origin,
+        form=form,
+        classes=classes,
+        samples=samples,
+        native_size=(int(heights[0]), int(widths[0])) if alike else None,
+        digest=content_digest(rows, classes, form, samples),
+        left_out=tuple(LeftOut(**each) for known in facts for each in known["left_out"]),
+        index=index,
+        columns=columns,
+        shards=tuple(
+            FileFacts(name=shard.file, size=known["size"], sha256=known["sha256"])
+            for shard, known in zip(shards, facts, strict=True)
+        ),
+    )
+    write_whole(root / MANIFEST, manifest.encode())
+    return manifest
+
+
+def content_digest(
+    rows: Mapping[str, np.ndarray[Any, Any]], classes: Sequence[str], form: Form, samples: Mapping[Split, int]
+) -> str:
+    """SHA-256 over what a run can see of the images: not over where they lie.
+
+    Args:
+        rows: Columns of the index.
+        classes: Class names.
+        form: How images are stored.
+        samples: Number of images of each split.
+    """
+    head = json.dumps([list(classes), asdict(form), dict(samples)], sort_keys=True)
+    digest = hashlib.sha256(head.encode())
+    for column in ("label", "height", "width", "name_ends", "name", "sha256"):
+        digest.update(rows[column].tobytes())
+    return digest.hexdigest()
+
+
+def index_arrays(path: Path, columns: Mapping[str, Column]) -> dict[str, np.ndarray[Any, Any]]:
+    """Read the columns of an index into memory."""
+    content = path.read_bytes()
+    return {
+        name: np.frombuffer(content, dtype=column.dtype, count=column.count, offset=column.offset)
+        for name, column in columns.items()
+    }
+
+
+def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> tuple[FileFacts, dict[str, Column]]:
+    pa = require_pyarrow()
+    counts = [table.num_rows for table in tables]
+    numbers = pa.array(np.repeat(np.arange(len(shards), dtype=np.int32), counts))
+    splits = pa.array(np.repeat([shard.split for shard in shards], counts), pa.string())
+    table = pa.concat_tables([table.replace_schema_metadata(None) for table in tables]).combine_chunks()
+    table = table.append_column("shard", numbers).append_column("split", splits)
+    partial = root / f".{INDEX}.partial"
+    with hashed_file(partial) as file, pa.ipc.new_file(file, table.schema) as writer:
+        # One record batch, so that each column lies in one piece.
+        writer.write_table(table.combine_chunks(), max_chunksize=max(1, table.num_rows))
+    facts = FileFacts(name=INDEX, size=file.size, sha256=file.sha256.hexdigest())
+    columns = _places(partial)
+    partial.replace(root / INDEX)
+    return facts, columns
+
+
+def _places(path: Path) -> dict[str, Column]:
+    """Where each column lies in the index's file."""
+    pa = require_pyarrow()
+    with pa.memory_map(str(path)) as file:
+        whole = file.read_buffer()
+        opened = pa.ipc.open_file(pa.BufferReader(whole))
+        assert opened.num_record_batches == 1
+        batch = opened.get_batch(0)
+
+        def place(buffer: Any, dtype: ColumnType, count: int) -> Column:
+            return Column(dtype=dtype, offset=buffer.address - whole.address, count=count)
+
+        rows = batch.num_rows
+        found = {name: place(batch.column(name).buffers()[1], dtype, rows) for name, dtype in _NUMBERS.items()}
+        _, ends, blob = batch.column("name").buffers()
+        letters = int(np.frombuffer(ends, dtype="<i8")[rows])
+        found["name_ends"] = place(ends, "<i8", rows + 1)
+        found["name"] = place(blob, "|u1", letters)
+        found["sha256"] = place(batch.column("sha256").buffers()[1], "|u1", 32 * rows)
+        return found
+
+
+def verify(root: Path, workers: int, progress: Progress) -> list[str]:
+    """Read everything back; return a sentence for each file that is damaged.
+
+    Args:
+        root: The directory of the packed dataset.
+        workers: Files read at once.
+        progress: Told how many bytes were read, and how many there are.
+
+    Raises:
+        DataError: If it cannot even be opened.
+    """
+    packed = open_packed(root, check_index=False)  # a damaged one is named below
+    manifest, done = packed.manifest, 0
+    found = []
+    with ThreadPoolExecutor(workers) as pool:
+        for facts, actual in zip(manifest.files, pool.map(lambda each: _hash(root, each), manifest.files), strict=True):
+            done += facts.size
+            progress(done, manifest.size_bytes)
+            if actual != facts.sha256:
+                found.append((facts, manifest.files.index(facts) - 1))
+    if any(facts is manifest.index for facts, _ in found):
+        # Without it nobody knows where an image lies.
+        return [f"{root / facts.name} is damaged" for facts, _ in found]
+    return [*_whole(root, manifest), *(_damage(packed, facts, shard) for facts, shard in found)]
+
+
+def _whole(root: Path, manifest: Manifest) -> Iterator[str]:
+    """See that the index says what the dataset is known by."""
+    rows = index_arrays(root / manifest.index.name, manifest.columns)
+    if content_digest(rows, manifest.classes, manifest.form, manifest.samples) != manifest.digest:
+        yield f"{root / manifest.index.name} does not belong to this packed dataset"
+
+
+def _hash(root: Path, facts: FileFacts) -> str:
+    with open(root / facts.name, "rb") as file:
+        if hasattr(os, "posix_fadvise"):
+            # From the disk, not from what the system remembers of the file: it may just have been written.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _damage(packed: PackedDataset, facts: FileFacts, shard: int) -> str:
+    """Say which images of a shard are not what they were."""
+    index = packed.index
+    rows = np.flatnonzero(index.places.file == shard).tolist()
+    broken = [row for row in rows if hashlib.sha256(packed.content[row]).digest() != index.sha256[row].tobytes()]
+    where = f"{packed.root / facts.name} is damaged"
+    if not broken:
+        return f"{where}, but none of its {len(rows):,} images is: its labels or names, or Arrow's own data, are"
+    names = ", ".join(index.name.text(row) for row in broken[:_SHOWN])
+    more = f" and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
+    return f"{where}: {len(broken):,} of its {len(rows):,} images ({names}{more})"
+
 
 MIB = 2**20
 DEFAULT_QUALITY = 90

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from paceline.data.image.packed_layout import Shard
+from paceline.data.image.sets.packed import Shard
 from paceline.data.packing.shards import PackingError, Work, make_shard
 
 Progress = Callable[[int, int], None]

@@ -1,15 +1,28 @@
-"""Where do the tokens of documents lie? One array, in memory or in a file, and where in it each document ends."""
+"""Documents as tokens: one array in memory or in a file, and where in it each document ends.
+
+A packed folder holds ``tokens.json`` and three files for each split: ``SPLIT.bin``, the tokens of all documents one
+after the other, two bytes each or four, little-endian; ``SPLIT.lengths.npy``, tokens of each document; and
+``SPLIT.names.txt``, a name in each line. The folder appears whole, or not at all. Its files are mapped, not read.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.text.tokenizer import TokenIds, Tokenizer
+from paceline.data.text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
+from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
+from paceline.plain_json import load_json
 
 Documents = list[tuple[str, str]]
 """Names and texts."""
@@ -95,3 +108,151 @@ def encoded(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Store
 def smallest_type(vocabulary: int) -> type[np.unsignedinteger[Any]]:
     """In which numbers ids are stored: two bytes each, or four where there are more than 65,536."""
     return np.uint16 if vocabulary <= 2**16 else np.uint32
+
+
+MANIFEST = "tokens.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedText:
+    """What was written: documents and tokens by split, bytes in all, and a digest of everything."""
+
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    size_bytes: int
+    digest: str
+
+
+def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination: Path) -> PackedText:
+    """Write documents as tokens, each followed by the tokenizer's end, and read everything back.
+
+    Args:
+        splits: Documents by split, ``train`` and ``validation``.
+        tokenizer: What makes tokens of them.
+        destination: A folder that does not exist yet.
+
+    Raises:
+        DataError: If it exists or cannot be written, or what was read back is not what was written.
+    """
+    hidden = destination.parent / f".{destination.name}.{os.getpid()}"
+    try:
+        if destination.exists():
+            raise DataError(f"'{destination}' exists; give another folder, or take it away first.")
+        hidden.mkdir(parents=True)
+        packed = _write_all(splits, tokenizer, hidden)
+        _verify(hidden, splits, tokenizer)
+        hidden.rename(destination)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise DataError(
+            f"'{destination}' cannot be written: {error.strerror or error}{where}; give another folder, or make room."
+        ) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return packed
+
+
+def _write_all(splits: dict[str, Documents], tokenizer: Tokenizer, folder: Path) -> PackedText:
+    kind = np.dtype(smallest_type(tokenizer.vocabulary)).newbyteorder("<")
+    documents, tokens = {}, {}
+    for split, texts in splits.items():
+        lengths = []
+        with (folder / f"{split}.bin").open("wb") as file:
+            for _, text in texts:
+                ids = np.append(tokenizer.encode(text), tokenizer.end).astype(kind)
+                file.write(ids.tobytes())
+                lengths.append(len(ids))
+        np.save(folder / f"{split}.lengths.npy", np.array(lengths, dtype=np.int64))
+        names = "".join(name.replace("\n", " ") + "\n" for name, _ in texts)
+        (folder / f"{split}.names.txt").write_text(names, encoding="utf-8")
+        documents[split], tokens[split] = len(lengths), sum(lengths)
+    files = sorted(path for path in folder.iterdir())
+    digests = {}
+    for path in files:
+        with path.open("rb") as content:
+            digests[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
+    digest = text_digest(tokenizer.digest.encode(), *(each.encode() for each in digests.values()))
+    tree = {
+        "version": _VERSION,
+        "tokenizer": tokenizer.to_tree(),
+        "bytes_per_token": kind.itemsize,
+        "documents": documents,
+        "tokens": tokens,
+        "files": digests,
+        "digest": digest,
+    }
+    (folder / MANIFEST).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    for path in (*files, folder / MANIFEST, folder):
+        _flush(path)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return PackedText(documents=documents, tokens=tokens, size_bytes=size, digest=digest)
+
+
+def _verify(folder: Path, splits: dict[str, Documents], tokenizer: Tokenizer) -> None:
+    """Read everything back, and compare it with the texts once more."""
+    dataset = open_tokens(folder)
+    for split, corpus in (("train", dataset.train), ("validation", dataset.validation)):
+        for index, (name, text) in enumerate(splits[split]):
+            read = corpus.read(index, 0, int(corpus.lengths[index]))
+            if not np.array_equal(read, np.append(tokenizer.encode(text), tokenizer.end)):
+                raise DataError(f"{folder}: '{name}' was not read back as it was written: try another disk.")
+
+
+def open_tokens(root: Path) -> TextDataset:
+    """Open what :func:`write_tokens` wrote: tokens stay in their files until they are used.
+
+    Raises:
+        DataError: If it is no such folder, or a file of it is not as long as it was.
+    """
+    tree = _described(root)
+    kind = np.dtype(f"<u{tree['bytes_per_token']}")
+    corpora = {split: _open_split(root, split, count, kind) for split, count in tree["tokens"].items()}
+    return TextDataset(
+        name="tokens",
+        train=corpora["train"],
+        validation=corpora["validation"],
+        tokenizer=tokenizer_from(tree["tokenizer"], where=str(root / MANIFEST)),
+        digest=tree["digest"],
+    )
+
+
+def _described(root: Path) -> dict[str, Any]:
+    path = root / MANIFEST
+    refuse_odd_kinds(path)
+    try:
+        tree = load_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack --text SOURCE {root}`.") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); write the folder anew.") from error
+    needed = {"version", "tokenizer", "bytes_per_token", "tokens", "files", "digest"}
+    if not isinstance(tree, dict) or not needed <= tree.keys() or tree["version"] != _VERSION:
+        raise DataError(f"{path} is none that this version of Paceline reads; write the folder anew.")
+    return tree
+
+
+def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> StoredCorpus:
+    path = root / f"{split}.bin"
+    try:
+        lengths = np.load(root / f"{split}.lengths.npy", allow_pickle=False)
+        names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
+        held = path.stat().st_size
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{root}: the files of the split '{split}' cannot be read ({error}); write it anew.") from error
+    if held != count * kind.itemsize or int(lengths.sum()) != count:
+        raise DataError(
+            f"{path} has {held:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the file, "
+            "or write the folder anew."
+        )
+    # An empty file cannot be mapped.
+    tokens = np.memmap(path, dtype=kind, mode="r") if count else np.empty(0, dtype=kind)
+    return StoredCorpus(tokens, lengths, names)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,16 +1,23 @@
-"""Which text does a recipe name, and which of it is held out?"""
+"""Open the text that a recipe names, and hold part of it out.
+
+Hugging Face's files (``save_to_disk``, parquet) are Arrow's own, so that the ``datasets`` library is not needed, and no
+code of a dataset is run.
+"""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from paceline.data.text.corpus import Documents, TextDataset, encoded
-from paceline.data.text.huggingface import read_huggingface_text
-from paceline.data.text.packed import MANIFEST, open_tokens
-from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
+import numpy as np
+
+from paceline.data.image.sets.huggingface import choose_splits, find_files
+from paceline.data.image.tables import mapped, require_pyarrow
+from paceline.data.text.corpus import MANIFEST, Documents, TextDataset, encoded, open_tokens
+from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
@@ -18,6 +25,79 @@ from paceline.recipe.data import Data
 from paceline.recipe.text import Text
 from paceline.references import call_reference, is_reference
 from paceline.registry import installed, load
+
+
+def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> tuple[Documents, Documents | None, str]:
+    """The documents of a dataset to learn from, the held-out ones if it has such a split, and which split that is.
+
+    Args:
+        path: A folder that ``save_to_disk`` wrote, or parquet files.
+        column: Which column is the text; each row is a document.
+        left_out: Told of what is there and not read.
+
+    Raises:
+        DataError: If there is no such dataset, or it has no such column.
+    """
+    files = find_files(path, left_out)
+    if files is None:
+        raise DataError(
+            f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder that save_to_disk "
+            "wrote, or parquet files. One from the hub is saved with "
+            "`datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
+        )
+    train, held_out, why = choose_splits(files)
+    documents = {
+        split: list(
+            _named(
+                split,
+                (text for file in files.splits[split] for text in _rows_of(file, column, is_parquet=files.is_parquet)),
+                left_out,
+            )
+        )
+        for split in (train, held_out)
+        if split is not None
+    }
+    return documents[train], None if held_out is None else documents[held_out], why
+
+
+def _named(split: str, texts: Iterator[str | None], left_out: LeftOut) -> Iterator[tuple[str, str]]:
+    for row, text in enumerate(texts):
+        if text:
+            yield f"{split}[{row}]", text.removeprefix("\ufeff")
+        else:
+            left_out.add("rows without text", f"{split}[{row}]")
+
+
+def _rows_of(file: Path, column: str, *, is_parquet: bool) -> Iterator[str | None]:
+    """The rows of a column, of a parquet file or an Arrow stream."""
+    arrow = require_pyarrow()
+    refuse_odd_kinds(file)
+    try:
+        if is_parquet:
+            with arrow.parquet.ParquetFile(mapped(file)) as opened:
+                _check_column(opened.schema_arrow, column, file)
+                for batch in opened.iter_batches(columns=[column]):
+                    yield from batch.column(0).to_pylist()
+        else:
+            with mapped(file) as content, arrow.ipc.open_stream(content) as stream:
+                _check_column(stream.schema, column, file)
+                for batch in stream:
+                    yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
+    except (OSError, arrow.ArrowInvalid) as error:
+        raise DataError(f"{file} cannot be read ({error}); save the dataset again.") from error
+
+
+def _check_column(schema: Any, column: str, file: Path) -> None:
+    arrow = require_pyarrow()
+    if column not in schema.names:
+        raise DataError(
+            f"{file} has no column {column!r} (data.text.column): it has {', '.join(schema.names)}."
+            f"{did_you_mean(column, schema.names)}"
+        )
+    kind = schema.field(column).type
+    if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+        raise DataError(f"{file}: the column {column!r} holds {kind}, and no text; name another (data.text.column).")
+
 
 _VALIDATION = ("val", "validation", "valid", "test")
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
@@ -223,3 +303,64 @@ OPENERS: dict[str, Callable[[Data], TextDataset]] = {
     "tokens": _open_packed,
     "huggingface_text": _open_huggingface,
 }
+
+
+REFERENCE = f"{__name__}:stand_in"
+"""What ``data.dataset`` is called then."""
+VOCABULARY = 50_257
+"""GPT-2's tokens."""
+_TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
+
+
+class _NoWords:
+    """As many tokens as GPT-2 has, which stand for nothing."""
+
+    vocabulary = VOCABULARY
+    end = VOCABULARY - 1
+    mask = VOCABULARY - 2
+    pad: int | None = None
+    digest = "stand-in"
+
+    def encode(self, text: str) -> TokenIds:
+        """As many zeros as there are bytes."""
+        return np.zeros(len(text.encode("utf-8")), dtype=np.int64)
+
+    def decode(self, ids: Sequence[int] | TokenIds) -> str:
+        """Nothing."""
+        return ""
+
+    def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
+        """About four to a token, as of English."""
+        return 4 * len(ids)
+
+    def to_tree(self) -> dict[str, Any]:
+        """Nothing that could be read again: no weights are made with it."""
+        return {"kind": "stand-in"}
+
+
+class _Zeros:
+    """Documents of equal length without content."""
+
+    def __init__(self, documents: int) -> None:
+        self.lengths = np.full(documents, _TOKENS, dtype=np.int64)
+
+    def read(self, document: int, begin: int, end: int) -> TokenIds:
+        """Zeros."""
+        return np.zeros(end - begin, dtype=np.int64)
+
+    def name(self, document: int) -> str:
+        """Its number."""
+        return f"document {document}"
+
+
+def stand_in(data: Data) -> TextDataset:
+    """Ten million tokens, of the recipe's tokenizer if it names a file, or else as many different ones as GPT-2's."""
+    tokenizer: Tokenizer = _NoWords() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
+    return TextDataset(
+        name="stand-in",
+        train=_Zeros(_TRAIN_DOCUMENTS),
+        validation=_Zeros(_VALIDATION_DOCUMENTS),
+        tokenizer=tokenizer,
+        digest="stand-in",
+        reason="nothing is read",
+    )

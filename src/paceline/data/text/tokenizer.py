@@ -1,13 +1,18 @@
-"""Which numbers stand for a text?
+"""Text to token ids and back: bytes, or a tokenizer.json of Hugging Face's `tokenizers`.
 
-A tokenizer says what it is as JSON (`to_tree`), which is all that a weights file carries of it.
+A tokenizer describes itself as JSON (`to_tree`), which is all that a weights file carries of it. Of a tokenizer.json
+that is the whole file, compressed: the weights are of use to nobody without it.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import re
+import zlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,7 +139,7 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "huggingface":
-        from paceline.data.text.huggingface_tokenizer import HuggingFaceTokenizer
+        from paceline.data.text.tokenizer import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer.from_tree(tree, where)
     raise DataError(f"{where}: found a tokenizer of kind {kind!r}, but known are 'bytes' and 'huggingface'.")
@@ -142,7 +147,7 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
 
 def _of_huggingface(path: Path) -> Tokenizer:
     # It builds upon this file.
-    from paceline.data.text.huggingface_tokenizer import open_huggingface_tokenizer
+    from paceline.data.text.tokenizer import open_huggingface_tokenizer
 
     return open_huggingface_tokenizer(path)
 
@@ -158,3 +163,165 @@ def text_digest(*parts: bytes) -> str:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
+
+
+KIND = "huggingface"
+_FILE, _BESIDE = "tokenizer.json", ("tokenizer_config.json", "special_tokens_map.json")
+# What is called so in published tokenizers; the first that there is.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
+_MASKS = ("[MASK]", "<mask>", "<|mask|>")
+_PADS = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
+_SAID = {"end": "eos_token", "mask": "mask_token", "pad": "pad_token"}
+_LARGEST_BYTES = 2**28
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of Hugging Face's library.
+
+    Args:
+        content: The JSON of its file.
+        special: Which tokens are its ``end``, ``mask`` and ``pad``; those that are not said are found by their names.
+        where: What the file is called, for messages.
+
+    Raises:
+        DataError: If the library is missing or does not know the file, or no token can stand at a document's end.
+    """
+
+    def __init__(self, content: str, special: Mapping[str, str], where: str) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise DataError(
+                f"{where} needs tokenizers ({error}); install it with: pip install 'paceline[transformers]'."
+            ) from error
+        try:
+            self._library = Tokenizer.from_str(content)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{where} holds no tokenizer that can be read ({error}).") from error
+        self._content, self._special = content, dict(special)
+        # The text is all there is: its length is for rows to cut, and what looks like a special token in it is text.
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library.encode_special_tokens = True
+        vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        self.vocabulary: int = max(vocabulary.values(), default=-1) + 1
+        end = _find(vocabulary, special.get("end"), _ENDS, where)
+        if end is None:
+            raise DataError(
+                f"{where} has no token that could stand at the end of a document ({', '.join(_ENDS)}); name it as "
+                f"eos_token in {_BESIDE[0]} beside it."
+            )
+        self.end: int = end
+        self.mask: int | None = _find(vocabulary, special.get("mask"), _MASKS, where)
+        self.pad: int | None = _find(vocabulary, special.get("pad"), _PADS, where)
+        self.digest: str = text_digest(content.encode(), f"{self.end} {self.mask} {self.pad}".encode())
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids of a text, int64 [tokens], without an end."""
+        return np.array(self._library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: Sequence[int] | TokenIds) -> str:
+        """The text that ids stand for; special ones for none."""
+        known = [int(each) for each in np.asarray(ids, dtype=np.int64) if each not in self._unread]
+        return str(self._library.decode(known, skip_special_tokens=True))
+
+    def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
+        """Bytes of UTF-8 that ids stand for; special ones for none.
+
+        Exact for tokenizers that lose nothing: of bytes, as GPT-2's, or with a fallback to them, as Llama 2's, where
+        a space that the tokenizer puts before each document counts as one byte more. Of one that changes case or leaves
+        out spaces it is what its tokens spell.
+        """
+        return int(self._bytes[np.asarray(ids, dtype=np.int64)].sum())
+
+    def to_tree(self) -> dict[str, Any]:
+        """All of it: the file, compressed, and which tokens are special."""
+        packed = base64.b64encode(zlib.compress(self._content.encode(), 9)).decode()
+        return {"kind": KIND, "tokenizer_json": packed, "special": self._special}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any], where: str) -> HuggingFaceTokenizer:
+        """The one that :meth:`to_tree` described.
+
+        Raises:
+            DataError: If it is damaged.
+        """
+        try:
+            unpacking = zlib.decompressobj()
+            content = unpacking.decompress(base64.b64decode(tree["tokenizer_json"]), _LARGEST_BYTES).decode()
+        except (KeyError, TypeError, ValueError, zlib.error) as error:
+            raise DataError(f"{where}: its tokenizer cannot be read ({type(error).__name__}: {error}).") from error
+        return cls(content, tree.get("special", {}), where)
+
+    @cached_property
+    def _unread(self) -> frozenset[int]:
+        """Ids that stand for no text."""
+        added = self._library.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        return frozenset(special | {each for each in (self.end, self.mask, self.pad) if each is not None})
+
+    @cached_property
+    def _bytes(self) -> NDArray[np.int64]:
+        """Bytes that each id stands for, int64 [vocabulary]."""
+        counts = np.zeros(self.vocabulary, dtype=np.int64)
+        added = self._library.get_added_tokens_decoder()
+        is_of_bytes = _is_of_bytes(load_json(self._content))
+        for token, number in self._library.get_vocab(with_added_tokens=True).items():
+            if number in self._unread:
+                continue
+            if number in added:
+                counts[number] = len(added[number].content.encode("utf-8"))
+            elif is_of_bytes:
+                counts[number] = len(token)  # each character stands for a byte
+            elif _BYTE.fullmatch(token):
+                counts[number] = 1
+            else:
+                counts[number] = len(token.removeprefix("##").replace("\u2581", " ").encode("utf-8"))
+        return counts
+
+
+def open_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
+    """The tokenizer of a file, or of a folder with a tokenizer.json.
+
+    Raises:
+        DataError: If there is none.
+    """
+    file = path / _FILE if path.is_dir() else path
+    refuse_odd_kinds(file)
+    try:
+        content = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.text.tokenizer={path}: {file} cannot be read ({error}); correct it.") from error
+    return HuggingFaceTokenizer(content, _said_beside(file.parent), str(file))
+
+
+def _said_beside(folder: Path) -> dict[str, str]:
+    """Which tokens the files beside a tokenizer's call its end, mask and padding."""
+    found: dict[str, str] = {}
+    for name in _BESIDE:
+        try:
+            tree = load_json((folder / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        for key, said in _SAID.items():
+            value = tree.get(said) if isinstance(tree, Mapping) else None
+            value = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(value, str):
+                found.setdefault(key, value)
+    return found
+
+
+def _find(vocabulary: Mapping[str, int], said: str | None, usual: Sequence[str], where: str) -> int | None:
+    if said is not None:
+        if said not in vocabulary:
+            raise DataError(f"{where} has no token {said!r}, which is named beside it; correct one of them.")
+        return vocabulary[said]
+    return next((vocabulary[each] for each in usual if each in vocabulary), None)
+
+
+def _is_of_bytes(tree: Mapping[str, Any]) -> bool:
+    """Whether its tokens are written in characters that stand for bytes."""
+    decoder = tree.get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    return any(each.get("type") == "ByteLevel" for each in parts)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.boxes.coco import content_of_pictures, open_coco
-from paceline.data.boxes.outlines import mask_of, outline_fault
+from paceline.data.boxes.coco import content_of_pictures, mask_of, open_coco, outline_fault
 from paceline.errors import DataError
 
 SQUARE = [[2, 2, 6, 2, 6, 8, 2, 8]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.data.boxes.shapes import CLASSES, KeptDrawings, open_shapes
+from paceline.data.boxes.generated import CLASSES, KeptDrawings, open_shapes
 from paceline.recipe.boxes import GeneratedBoxes
 
 WANTED = ([57, 61], [2, 1], [[33, 22, 48, 36], [39, 36, 57, 52]])

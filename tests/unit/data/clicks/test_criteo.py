@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.clicks import stored as stored_module
+from paceline.data.clicks import criteo as stored_module
 from paceline.data.clicks.criteo import CATEGORIES, DENSE, parse, table_rows_of
 from paceline.data.clicks.datasets import open_clicks
 from paceline.errors import DataError, RecipeError

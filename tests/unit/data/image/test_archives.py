@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.image.archives import find_archive, find_mnist, mnist_kind, open_archive
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind, open_archive
 from paceline.data.image.source import ArraySource
 from paceline.errors import DataError
 from paceline.recipe.data import Data

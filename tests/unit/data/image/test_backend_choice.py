@@ -14,17 +14,16 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data.backends.dali.graph import why_unavailable
-from paceline.data.backends.memory import MemoryBackend
-from paceline.data.backends.pytorch import PytorchBackend
-from paceline.data.backends.synthetic import SyntheticBackend
 from paceline.data.batch import SampleSlice
-from paceline.data.image import backend_choice
-from paceline.data.image.backend_choice import available_backends, choose_backend, choose_workers, open_backend
+from paceline.data.image import pipeline as backend_choice
 from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.pipeline import available_backends, choose_backend, choose_workers, open_backend
 from paceline.data.image.source import SampleSource, SubsetSource, repeated
 from paceline.data.image.store import StoreShape
 from paceline.data.image.transforms import View
+from paceline.data.loaders.dali import why_unavailable
+from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
+from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Data, Jitter, Progressive
 from paceline.world import World

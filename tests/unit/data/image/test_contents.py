@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image import contents
-from paceline.data.image.contents import content_of
-from paceline.data.image.datasets import open_dataset
+from paceline.data.image import datasets as contents
+from paceline.data.image.datasets import content_of, open_dataset
 from paceline.recipe.data import Data
 
 

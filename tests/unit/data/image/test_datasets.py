@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.data.image.dataset import stratified_split
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.source import ArraySource, SubsetSource
-from paceline.data.image.splits import stratified_split
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
 
@@ -40,11 +40,11 @@ def test_digits() -> None:
 @pytest.mark.thorough
 def test_digits_are_scikit_learns() -> None:
     code = (
-        "import sys; from paceline.data.image.digits import read_digits; source = read_digits();"
+        "import sys; from paceline.data.image.sets.digits import read_digits; source = read_digits();"
         "assert 'sklearn' not in sys.modules; from sklearn.datasets import load_digits; import numpy as np;"
         "theirs = load_digits(); assert np.array_equal(theirs.target, source.labels);"
         "assert np.array_equal(np.rint(theirs.images * 255 / 16), source.images[..., 0]);"
-        "from paceline.data.image import digits; scaled = source.images / 255;"
+        "from paceline.data.image.sets import digits; scaled = source.images / 255;"
         "assert abs(scaled.mean() - digits.MEAN[0]) < 1e-4 and abs(scaled.std() - digits.STD[0]) < 1e-4"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.data.image import feeding
-from paceline.data.image.backend_choice import choose_workers
 from paceline.data.image.feeding import Feeding, is_open, remember, remembered
+from paceline.data.image.pipeline import choose_workers
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.image.first_images import first_images
 from paceline.data.image.source import BrokenImageError, Image
-from paceline.data.image.transforms import View
+from paceline.data.image.transforms import View, first_images
 from paceline.errors import DataError
 
 VIEW = View(image_size=4, channels=1)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from paceline.data.image.dataset import StoredImages
-from paceline.data.image.folder import EXTENSIONS, open_image_folder
+from paceline.data.image.sets.image_folder import EXTENSIONS, open_image_folder
 from paceline.errors import DataError
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import decode
-from paceline.data.image.huggingface import open_huggingface
+from paceline.data.image.sets.huggingface import open_huggingface
 from paceline.data.image.source import EncodedSource
 from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError

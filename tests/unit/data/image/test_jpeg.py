@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from paceline.data.image import jpeg
+from paceline.data.image import decode as jpeg
 from paceline.data.image.augmentation import Box
 from paceline.data.image.decode import BrokenImageError, Picture, decode
 

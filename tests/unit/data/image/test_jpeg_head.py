@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
-from paceline.data.image.jpeg import head_of
-from paceline.data.image.jpeg_head import plain_jpeg
+from paceline.data.image.decode import BrokenImageError, decode, head_of, upright_size
+from paceline.data.loaders.dali import plain_jpeg
 
 
 def with_bytes(content: bytes, inserted: bytes) -> bytes:

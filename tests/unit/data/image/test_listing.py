@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.image import listing
 from paceline.data.image.dataset import StoredImages
-from paceline.data.image.folder import open_image_folder
-from paceline.data.image.listing import Names, cache_file
+from paceline.data.image.sets import image_folder as listing
+from paceline.data.image.sets.image_folder import Names, cache_file, open_image_folder
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from scipy import stats
 
 from paceline.data.batch import Batch
-from paceline.data.image.mixing import Mixing, Mixture
+from paceline.data.image.transforms import Mixing, Mixture
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Mix
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image import parquet_source
-from paceline.data.image.columns import Asked
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.sets import parquet as parquet_source
 from paceline.data.image.source import SubsetSource, encoded_source
+from paceline.data.image.tables import Asked
 from paceline.data.packing.origins import Wanted, open_origin
 from paceline.errors import DataError
 from paceline.recipe.data import Data

@@ -11,7 +11,7 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch
-from paceline.data.image import jpeg
+from paceline.data.image import decode as jpeg
 from paceline.data.image.augmentation import Box, draw, random_resized_box, shrinkage, snapped
 from paceline.data.image.decode import Picture
 from paceline.data.image.reading import SliceReader

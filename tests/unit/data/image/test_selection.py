@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from paceline.data.image.dataset import stratified_order
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.sample_names import hashed_names, sample_names
-from paceline.data.image.source import SampleSource
-from paceline.data.image.splits import stratified_order
+from paceline.data.image.source import SampleSource, hashed_names, sample_names
 from paceline.data.packing.origins import Wanted, open_origin
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data

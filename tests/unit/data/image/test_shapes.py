@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paceline.data.image.decode import decode, upright_size
-from paceline.data.image.shapes import distinct, measure, rectangle
+from paceline.data.image.pipeline import distinct, measure, rectangle
+from paceline.data.image.sets.synthetic import SyntheticSource
 from paceline.data.image.source import ArraySource, FileSource, SubsetSource
-from paceline.data.image.synthetic import SyntheticSource
 from paceline.data.image.transforms import evaluation_image
 from paceline.errors import RecipeError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.image.splits import hold_out, stratified_split
+from paceline.data.image.dataset import hold_out, stratified_split
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.data.image.augmentation import Draws, draw
-from paceline.data.image.batched import vary
-from paceline.data.image.store import ImageStore, StoreShape, dense
+from paceline.data.image.store import ImageStore, StoreShape, dense, vary
 from paceline.recipe.data import Augment
 
 CPU = torch.device("cpu")

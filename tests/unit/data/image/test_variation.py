@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from paceline.data.image.variation import Variation, asks_for_variation
+from paceline.data.image.transforms import Variation, asks_for_variation
 from paceline.data.random_draws import seed_of
 from paceline.recipe.data import Augment, Jitter
 

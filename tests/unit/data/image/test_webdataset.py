@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image import tar_index
 from paceline.data.image.dataset import StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.mapped import MappedFile
+from paceline.data.image.sets import webdataset as tar_index
+from paceline.data.image.sets.webdataset import expand, index_tar, open_webdataset
 from paceline.data.image.source import EncodedSource, SubsetSource
-from paceline.data.image.tar_index import index_tar
-from paceline.data.image.webdataset import expand, open_webdataset
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -76,7 +75,8 @@ def test_members_are_found_as_the_standard_library_finds_them(tmp_path: Path, fo
     index = index_tar(MappedFile.at(path))
     with tarfile.open(path) as tar:
         wanted = [(member.name, member.offset_data, member.size) for member in tar if member.isreg()]
-    found = [(index.names[k].removeprefix("./"), int(index.begin[k]), int(index.length[k])) for k in range(len(wanted))]
+    count = len(wanted)
+    found = [(index.names.text(k).removeprefix("./"), int(index.begin[k]), int(index.length[k])) for k in range(count)]
     assert found == [(name.removeprefix("./"), begin, length) for name, begin, length in wanted]
     assert len(index.names) == len(wanted) == len(names) + 1
 

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from paceline.data.inspect.check import Asked, DataReport, check_data
-from paceline.data.inspect.header import lacks_its_end
-from paceline.data.inspect.kinds import KINDS, OF_SETS
+from paceline.data.inspect.look import KINDS, OF_SETS, lacks_its_end
 from paceline.errors import DataError, RecipeError
 
 

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.data.inspect.duplicates import MOST_BITS, first_of, look_alikes
+from paceline.data.inspect.findings import MOST_BITS, first_of, look_alikes
 from paceline.data.inspect.look import look_hash
 
 

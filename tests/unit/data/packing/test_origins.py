@@ -17,8 +17,8 @@ from PIL import Image
 
 from paceline.cli.pack import KINDS as KINDS_OF_THE_COMMAND
 from paceline.data.image.datasets import open_dataset
-from paceline.data.image.folder import open_image_folder
-from paceline.data.image.packed_layout import read_manifest
+from paceline.data.image.sets.image_folder import open_image_folder
+from paceline.data.image.sets.packed import read_manifest
 from paceline.data.packing.origins import detect, open_origin
 from paceline.data.packing.pack import Request, pack
 from paceline.dataset_registry import DatasetsUsing

@@ -19,15 +19,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image.columns import Asked
 from paceline.data.image.decode import decode
-from paceline.data.image.folder import open_image_folder
-from paceline.data.image.packed import open_packed, packed_images
-from paceline.data.image.packed_layout import MANIFEST, read_manifest
+from paceline.data.image.sets.image_folder import open_image_folder
+from paceline.data.image.sets.packed import MANIFEST, open_packed, packed_images, read_manifest
 from paceline.data.image.source import EncodedSource, SampleSource, as_array
+from paceline.data.image.tables import Asked
 from paceline.data.packing.origins import Wanted
-from paceline.data.packing.pack import Packed, Request, pack
-from paceline.data.packing.verifying import verify
+from paceline.data.packing.pack import Packed, Request, pack, verify
 from paceline.errors import DataError
 
 pytest.importorskip("pyarrow")
@@ -186,7 +184,7 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 from pathlib import Path
-from paceline.data.image.packed import packed_images
+from paceline.data.image.sets.packed import packed_images
 opened = packed_images(Path(sys.argv[1]), channels=None, validation_fraction=0)
 print(sum(int(opened.train.read(sample).sum()) for sample in range(len(opened.train))))
 assert 'torch' not in sys.modules
@@ -271,7 +269,7 @@ def test_a_flipped_byte_is_named_wherever_it_is(photos: Path, tmp_path: Path) ->
                     [facts.name for facts in read_manifest(root).shards].index(path.name) if "-" in path.name else -1
                 )
                 hit = [
-                    index.name[row]
+                    index.name.text(row)
                     for row in range(len(index))
                     if index.places.file[row] == shard
                     and 0 <= position - index.places.begin[row] < index.places.length[row]

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.image.packed import open_packed
-from paceline.data.image.packed_layout import MANIFEST, UNFINISHED, Shard
+from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Shard, open_packed
 from paceline.data.packing.pack import Packed, Request, pack
 from paceline.data.packing.shards import PackingError, Work
 from paceline.errors import DataError

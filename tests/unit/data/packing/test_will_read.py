@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.data.image.packed import PackedDataset, open_packed, packed_images
 from paceline.data.image.reading import SliceReader
+from paceline.data.image.sets.packed import PackedDataset, open_packed, packed_images
 from paceline.data.image.source import SampleSource, SubsetSource, announce, repeated
 from paceline.data.image.transforms import View
 from paceline.data.packing.pack import Request, pack

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from paceline.cli.pack import command as pack
+from paceline.data.text.corpus import open_tokens, write_tokens
 from paceline.data.text.datasets import held_out, open_text, python_documentation
-from paceline.data.text.packed import open_tokens, write_tokens
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer, write_tokenizer
 from paceline.errors import DataError
 from paceline.recipe.data import Data

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.data.text.masking import Masking, masked_count
+from paceline.data.text.pipeline import Masking, masked_count
 from paceline.data.text.rows import NOTHING
 
 MASKING = Masking(seed=3, fraction=0.15, mask=257, vocabulary=259, context=64)

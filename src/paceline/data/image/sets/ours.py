@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.data.image import archives, digits, synthetic
-from paceline.data.image.columns import Asked
 from paceline.data.image.dataset import DatasetRequest, StoredImages
-from paceline.data.image.folder import open_image_folder
-from paceline.data.image.huggingface import open_huggingface
-from paceline.data.image.manifest import open_csv
-from paceline.data.image.packed import packed_images
-from paceline.data.image.parquet import open_parquet
-from paceline.data.image.torchvision_sets import PREFIX, open_torchvision
-from paceline.data.image.webdataset import open_webdataset
+from paceline.data.image.sets import archives, digits, synthetic
+from paceline.data.image.sets.huggingface import open_huggingface
+from paceline.data.image.sets.image_folder import open_image_folder
+from paceline.data.image.sets.packed import packed_images
+from paceline.data.image.sets.parquet import open_parquet
+from paceline.data.image.sets.torchvision import PREFIX, open_torchvision
+from paceline.data.image.sets.webdataset import open_webdataset
+from paceline.data.image.tables import Asked, open_csv
 from paceline.dataset_registry import Size, dataset
 
 _PART = ("only_classes", "subset")

@@ -1,0 +1,250 @@
+"""Generated pictures for detectors: the data set `shapes`, and blank ones where only sizes matter.
+
+A picture of `shapes` shows discs, rectangles and triangles. It is a pure function of its number: size, pattern and
+objects come from Philox under that number alone, so that nothing is stored and no order of reading changes a pixel. An
+object may hide part of another, but never most of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.boxes.objects import BoxDataset, Objects
+from paceline.data.image.source import Image
+from paceline.data.random_draws import uniforms
+from paceline.recipe.boxes import GeneratedBoxes
+
+CLASSES = ("disc", "rectangle", "triangle")
+
+_KEY = 0x5A9E5  # another one for another set
+_HELD_OUT = 2**32  # held-out pictures are numbered from here on
+_OF_PICTURE = 12  # draws: height, width, number of objects, pattern
+_OF_OBJECT = 10  # draws: class, centre, extents, turn, colour
+_LEAST_SEEN = 0.6  # of an object's pixels; what would hide more of one is not drawn
+_NOISE = 40  # of 255, between the darkest and the brightest
+_IN_MEMORY = 2**28  # bytes
+
+Grid = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Drawn = tuple[Image, NDArray[np.int64], Mask]
+
+
+@dataclass(frozen=True)
+class ShapeSource:
+    """One split of the generated pictures.
+
+    Attributes:
+        asked: How they are.
+        first: The first one's number.
+        count: How many there are.
+        split: What the split is called.
+    """
+
+    asked: GeneratedBoxes
+    first: int
+    count: int
+    split: str
+
+    def __len__(self) -> int:
+        return self.count
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Height and width of each picture, [len, 2]."""
+        sides = uniforms(_KEY, 0, self.first + np.arange(self.count), 2)
+        span = self.asked.largest_side - self.asked.smallest_side + 1
+        return (self.asked.smallest_side + np.floor(sides * span)).astype(np.int64)
+
+    def image(self, sample: int) -> Image:
+        """Draw it, uint8 [H, W, 3]; read-only."""
+        return _drawn(self.asked, self.first + sample)[0]
+
+    def objects(self, sample: int, *, masks: bool) -> Objects:
+        """What was drawn: each box is around the pixels that are seen of its object."""
+        _, labels, seen = _drawn(self.asked, self.first + sample)
+        return Objects(
+            boxes=np.array([_box(each) for each in seen]).reshape(-1, 4),
+            labels=labels,
+            crowd=np.zeros(len(labels), dtype=bool),
+            masks=seen.astype(np.uint8) if masks else None,
+        )
+
+    def path(self, sample: int) -> str:
+        """The split and the number."""
+        return f"shapes {self.split}[{sample}]"
+
+
+def open_shapes(asked: GeneratedBoxes) -> BoxDataset:
+    """The generated data set."""
+    return BoxDataset(
+        name="shapes",
+        train=ShapeSource(asked, 0, asked.samples, "train"),
+        validation=ShapeSource(asked, _HELD_OUT, asked.evaluation_samples, "validation"),
+        classes=CLASSES,
+        digest=f"shapes 1 {asked.smallest_side} {asked.largest_side} {asked.objects}",
+    )
+
+
+class KeptDrawings:
+    """Draws pictures, and keeps the last ones as far as there is room, so that an epoch need not draw them again.
+
+    Args:
+        most: Bytes of them that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.bytes = 0
+        self._most = most
+        self._kept: OrderedDict[tuple[GeneratedBoxes, int], Drawn] = OrderedDict()
+        self._lock = Lock()
+
+    def __call__(self, asked: GeneratedBoxes, number: int) -> Drawn:
+        """A picture, its objects' classes and which pixels are seen of each, bool [M, H, W]."""
+        key = (asked, number)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        found = _draw(asked, number)
+        with self._lock:
+            if key not in self._kept:  # another thread may have drawn it too
+                self._kept[key] = found
+                self.bytes += sum(each.nbytes for each in found)
+            while self.bytes > self._most:
+                _, oldest = self._kept.popitem(last=False)
+                self.bytes -= sum(each.nbytes for each in oldest)
+        return found
+
+
+_drawn = KeptDrawings(_IN_MEMORY)
+
+
+def _draw(asked: GeneratedBoxes, number: int) -> Drawn:
+    """A picture, its objects' classes and which pixels are seen of each, bool [M, H, W]."""
+    draws = uniforms(_KEY, 0, np.array([number]), _OF_PICTURE + asked.objects * _OF_OBJECT)[0]
+    span = asked.largest_side - asked.smallest_side + 1
+    height, width = (int(asked.smallest_side + each * span) for each in draws[:2])
+    canvas = _pattern(height, width, draws[3:_OF_PICTURE])
+    labels: list[int] = []
+    pixels: list[int] = []
+    seen = np.zeros((0, height, width), dtype=bool)
+    for index in range(1 + int(draws[2] * asked.objects)):
+        drawn = draws[_OF_PICTURE + index * _OF_OBJECT :][:_OF_OBJECT]
+        inside = _inside(drawn, height, width)
+        left = seen & ~inside
+        if (left.sum(axis=(1, 2)) < _LEAST_SEEN * np.array(pixels)).any():
+            continue
+        labels.append(int(drawn[0] * len(CLASSES)))
+        pixels.append(int(inside.sum()))
+        seen = np.concatenate([left, inside[None]])
+        canvas[inside] = 255 * drawn[7:10]
+    noise = np.random.Philox(key=[_KEY, number]).random_raw(-(-canvas.size // 8)).view(np.uint8)[: canvas.size]
+    canvas += (noise.reshape(canvas.shape) / 255.0 - 0.5) * _NOISE
+    picture = np.clip(canvas, 0, 255).astype(np.uint8)
+    picture.flags.writeable = False
+    return picture, np.array(labels, dtype=np.int64), seen
+
+
+def _pattern(height: int, width: int, draws: Grid) -> Grid:
+    """Two colours that change places in waves, float64 [H, W, 3]."""
+    turn, waves, first, second = 2 * np.pi * draws[0], 1 + 3 * draws[1], draws[2:5], draws[5:8]
+    rows, columns = _grid(height, width)
+    along = (rows * np.sin(turn) + columns * np.cos(turn)) / max(height, width)
+    share = 0.5 + 0.5 * np.sin(2 * np.pi * (waves * along + draws[8]))
+    pattern: Grid = 255 * (share[:, :, None] * first + (1 - share[:, :, None]) * second)
+    return pattern
+
+
+def _inside(draws: Grid, height: int, width: int) -> Mask:
+    """Whose pixels' centres are inside an object, bool [H, W]; all of it lies in the picture."""
+    kind, side = int(draws[0] * len(CLASSES)), min(height, width)
+    half_rows, half_columns = side * (0.1 + 0.15 * draws[3]), side * (0.1 + 0.15 * draws[4])
+    if kind == 0:
+        half_columns = half_rows
+    top = half_rows + draws[1] * (height - 2 * half_rows)
+    left = half_columns + draws[2] * (width - 2 * half_columns)
+    rows, columns = _grid(height, width)
+    down, right = (rows - top) / half_rows, (columns - left) / half_columns
+    inside: Mask
+    if kind == 0:
+        inside = down**2 + right**2 <= 1
+    elif kind == 1:
+        inside = np.maximum(abs(down), abs(right)) <= 1
+    else:
+        down = -down if draws[5] < 0.5 else down  # on its base, or on its tip
+        inside = (abs(down) <= 1) & (abs(right) <= (1 + down) / 2)
+    return inside
+
+
+def _grid(height: int, width: int) -> tuple[Grid, Grid]:
+    rows, columns = (np.arange(side, dtype=np.float64) + 0.5 for side in (height, width))
+    return rows[:, None], columns[None, :]
+
+
+def _box(mask: Mask) -> tuple[int, int, int, int]:
+    """The edges of a mask with a pixel at least."""
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
+
+
+REFERENCE = f"{__name__}:stand_in"
+"""What ``data.dataset`` is called then."""
+COCO_CLASSES, LONG, SHORT, OBJECTS = 80, 640, 480, 7
+"""COCO's classes, its usual picture in pixels, and as many objects in each as there are on average."""
+SAID = (
+    f"data.path is not set: as for COCO, {COCO_CLASSES} classes and pictures of {LONG} by {SHORT} pixels, upright or "
+    f"lying, with {OBJECTS} objects each are assumed"
+)
+_TRAIN, _VALIDATION = 117_266, 5_000
+_UPRIGHT = 4  # one picture of so many
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """Pictures without content, some upright and most lying, with boxes in them."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Height and width of each picture, [len, 2]."""
+        is_upright = np.arange(self.count)[:, None] % _UPRIGHT == 0
+        return np.where(is_upright, (LONG, SHORT), (SHORT, LONG))
+
+    def image(self, sample: int) -> Image:
+        """Black, uint8 [H, W, 3]."""
+        return np.zeros((*self.sizes[sample], 3), dtype=np.uint8)
+
+    def objects(self, sample: int, *, masks: bool) -> Objects:
+        """Each the left upper quarter."""
+        height, width = self.sizes[sample]
+        return Objects(
+            boxes=np.tile(np.array([0.0, 0.0, width / 2, height / 2]), (OBJECTS, 1)),
+            labels=np.arange(OBJECTS),
+            crowd=np.zeros(OBJECTS, dtype=bool),
+            masks=np.zeros((OBJECTS, height, width), dtype=np.uint8) if masks else None,
+        )
+
+    def path(self, sample: int) -> str:
+        """Its number."""
+        return f"stand-in {sample}"
+
+
+def stand_in() -> BoxDataset:
+    """As many pictures as COCO 2017 has, of its usual size."""
+    return BoxDataset(
+        name="stand-in",
+        train=_Blank(_TRAIN),
+        validation=_Blank(_VALIDATION),
+        classes=tuple(f"class {number}" for number in range(COCO_CLASSES)),
+        digest="stand-in",
+    )

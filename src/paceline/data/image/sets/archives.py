@@ -1,0 +1,442 @@
+"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST as they are published, extracted or still in their archives.
+
+Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; LeCun, Cortes and Burges, "The MNIST database
+of handwritten digits", 1998; Xiao, Rasul and Vollgraf, "Fashion-MNIST", 2017. CIFAR is read in its binary and its
+Python version. The Python version consists of pickles, which could run any code; they are read by an unpickler that
+builds numpy arrays and nothing else. The labels of CIFAR-100 are the fine ones.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import io
+import os
+import pickle
+import re
+import struct
+import tarfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data.image.dataset import Probe, Statistics, StoredImages
+from paceline.data.image.source import ArraySource, Image, array_digest, with_channels
+from paceline.errors import DataError
+
+_SIZE = 32
+_PIXELS = 3 * _SIZE * _SIZE
+_LARGEST_FILE = 2**30
+_UNSIGNED_BYTE = 0x08
+_LOCK = ".paceline-download.lock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """A published data set.
+
+    Attributes:
+        title: What it is called.
+        torchvision: The class of torchvision's that downloads it.
+        mean: Of the training images, on the scale 0 … 1, by their number of channels.
+        std: Likewise.
+        classes: Class names; empty where its files name them.
+    """
+
+    title: str
+    torchvision: str
+    mean: Mapping[int, tuple[float, ...]]
+    std: Mapping[int, tuple[float, ...]]
+    classes: tuple[str, ...] = ()
+
+    def statistics(self, channels: int, images: Image | None = None) -> Statistics:
+        """Mean and standard deviation as seen with 1 or 3 channels; of ``images`` where they are not known."""
+        told = f"of {self.title}'s training images"
+        if channels in self.mean:
+            return Statistics(self.mean[channels], self.std[channels], told)
+        if channels == 3:
+            return Statistics(self.mean[1] * 3, self.std[1] * 3, told)
+        assert images is not None
+        grey = with_channels(images, 1)
+        mean, std = float(grey.mean()) / 255, float(grey.std(dtype=np.float64)) / 255
+        return Statistics((round(mean, 4),), (round(std, 4),), told)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cifar(Archive):
+    """CIFAR-10 or CIFAR-100: files of images of 32x32 in colour.
+
+    Attributes:
+        train: Training files, as the Python version names them; the binary version's end in ``.bin``.
+        test: The file of test images.
+        names: The file with the names of the classes, in the Python and in the binary version.
+        labels: How many labels stand before an image in the binary version, of which the last is its class.
+        key: What the labels are called in the Python version.
+        count: Number of classes.
+        folders: What the published archives extract to.
+    """
+
+    train: tuple[str, ...]
+    test: str
+    names: tuple[str, str] | None = None
+    labels: int = 1
+    key: bytes = b"labels"
+    count: int = 10
+    folders: tuple[str, ...] = field(default=())
+
+    def files(self, suffix: str) -> list[str]:
+        """Names of all files of a version: ``""`` Python's, ``".bin"`` the binary one."""
+        names = [] if self.names is None else [self.names[suffix != ""]]
+        return [*(each + suffix for each in (*self.train, self.test)), *names]
+
+
+_DIGITS = tuple(str(digit) for digit in range(10))
+ARCHIVES: dict[str, Archive] = {
+    "cifar10": Cifar(
+        title="CIFAR-10",
+        torchvision="CIFAR10",
+        mean={3: (0.4914, 0.4822, 0.4465), 1: (0.4808,)},
+        std={3: (0.2470, 0.2435, 0.2616), 1: (0.2389,)},
+        classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+        test="test_batch",
+        folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
+    ),
+    "cifar100": Cifar(
+        title="CIFAR-100",
+        torchvision="CIFAR100",
+        mean={3: (0.5071, 0.4865, 0.4409)},
+        std={3: (0.2673, 0.2564, 0.2762)},
+        train=("train",),
+        test="test",
+        names=("meta", "fine_label_names.txt"),
+        labels=2,
+        key=b"fine_labels",
+        count=100,
+        folders=("cifar-100-binary", "cifar-100-python"),
+    ),
+    "mnist": Archive(title="MNIST", torchvision="MNIST", mean={1: (0.1307,)}, std={1: (0.3081,)}, classes=_DIGITS),
+    "fashion_mnist": Archive(
+        title="Fashion-MNIST",
+        torchvision="FashionMNIST",
+        mean={1: (0.2860,)},
+        std={1: (0.3530,)},
+        classes=(
+            *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+            *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        ),
+    ),
+}
+
+
+def find_archive(root: Path, kind: str) -> Path | None:
+    """The file or folder of an archive at ``root``, or None."""
+    archive = ARCHIVES[kind]
+    if not isinstance(archive, Cifar):
+        return find_mnist(root, kind)
+    if root.is_file():
+        return root
+    for folder in (root, *(root / name for name in archive.folders)):
+        for suffix in ("", ".bin"):
+            # Files called train and test are many people's; of the other archive one file tells.
+            marks = archive.files(suffix) if archive.names else archive.files(suffix)[:1]
+            if all((folder / name).is_file() for name in marks):
+                return folder
+    return None
+
+
+def open_archive(root: Path, kind: str, channels: int | None = None) -> StoredImages:
+    """Read an archive.
+
+    Args:
+        root: The folder or file at which it lies.
+        kind: Which one, of ``ARCHIVES``.
+        channels: What the images become, 1 or 3; None to leave them as they are.
+
+    Raises:
+        DataError: If there is none, or it is damaged.
+    """
+    archive, found = ARCHIVES[kind], find_archive(root, kind)
+    if found is None:
+        other = None if isinstance(archive, Cifar) else find_mnist(root)
+        but = "" if other is None else f", by its name, for {str(other)!r} is the other MNIST's"
+        raise DataError(
+            f"{str(root)!r} holds no files of {archive.title} ({kind}){but}: correct the path, or, with a network, "
+            "set data.download=true."
+        )
+    if isinstance(archive, Cifar):
+        train, test, classes = _read_cifar(found, kind, archive)
+    else:
+        train, test = (_read_mnist(found, split, prefix) for split, prefix in (("train", "train"), ("test", "t10k")))
+        classes = archive.classes
+    native = train.images.shape[-1]
+    channels = channels or native
+    shown = [ArraySource(with_channels(each.images, channels), each.labels, each.name) for each in (train, test)]
+    return StoredImages(
+        train=shown[0],
+        validation=shown[1],
+        classes=classes,
+        digest=array_digest(train, test),
+        split="the archive's test images",
+        is_split_off=False,
+        channels=channels,
+        probe=Probe(len(train), train.size(0), greyscale=native == 1),
+        statistics=archive.statistics(channels, train.images),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- CIFAR
+
+
+def _read_cifar(path: Path, kind: str, archive: Cifar) -> tuple[ArraySource, ArraySource, tuple[str, ...]]:
+    wanted = {*archive.files(""), *archive.files(".bin")}
+    if path.is_dir():
+        files = {each.name: each.read_bytes() for each in path.iterdir() if each.name in wanted and each.is_file()}
+    else:
+        files = _files_in_tar(path, wanted)
+    suffix = ".bin" if f"{archive.train[0]}.bin" in files else ""
+    needed = archive.files(suffix)
+    missing = [name for name in needed if name not in files]
+    if missing:
+        raise DataError(
+            f"{str(path)!r} lacks {', '.join(missing)}, but {archive.title} is {', '.join(needed)}: download the "
+            "archive again, or correct data.path."
+        )
+
+    def read(names: Sequence[str], split: str) -> ArraySource:
+        parts = [_batch(archive, files[name + suffix], f"{path}/{name + suffix}") for name in names]
+        images = [pixels.reshape(-1, 3, _SIZE, _SIZE).transpose(0, 2, 3, 1) for pixels, _ in parts]
+        return ArraySource(np.concatenate(images), np.concatenate([labels for _, labels in parts]), f"{kind} {split}")
+
+    classes = archive.classes
+    if archive.names is not None:
+        classes = _class_names(archive, files[needed[-1]], f"{path}/{needed[-1]}")
+    return read(archive.train, "train"), read((archive.test,), "test"), classes
+
+
+def _files_in_tar(path: Path, wanted: set[str]) -> dict[str, bytes]:
+    """Read those members of an archive into memory that are there; nothing is extracted to disk."""
+    files = {}
+    try:
+        with tarfile.open(path, "r:*") as archive:
+            for member in archive:
+                name = Path(member.name).name
+                content = archive.extractfile(member) if name in wanted and member.isfile() else None
+                if content is not None and member.size <= _LARGEST_FILE:
+                    files[name] = content.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise DataError(
+            f"{str(path)!r} cannot be read as a .tar.gz ({error}): download it again, or point data.path at "
+            "an extracted archive or an image folder."
+        ) from error
+    return files
+
+
+def _batch(archive: Cifar, content: bytes, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Pixels uint8 [N, 3072], channel after channel, and labels int64 [N] of one file."""
+    if name.endswith(".bin"):
+        record = archive.labels + _PIXELS
+        if not content or len(content) % record:
+            raise _damaged(archive, name, f"its {len(content)} bytes are no multiple of {record}, a label and an image")
+        table = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
+        pixels, labels = table[:, archive.labels :], table[:, archive.labels - 1].astype(np.int64)
+    else:
+        batch = _unpickled(archive, content, name)
+        try:
+            pixels, labels = batch[b"data"], np.asarray(batch[archive.key], dtype=np.int64)
+        except Exception as error:  # of whatever type the pickle is
+            raise _damaged(archive, name, f"{type(error).__name__}: {error}") from error
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
+            raise _damaged(archive, name, "its data are not uint8 [N, 3072]")
+    if labels.min(initial=0) < 0 or labels.max(initial=0) >= archive.count:
+        raise _damaged(archive, name, f"it has labels outside 0 … {archive.count - 1}")
+    return pixels, labels
+
+
+def _class_names(archive: Cifar, content: bytes, name: str) -> tuple[str, ...]:
+    if name.endswith(".txt"):
+        names = content.decode("utf-8", "replace").split()
+    else:
+        said = _unpickled(archive, content, name)
+        try:
+            names = [each.decode() for each in said[b"fine_label_names"]]
+        except Exception as error:  # of whatever type the pickle is
+            raise _damaged(archive, name, f"{type(error).__name__}: {error}") from error
+    if len(set(names)) != archive.count:
+        raise _damaged(archive, name, f"it names {len(set(names))} classes")
+    return tuple(names)
+
+
+def _damaged(archive: Cifar, name: str, reason: str) -> DataError:
+    return DataError(f"{name!r} is no part of {archive.title} ({reason}): download the archive again.")
+
+
+def _unpickled(archive: Cifar, content: bytes, name: str) -> Any:
+    try:
+        return _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise _damaged(archive, name, f"{type(error).__name__}: {error}") from error
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Builds what the published batches consist of: dicts, lists, bytes, numbers and numpy arrays."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name, if arrays are made with it."""
+        allowed = _ALLOWED.get((module, name))
+        if allowed is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only arrays are read")
+        return allowed
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """Stand in for ``_codecs.encode``, by which old pickles write bytes."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+# Stands in for the class ``numpy.ndarray``, which must be named but not called.
+_ARRAY_CLASS = object()
+
+
+def _reconstruct(array_class: object, *_: object) -> object:
+    """Stand in for numpy's function of the same name: an empty array, which the pickle then fills."""
+    if array_class is not _ARRAY_CLASS:
+        raise pickle.UnpicklingError("it asks for an array of another class")
+    return np.ndarray((0,), dtype=np.uint8)
+
+
+def _dtype(code: object, *_: object) -> object:
+    """Stand in for ``numpy.dtype``: pixels are unsigned bytes."""
+    if code not in ("u1", b"u1"):
+        raise pickle.UnpicklingError(f"it asks for the data type {code!r}")
+    return np.dtype("u1")
+
+
+_ALLOWED: dict[tuple[str, str], object] = {
+    ("numpy", "ndarray"): _ARRAY_CLASS,
+    ("numpy", "dtype"): _dtype,
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("_codecs", "encode"): _latin1,
+}
+
+# ---------------------------------------------------------------------------------------------------- MNIST
+
+
+def find_mnist(path: Path, kind: str | None = None) -> Path | None:
+    """Return the folder that holds the four files, ``path``, its ``raw`` or that of a folder in it, or None.
+
+    The files of both sets have the same names and shapes. Folders in ``path`` that are named for the other set than
+    ``kind`` (mnist, fashion_mnist) never count; the name of ``path`` itself does not matter.
+    """
+    if not path.is_dir():
+        return None
+    inside = sorted(entry / "raw" for entry in path.iterdir() if entry.is_dir())
+    found = [folder for folder in (path, path / "raw", *inside) if _idx_file(folder, "train", "images", 3) is not None]
+    fitting = [each for each in found if kind is None or each not in inside or _named_for(each) in (kind, None)]
+    # One that says what it is comes before those that only may be meant.
+    fitting.sort(key=lambda folder: kind is not None and _named_for(folder) != kind)
+    return fitting[0] if fitting else None
+
+
+def mnist_kind(folder: Path) -> str:
+    """Which of the two sets a folder holds, by its name or that of the one it lies in."""
+    is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
+    return "fashion_mnist" if is_fashion else "mnist"
+
+
+def _named_for(folder: Path) -> str | None:
+    """The set that a folder is named for, as torchvision names them; of ``raw``, the folder that it lies in."""
+    absolute = folder.absolute()
+    name = absolute.parent.name if absolute.name == "raw" else absolute.name
+    return {"mnist": "mnist", "fashionmnist": "fashion_mnist"}.get(re.sub("[^a-z]", "", name.lower()))
+
+
+def _read_mnist(folder: Path, split: str, prefix: str) -> ArraySource:
+    images = _read_idx(folder, prefix, "images", 3)
+    labels = _read_idx(folder, prefix, "labels", 1).astype(np.int64)
+    if len(images) != len(labels):
+        raise DataError(
+            f"{str(folder)!r} has {len(images)} {split} images and {len(labels)} labels: download it again."
+        )
+    if labels.max(initial=0) > 9:
+        raise DataError(f"{str(folder)!r} has the label {labels.max()}, but its classes are 0 … 9: download it again.")
+    return ArraySource(images[..., None], labels, f"mnist {split}")
+
+
+def _idx_file(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
+    names = [f"{prefix}-{what}{dot}idx{dimensions}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _read_idx(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarray[Any, Any]:
+    """Read a file of the format idx, packed by gzip or not, uint8 of as many dimensions."""
+    path = _idx_file(folder, prefix, what, dimensions)
+    if path is None:
+        raise DataError(f"{str(folder)!r} lacks {prefix}-{what}-idx{dimensions}-ubyte(.gz): download it again.")
+
+    def damaged(reason: object) -> DataError:
+        return DataError(f"{str(path)!r} is no file of MNIST ({reason}): download it again.")
+
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            content = file.read(_LARGEST_FILE)
+    except (OSError, EOFError, zlib.error) as error:
+        raise damaged(error) from error
+    head = 4 + 4 * dimensions
+    if len(content) < head or content[:4] != bytes((0, 0, _UNSIGNED_BYTE, dimensions)):
+        raise damaged(f"it does not begin as unsigned bytes in {dimensions} dimension(s) do")
+    shape = struct.unpack(f">{dimensions}I", content[4:head])
+    if len(content) - head != int(np.prod(shape, dtype=np.int64)):
+        raise damaged(f"it has {len(content) - head} bytes for the shape {shape}")
+    return np.frombuffer(content, dtype=np.uint8, offset=head).reshape(shape)
+
+
+# ------------------------------------------------------------------------------------------------- downloads
+
+
+def download(root: Path, kind: str) -> None:
+    """Download an archive into a folder, unless it is there.
+
+    Raises:
+        DataError: If there is no network, or the folder cannot be written to.
+    """
+    with downloading(root, ARCHIVES[kind].title):
+        if find_archive(root, kind) is None:
+            import torchvision.datasets
+
+            fetch: Any = getattr(torchvision.datasets, ARCHIVES[kind].torchvision)
+            # What it makes of the files is not looked at: they are read here, without running what is in a pickle.
+            fetch(str(root), download=True)
+
+
+@contextmanager
+def downloading(root: Path, name: str) -> Iterator[None]:
+    """Let one process at a time download into a folder, and report a failure in one sentence.
+
+    Raises:
+        DataError: If it fails.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR)
+        try:
+            with suppress(OSError):  # a file system without locks: the files are checked by their digests
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError, EOFError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise DataError(
+            f"data.download=true, but {name} cannot be downloaded into {str(root)!r} "
+            f"({' '.join(f'{type(error).__name__}: {reason}'.split())}): download it where there is a network, copy "
+            "the folder here, and leave data.download out."
+        ) from error

@@ -1,0 +1,65 @@
+"""The handwritten digits that scikit-learn brings: 1797 greyscale images of 8x8, there without a download.
+
+Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.image.dataset import Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.errors import DataError
+
+SIZE = 8
+CLASSES = tuple(str(digit) for digit in range(10))
+# Of all 1797 images, on the scale 0 … 1.
+MEAN = (0.3053,)
+STD = (0.3759,)
+
+
+def read_digits() -> ArraySource:
+    """Read all digits, uint8 [1797, 8, 8, 1], their 17 grey levels spread over 0 … 255.
+
+    Raises:
+        DataError: If scikit-learn is not installed, or has no such file.
+    """
+    with gzip.open(_file(), "rt", encoding="ascii") as file:
+        table = np.loadtxt(file, delimiter=",", dtype=np.int64)
+    # round(x * 255 / 16), in whole numbers; halves go up
+    grey = ((table[:, :-1] * 255 * 2 + 16) // 32).astype(np.uint8)
+    return ArraySource(grey.reshape(-1, SIZE, SIZE, 1), table[:, -1], "digits")
+
+
+def open_digits(channels: int | None, validation_fraction: float) -> StoredImages:
+    """Open the digits, in 1 or 3 channels (None: 1), with a share of each class held out."""
+    source, channels = read_digits(), channels or 1
+    whole = ArraySource(with_channels(source.images, channels), source.labels, source.name)
+    return in_splits(
+        [whole],
+        "",
+        validation_fraction,
+        classes=CLASSES,
+        digest=array_digest(source),
+        channels=channels,
+        probe=Probe(len(source), (SIZE, SIZE), greyscale=True),
+        statistics=Statistics(MEAN * channels, STD * channels, "of the digits"),
+    )
+
+
+def _file() -> Path:
+    # Importing scikit-learn takes seconds; only its data file is needed.
+    package = importlib.util.find_spec("sklearn")
+    folders = package.submodule_search_locations if package is not None else None
+    for folder in folders or ():
+        path = Path(folder, "datasets", "data", "digits.csv.gz")
+        if path.is_file():
+            return path
+    raise DataError(
+        "The digits data set is a part of scikit-learn, which is not installed here, or without its data: "
+        "run 'pip install scikit-learn', or choose another data.dataset."
+    )

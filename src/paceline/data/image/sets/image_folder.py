@@ -1,0 +1,449 @@
+"""Image folders: PATH/{train,val or test}/CLASS/* or PATH/CLASS/*.
+
+Where listing the files took long, the list is cached for the next time, under a name made of the folder's path. It is
+used only while every class folder is the one that was listed: adding, removing or renaming a file changes the times of
+its folder. A file that is overwritten in place changes nothing but itself; the sizes of a few files are checked for
+that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
+from paceline.data.image.dataset import Fault, Probe, Problems, StoredImages, in_splits
+from paceline.data.image.decode import image_header
+from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
+from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut, entries_of, has_ending, is_folder, is_ignored, visible
+from paceline.machine import cache_folder
+from paceline.plain_json import load_json
+
+WORTH_SECONDS = 0.5  # listing that takes less is done again
+_VERSION = 2
+_SPOT_CHECKS = 64
+# Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
+_TOO_FRESH_NS = 3_000_000_000
+
+Stamp = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of one folder of class folders.
+
+    Attributes:
+        classes: Class names, sorted.
+        names: File names relative to the root, sorted by class and name.
+        sizes: Their sizes in bytes, int64.
+        labels: Index of each one's class, int64.
+    """
+
+    classes: tuple[str, ...]
+    names: Names
+    sizes: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    def labels_among(self, classes: Sequence[str]) -> NDArray[np.int64]:
+        """The labels as indices into other classes; -1 for classes that are not among those."""
+        if tuple(classes) == self.classes:
+            return self.labels
+        numbers = {name: number for number, name in enumerate(classes)}
+        return np.array([numbers.get(name, -1) for name in self.classes], dtype=np.int64)[self.labels]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Some folders, listed.
+
+    Attributes:
+        listings: One for each.
+        digest: SHA-256 over the relative paths and sizes of all files.
+        how: How long that took, or what it was known from; for people.
+    """
+
+    listings: tuple[Listing, ...]
+    digest: str
+    how: str
+
+
+def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, remembered: bool) -> Listed:
+    """List folders of class folders that lie under ``root``, or are it.
+
+    Args:
+        root: What the names are relative to.
+        folders: Which to list.
+        problems: Told of what is laid out in another way.
+        remembered: Whether an earlier listing may be recalled, and this one remembered if nothing is wrong with it.
+    """
+    memory = cache_file(root)
+    known = _recall(memory, root, folders) if remembered else None
+    if known is not None:
+        return known
+    wrong_before = problems.count
+    begin, now = time.perf_counter(), time.time_ns()
+    stamps: dict[str, Stamp] = {}
+    hashed = hashlib.sha256()
+    listings = tuple(_list_classes(root, folder, stamps, hashed, problems) for folder in folders)
+    digest = hashed.hexdigest()
+    seconds = time.perf_counter() - begin
+    how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
+    settled = all(max(stamp[:2]) < now - _TOO_FRESH_NS for stamp in stamps.values())
+    unchanged = all(_stamp(path) == stamp for path, stamp in stamps.items())
+    is_clean = remembered and problems.count == wrong_before
+    if is_clean and seconds >= WORTH_SECONDS and settled and unchanged:
+        how += _remember(memory, folders, Listed(listings, digest, how), stamps)
+    return Listed(listings, digest, how)
+
+
+def cache_file(root: Path) -> Path:
+    """Where the listing of a folder is remembered."""
+    key = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
+    return cache_folder() / "folders" / f"{key}.npz"
+
+
+# ------------------------------------------------------------------------------------------------- listing
+
+
+def _list_classes(
+    root: Path, folder: Path, stamps: dict[str, Stamp], hashed: hashlib._Hash, problems: Problems
+) -> Listing:
+    _note(stamps, folder)
+    classes = sorted(entry.name for entry in visible(folder) if is_folder(entry))
+    if not classes:
+        problems.add(
+            "{} has no folders in it, but images are expected as {}/CLASS/*: make one folder per class, or correct "
+            "data.path.",
+            repr(str(folder)),
+            folder.name,
+        )
+    if len(classes) == 1:
+        problems.add(
+            "{} has one class folder, {}, but a classifier needs at least two: add the other classes, or point "
+            "data.path at the folder that holds them all.",
+            repr(str(folder)),
+            repr(classes[0]),
+        )
+    prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
+    names: list[bytes] = []
+    sizes: list[int] = []
+    counts = []
+    for name in classes:
+        _note(stamps, folder / name)
+        files = _list_images(folder / name, problems)
+        lead = prefix + os.fsencode(name + os.sep)
+        names += [lead + os.fsencode(file) for file, _ in files]
+        sizes += [size for _, size in files]
+        counts.append(len(files))
+    hashed.update(b"".join(b"%s\0%d\n" % file for file in zip(names, sizes, strict=True)))
+    return Listing(
+        tuple(classes),
+        Names.of(names),
+        np.array(sizes, dtype=np.int64),
+        np.repeat(np.arange(len(classes), dtype=np.int64), counts),
+    )
+
+
+def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
+    """Return name and size of every file of a class folder, sorted by name."""
+    files = []
+    try:
+        entries = sorted(visible(folder), key=attrgetter("name"))
+    except DataError as error:
+        problems.add("{1}", repr(str(folder)), str(error))
+        return []
+    for entry in entries:
+        if is_folder(entry):
+            problems.add(
+                "{} is a folder inside a class folder, where only images are read: move its images up into the class "
+                "folder, or the folder away.",
+                repr(entry.path),
+            )
+        elif not has_ending(entry.name, EXTENSIONS):
+            problems.add(
+                "{} is not an image (supported extensions: {}): remove or convert it.",
+                repr(entry.path),
+                ", ".join(EXTENSIONS),
+            )
+        elif (size := _size(entry)) is None:
+            problems.add(
+                "{} is neither a file nor a link to one, and reading it may wait for ever: remove it.",
+                repr(entry.path),
+            )
+        else:
+            files.append((entry.name, size))
+    if not entries:
+        problems.add("The class folder {} is empty: put its images there, or remove the folder.", repr(str(folder)))
+    return files
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """The size of a file in bytes; None for a named pipe, a socket or a device."""
+    try:
+        found = entry.stat()
+    except OSError:  # a link to nowhere or to itself; reported as a broken image when it is read
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+# ---------------------------------------------------------------------------------------------- remembering
+
+
+def _stamp(folder: str | Path) -> Stamp | None:
+    """What changes when a file in a folder is added, removed or renamed, or another folder takes its place."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+
+
+def _note(stamps: dict[str, Stamp], folder: Path) -> None:
+    """Take a folder's stamp; before it is listed, so that a change meanwhile is seen."""
+    stamp = _stamp(folder)
+    if stamp is not None:
+        stamps[str(folder)] = stamp
+
+
+def _remember(memory: Path, folders: Sequence[Path], listed: Listed, stamps: dict[str, Stamp]) -> str:
+    """Write what was listed, whole or not at all; say where, or nothing where it cannot be written."""
+    arrays: Arrays = {}
+    for index, listing in enumerate(listed.listings):
+        arrays[f"joined{index}"] = listing.names.blob
+        arrays[f"lengths{index}"] = np.diff(listing.names.ends).astype(np.uint32)
+        arrays[f"sizes{index}"] = listing.sizes
+        arrays[f"counts{index}"] = np.bincount(listing.labels)
+    facts = {
+        "version": _VERSION,
+        "folders": [os.path.abspath(folder) for folder in folders],
+        "classes": [listing.classes for listing in listed.listings],
+        "digest": listed.digest,
+        "stamps": {os.path.abspath(folder): stamp for folder, stamp in stamps.items()},
+    }
+    # ASCII, with what is no text escaped: names of folders may be any bytes.
+    arrays["facts"] = np.frombuffer(json.dumps(facts).encode("ascii"), dtype=np.uint8)
+    return ", and remembered" if remember_arrays(memory, arrays) else ""
+
+
+def _recall(memory: Path, root: Path, folders: Sequence[Path]) -> Listed | None:
+    """What was listed earlier, if it is still so."""
+    begin = time.perf_counter()
+    arrays = recall_arrays(memory)
+    if arrays is None:
+        return None
+    try:
+        facts = load_json(arrays["facts"].tobytes())
+        if not _is_valid(facts, folders):
+            return None
+        listings = tuple(_recalled(arrays, index, classes) for index, classes in enumerate(facts["classes"]))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None  # of another version
+    if not all(_sizes_hold(root, listing) for listing in listings):
+        return None
+    seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in listings)
+    how = f"{count:,} files, as remembered from an earlier listing and unchanged since ({seconds:.1f} s; {memory})"
+    return Listed(listings, str(facts["digest"]), how)
+
+
+def _is_valid(facts: dict[str, Any], folders: Sequence[Path]) -> bool:
+    if facts["version"] != _VERSION or facts["folders"] != [os.path.abspath(folder) for folder in folders]:
+        return False
+    needed = {
+        path
+        for folder, classes in zip(facts["folders"], facts["classes"], strict=True)
+        for path in (folder, *(os.path.join(folder, name) for name in classes))
+    }
+    stamps = facts["stamps"]
+    return needed == stamps.keys() and all(_stamp(path) == tuple(stamp) for path, stamp in stamps.items())
+
+
+def _recalled(arrays: Arrays, index: int, classes: Sequence[str]) -> Listing:
+    lengths, counts = arrays[f"lengths{index}"].astype(np.int64), arrays[f"counts{index}"]
+    return Listing(
+        tuple(classes),
+        Names(arrays[f"joined{index}"], _ends(lengths)),
+        arrays[f"sizes{index}"],
+        np.repeat(np.arange(len(classes), dtype=np.int64), counts),
+    )
+
+
+def _sizes_hold(root: Path, listing: Listing) -> bool:
+    """Whether some files, others each time, are as large as they were."""
+    count = len(listing.names)
+    chosen = np.random.default_rng().choice(count, min(count, _SPOT_CHECKS), replace=False).tolist()
+    for index in chosen:
+        try:
+            size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size
+        except OSError:
+            size = 0
+        if size != listing.sizes[index]:
+            return False
+    return True
+
+
+def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+_HELD_OUT = ("val", "test")
+_PROBED = 256
+
+
+def open_image_folder(
+    path: str | Path, *, channels: int | None, validation_fraction: float, fault: Fault | None = None
+) -> StoredImages:
+    """List an image folder, and look at the heads of a few images.
+
+    Args:
+        path: The folder.
+        channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
+        validation_fraction: Share of each class held out where the folder has no split of its own.
+        fault: Told of everything that is laid out in another way, if the rest is wanted.
+
+    Raises:
+        DataError: If the folder is missing, or is laid out in another way.
+    """
+    root = _existing_folder(Path(path).expanduser())
+    problems, left_out = Problems(), LeftOut()
+    train_folder, held_out_folder = _split_folders(root, problems)
+    folders = [each for each in (train_folder, held_out_folder) if each is not None]
+    listed = list_folders(root, folders, problems, remembered=fault is None)
+    train = listed.listings[0]
+    if held_out_folder is not None:
+        _require_same_classes(train_folder, train.classes, held_out_folder, listed.listings[1].classes, problems)
+    problems.tell(fault)
+    probe = probe_files(root, train.names)
+    channels = channels or (1 if probe.greyscale else 3)
+    classes, split = train.classes, ""
+    if held_out_folder is not None:
+        classes = tuple(sorted({*classes, *listed.listings[1].classes}))
+        unread = held_out_folder.name == "val" and (root / "test").is_dir()
+        split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
+    for folder in dict.fromkeys([root, *folders]):
+        for entry in visible(folder):
+            if not is_folder(entry):
+                left_out.add("files outside the class folders", os.path.relpath(entry.path, root))
+    return in_splits(
+        [FileSource(root, each.names, each.labels_among(classes), channels) for each in listed.listings],
+        split,
+        validation_fraction,
+        classes=classes,
+        digest=listed.digest,
+        listing=listed.how,
+        channels=channels,
+        probe=probe,
+        left_out=left_out.told(),
+    )
+
+
+def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) -> SampleSource | None:
+    """The images of ``test/`` in a folder of which a run reads ``val/`` instead; None if there are none.
+
+    Args:
+        path: The folder.
+        classes: What a run knows; images of other classes are left out, and so is what is no image.
+        channels: What the files are decoded to, 1 or 3.
+    """
+    root = Path(path).expanduser()
+    if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
+        return None
+    (listing,) = list_folders(root, [root / "test"], Problems(), remembered=False).listings
+    labels = listing.labels_among(classes)
+    names = [listing.names[index] for index in np.flatnonzero(labels >= 0).tolist()]
+    return FileSource(root, names, labels[labels >= 0], channels) if names else None
+
+
+def unread_entries(path: str | Path) -> Iterator[str]:
+    """Return what lies in an image folder and is not read: ignored names, and files outside the class folders."""
+    root = Path(path).expanduser()
+    train, held_out = _split_folders(root, Problems())
+    splits = [train] if held_out is None else [train, held_out]
+    for folder in dict.fromkeys([root, *splits]):
+        yield from (entry.path for entry in entries_of(folder) if not is_folder(entry) or is_ignored(entry.name))
+    for folder in splits:
+        for each in visible(folder):
+            if is_folder(each):
+                yield from (entry.path for entry in entries_of(Path(each.path)) if is_ignored(entry.name))
+
+
+def probe_files(root: Path, names: Names) -> Probe:
+    """Look at the heads of at most 256 files spread evenly over the folder, which takes milliseconds."""
+    chosen = range(0, len(names), -(-len(names) // _PROBED) or 1)
+    paths = [os.path.join(root, os.fsdecode(names[index])) for index in chosen]
+    heads = [head for head in map(image_header, paths) if head is not None]
+    sizes = {size for size, _ in heads}
+    return Probe(
+        count=len(heads),
+        size=sizes.pop() if len(sizes) == 1 else None,
+        greyscale=bool(heads) and all(grey for _, grey in heads),
+    )
+
+
+def _existing_folder(root: Path) -> Path:
+    if root.is_dir():
+        return root
+    if root.exists():
+        raise DataError(f"data.path is {str(root)!r}, which is a file; it must be the folder that holds the images.")
+    parent, missing = root.parent, root
+    while not parent.is_dir():
+        parent, missing = parent.parent, parent
+    siblings = [entry.name for entry in visible(parent)]
+    raise DataError(
+        f"data.path is {str(root)!r}, but {str(parent.absolute())!r} has no {missing.name!r}: "
+        f"correct the path.{did_you_mean(missing.name, siblings)}"
+    )
+
+
+def _split_folders(root: Path, problems: Problems) -> tuple[Path, Path | None]:
+    """Return the folder of the training classes, and that of the held-out ones (None: to be split off)."""
+    names = sorted(entry.name for entry in visible(root) if is_folder(entry))
+    held_out = next((name for name in _HELD_OUT if name in names), None)
+    if "train" not in names:
+        if held_out is not None:
+            problems.add(
+                "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
+                *map(repr, (str(root), held_out, held_out)),
+            )
+            return root / held_out, None
+        return root, None
+    for name in names:
+        if name not in ("train", *_HELD_OUT):
+            problems.add(
+                "{1} has {0} next to 'train', which would not be read: held-out images belong in 'val' or 'test', "
+                "classes in 'train'; rename or move the folder.",
+                repr(name),
+                repr(str(root)),
+            )
+    return root / "train", None if held_out is None else root / held_out
+
+
+def _require_same_classes(
+    train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...], problems: Problems
+) -> None:
+    lacking = [
+        f"{str(folder)!r} lacks the classes {', '.join(missing)}"
+        for folder, missing in (
+            (held_out, sorted(set(first) - set(second))),
+            (train, sorted(set(second) - set(first))),
+        )
+        if missing
+    ]
+    if lacking:
+        problems.add(
+            "{}, but {}/ and {}/ must hold the same classes: add or rename the class folders.",
+            " and ".join(lacking),
+            train.name,
+            held_out.name,
+        )

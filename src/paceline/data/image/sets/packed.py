@@ -1,0 +1,480 @@
+"""A packed dataset: its layout, and opening it for training without hashing or scanning anything.
+
+    packed.json             what is in it, and the size and SHA-256 of every other file; written last
+    index.arrow             one row per image: split, label, name, height, width, shard, offset, length, SHA-256
+    train-00000.arrow …     the images with their labels and names
+    validation-00000.arrow …
+
+Reading needs no Arrow library: ``packed.json`` names the bytes of each column of the index, and the index those of each
+image. ``paceline.data.packing`` writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from paceline.data.image.dataset import Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.decode import BrokenImageError
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places
+from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
+from paceline.errors import DataError
+from paceline.files import refuse_odd_kinds
+from paceline.plain_json import load_json
+
+MANIFEST = "packed.json"
+INDEX = "index.arrow"
+UNFINISHED = ".packing"
+FORMAT = "paceline-packed-1"
+
+Mode = Literal["original", "jpeg", "raw"]
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+
+Count = Annotated[int, Field(ge=0, strict=True)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+# Not a path: a file of this directory.
+FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.arrow$")]
+
+_STRICT: Any = {"extra": "forbid"}
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+class FileFacts:
+    """A file of the dataset.
+
+    Attributes:
+        name: Its name in the directory.
+        size: Its length in bytes.
+        sha256: Of its content.
+    """
+
+    name: FileName
+    size: Count
+    sha256: Digest
+
+
+ColumnType = Literal["<i4", "<i8", "|u1"]
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Column:
+    """Where a column of the index lies in its file.
+
+    Attributes:
+        dtype: How numpy calls its elements.
+        offset: Its first byte.
+        count: Number of elements.
+    """
+
+    dtype: ColumnType
+    offset: Count
+    count: Count
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LeftOut:
+    """An image of the source that could not be read, and was left out on request."""
+
+    split: Split
+    name: str
+    reason: str
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Form:
+    """How images are stored.
+
+    Attributes:
+        mode: ``original`` (the files as they are), ``jpeg`` (encoded anew) or ``raw`` (pixels).
+        max_side: Longest side in pixels; longer images are made smaller. None for no limit.
+        quality: Of ``jpeg``, 1 to 100.
+        size: Side in pixels of the squares that ``raw`` images are cropped to; None to keep their shapes.
+        channels: Of ``raw``, 1 or 3; else what images are decoded to where the recipe does not say.
+    """
+
+    mode: Mode
+    channels: Literal[1, 3]
+    max_side: Annotated[int, Field(gt=0)] | None = None
+    quality: Annotated[int, Field(ge=1, le=100)] | None = None
+    size: Annotated[int, Field(gt=0)] | None = None
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Origin:
+    """What was packed.
+
+    Attributes:
+        kind: What kind of source.
+        digest: Of the source: names and sizes of its files, or its content.
+        held_out: Where its validation images come from; empty if it has none of its own.
+        mean: Of its training images, if it is a set with known ones.
+        std: Likewise.
+    """
+
+    kind: str
+    digest: str
+    held_out: str = ""
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Manifest:
+    """The content of ``packed.json``.
+
+    Attributes:
+        origin: What was packed.
+        form: How.
+        classes: Class names; a label is an index into them.
+        samples: Number of images of each split.
+        native_size: Height and width if all images share them.
+        digest: SHA-256 over labels, names, shapes and contents of all images, whatever shards they lie in.
+        left_out: Images that could not be read.
+        index: The index.
+        columns: Its columns.
+        shards: The shards; the index calls them by their number.
+    """
+
+    origin: Origin
+    form: Form
+    classes: tuple[str, ...]
+    samples: dict[Split, Count]
+    native_size: tuple[Count, Count] | None
+    digest: Digest
+    left_out: tuple[LeftOut, ...]
+    index: FileFacts
+    columns: dict[str, Column]
+    shards: tuple[FileFacts, ...]
+
+    @property
+    def files(self) -> tuple[FileFacts, ...]:
+        """Every file but ``packed.json`` itself."""
+        return (self.index, *self.shards)
+
+    @property
+    def total(self) -> int:
+        """Number of images."""
+        return sum(self.samples.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of all files but ``packed.json``."""
+        return sum(file.size for file in self.files)
+
+    def encode(self) -> bytes:
+        """The file's content, which holds a digest of itself."""
+        tree = TypeAdapter(Manifest).dump_python(self, mode="json")
+        head = {"format": FORMAT, "sha256": _own_digest(tree)}
+        return (json.dumps({**head, **tree}, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some images of one split that follow one another, and become one file.
+
+    Attributes:
+        split: Which split.
+        number: Of the split's shards, which one.
+        begin: First sample of the source.
+        end: Its last, excluded.
+    """
+
+    split: Split
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def file(self) -> str:
+        """Name of the shard's file."""
+        return f"{self.split}-{self.number:05d}.arrow"
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Read ``packed.json``.
+
+    Raises:
+        DataError: If there is none, or it is damaged.
+    """
+    path = root / MANIFEST
+    refuse_odd_kinds(path)
+    try:
+        tree = load_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise _no_manifest(root) from error
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    known = tree.pop("format", None) if isinstance(tree, dict) else None
+    if known != FORMAT:
+        raise _damaged(path, f"it is of the format {known!r}, and {FORMAT!r} is read here")
+    if tree.pop("sha256", None) != _own_digest(tree):
+        raise _damaged(path, "its content is not what its digest says")
+    try:
+        # Through text, because JSON's lists are tuples here.
+        return TypeAdapter(Manifest).validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise _damaged(path, error.errors()[0]["msg"]) from error
+
+
+def _no_manifest(root: Path) -> DataError:
+    if (root / UNFINISHED).is_dir():
+        return DataError(
+            f"{str(root)!r} is a packed dataset that is not finished: run the same `paceline pack` command again, "
+            "which goes on where it was interrupted."
+        )
+    there = f"has no {MANIFEST}" if root.is_dir() else "is no directory"
+    return DataError(f"{str(root)!r} is no packed dataset: it {there}; make one with `paceline pack SOURCE DEST`.")
+
+
+def _damaged(path: Path, reason: str) -> DataError:
+    return DataError(f"{str(path)!r} is damaged ({reason}): pack the source again.")
+
+
+def _own_digest(tree: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+Values = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedIndex:
+    """What is known of each image: columns of the index, all of them mapped, none of them read yet.
+
+    Attributes:
+        label: Class index, int64 [N].
+        name: Name in the source.
+        height: In pixels, int32 [N].
+        width: In pixels, int32 [N].
+        places: Where the images lie.
+        sha256: Of each image's content, uint8 [N, 32].
+    """
+
+    label: Values
+    name: Names
+    height: Values
+    width: Values
+    places: Places
+    sha256: Values
+
+    def part(self, begin: int, end: int) -> PackedIndex:
+        """Rows ``begin`` to ``end``, as views."""
+        rows = slice(begin, end)
+        return PackedIndex(
+            label=self.label[rows],
+            name=Names(self.name.blob, self.name.ends[begin : end + 1]),
+            height=self.height[rows],
+            width=self.width[rows],
+            places=self.places.part(rows),
+            sha256=self.sha256[rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+@dataclass(frozen=True)
+class _SampleName:
+    """Names samples of a packed dataset for people."""
+
+    names: Names
+    root: str
+
+    def __call__(self, sample: int) -> str:
+        return f"{self.names.text(sample)} in {self.root}"
+
+
+class PackedFiles(MappedSource):
+    """The image files of one split."""
+
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: _SampleName) -> None:
+        super().__init__(content, index.label.copy(), channels, name)
+        self._height, self._width = index.height, index.width
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Return (height, width) of image ``sample`` as it was when it was packed, from the index."""
+        return int(self._height[sample]), int(self._width[sample])
+
+
+class PackedPixels:
+    """The images of one split that are stored as pixels: nothing is decoded."""
+
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: tuple[int, int], name: _SampleName) -> None:
+        """Take what the index says; ``channels`` are those stored, and those wanted."""
+        self.labels: Ids = index.label.copy()
+        self._content = content
+        self._height, self._width = index.height, index.width
+        self._stored, self._channels = channels
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> Image:
+        """Return image ``sample``, read-only uint8 [H, W, C]; raises BrokenImageError."""
+        try:
+            view = self._content[sample]
+        except OSError as error:
+            raise BrokenImageError(self.path(sample), error.strerror or str(error)) from error
+        image = np.frombuffer(view, dtype=np.uint8).reshape(*self.size(sample), self._stored)
+        return image if self._channels == self._stored else with_channels(image, self._channels)
+
+    def size(self, sample: int) -> tuple[int, int]:
+        """Return (height, width) of image ``sample``."""
+        return int(self._height[sample]), int(self._width[sample])
+
+    def path(self, sample: int) -> str:
+        """Return the sample's name, and where it lies."""
+        return self._name(sample)
+
+    def will_read(self, samples: Ids) -> None:
+        """Have the images fetched from the disk before they are asked for one by one."""
+        self._content.will_read(samples)
+
+    @property
+    def names(self) -> Names:
+        """What the samples were called in the source."""
+        return self._name.names
+
+    def pixels(self) -> Image | None:
+        """Return a copy of all images, uint8 [N, H, W, C], or None if they are not all of one size."""
+        if len(self) == 0 or (self._height != self._height[0]).any() or (self._width != self._width[0]).any():
+            return None
+        images = np.empty((len(self), *self.size(0), self._channels), dtype=np.uint8)
+        for sample in range(len(self)):
+            images[sample] = self.read(sample)
+        return images
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """A packed dataset, opened.
+
+    Attributes:
+        root: Its directory.
+        manifest: What ``packed.json`` says.
+        content: The bytes of every image, training images first.
+        index: What is known of each.
+    """
+
+    root: Path
+    manifest: Manifest
+    content: MappedBytes
+    index: PackedIndex
+
+
+def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
+    """Open a packed dataset; no image is looked at.
+
+    Args:
+        root: Its directory.
+        check_index: Whether its index must make sense.
+
+    Raises:
+        DataError: If it is not finished, a file of it is missing or has another size than it should, or its index
+            speaks of what is not there.
+    """
+    manifest = read_manifest(root)
+    files = {}
+    for facts in manifest.files:
+        try:
+            files[facts.name] = MappedFile.at(root / facts.name)
+        except OSError as error:
+            raise _incomplete(root / facts.name, f"cannot be opened ({error.strerror})") from error
+        if files[facts.name].size != facts.size:
+            found = files[facts.name].size
+            raise _incomplete(root / facts.name, f"has {found} bytes in place of {facts.size}")
+    columns = _columns(root / manifest.index.name, manifest)
+    places = Places(file=columns["shard"], begin=columns["offset"], length=columns["length"])
+    if check_index:
+        _check_index(root, manifest, columns["label"], places)
+    index = PackedIndex(
+        label=columns["label"],
+        name=Names(columns["name"], columns["name_ends"]),
+        height=columns["height"],
+        width=columns["width"],
+        places=places,
+        sha256=columns["sha256"].reshape(-1, 32),
+    )
+    return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], places), index)
+
+
+def packed_images(path: Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
+    """Open a packed dataset as training and held-out images.
+
+    Args:
+        path: Its directory.
+        channels: What images are decoded to; None for what the source's would be.
+        validation_fraction: Share of each class held out where the source had no split of its own.
+
+    Raises:
+        DataError: See :func:`open_packed`.
+    """
+    packed = open_packed(path)
+    manifest, form, origin = packed.manifest, packed.manifest.form, packed.manifest.origin
+    wanted = channels or form.channels
+    sources: list[SampleSource] = []
+    begin = 0
+    for split in SPLITS if origin.held_out else SPLITS[:1]:
+        end = begin + manifest.samples.get(split, 0)
+        index, content = packed.index.part(begin, end), packed.content.part(begin, end)
+        name = _SampleName(index.name, str(packed.root))
+        if form.mode == "raw":
+            sources.append(PackedPixels(content, index, (form.channels, wanted), name))
+        else:
+            sources.append(PackedFiles(content, index, wanted, name))
+        begin = end
+    known = None
+    if origin.mean is not None and origin.std is not None and len(origin.mean) == wanted:
+        known = Statistics(origin.mean, origin.std, "of the set that was packed")
+    return in_splits(
+        sources,
+        origin.held_out,
+        validation_fraction,
+        classes=manifest.classes,
+        digest=manifest.digest,
+        channels=wanted,
+        probe=Probe(count=manifest.total, size=manifest.native_size, greyscale=form.channels == 1),
+        statistics=known,
+    )
+
+
+def _columns(path: Path, manifest: Manifest) -> dict[str, Values]:
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return {
+        name: np.frombuffer(mapped, dtype=column.dtype, count=column.count, offset=column.offset)
+        for name, column in manifest.columns.items()
+    }
+
+
+def _check_index(root: Path, manifest: Manifest, labels: Ids, places: Places) -> None:
+    """A wrong place would be read as an image, and a wrong class would reach the loss."""
+    if len(labels) == 0:
+        return
+    sizes = np.array([each.size for each in manifest.shards], dtype=np.int64)
+    is_sound = (
+        len(labels) == sum(manifest.samples.values())
+        and labels.min() >= 0
+        and labels.max() < len(manifest.classes)
+        and places.file.min() >= 0
+        and places.file.max() < len(sizes)
+        and min(places.begin.min(), places.length.min()) >= 0
+        and bool((places.begin.astype(np.int64) + places.length <= sizes[places.file]).all())
+    )
+    if not is_sound:
+        raise _incomplete(root / manifest.index.name, "names classes or places that are not there")
+
+
+def _incomplete(path: Path, reason: str) -> DataError:
+    return DataError(f"{str(path)!r} {reason}: the packed dataset is damaged; copy it again, or pack the source again.")

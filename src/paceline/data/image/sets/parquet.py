@@ -1,0 +1,514 @@
+"""Parquet tables of images: images in the rows, as on the hub, or paths of files.
+
+A page of parquet holds many images, compressed together, so that none can be read by itself. Images are read row group
+by row group, of which the last few are kept. What a group costs is known from the file's end; nothing else is read
+before an image is asked for.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.data.image.dataset import Fault, Probe, StoredImages, in_splits
+from paceline.data.image.decode import BrokenImageError, decode, upright_size
+from paceline.data.image.mapped import MappedFile, mapped_files, probe
+from paceline.data.image.source import Ids, Image, Names, SubsetSource
+from paceline.data.image.tables import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Asked,
+    Parts,
+    PathRows,
+    as_label,
+    files_ending_in,
+    find_columns,
+    mapped,
+    number_classes,
+    open_paths,
+    parts_of,
+    require_pyarrow,
+    splits_of_files,
+    told_unread,
+)
+from paceline.errors import DataError, did_you_mean
+from paceline.escaping import utf8
+from paceline.files import LeftOut, refuse_odd_kinds
+from paceline.plain_json import load_json
+from paceline.units import format_bytes
+
+# Kept in each process that reads; hub datasets have groups of 100 images.
+LARGEST_KEPT = 256 * 2**20
+_GROUPS_PROBED, _PROBED_IN_EACH = 8, 16
+
+
+class RowGroup(NamedTuple):
+    """One row group.
+
+    Attributes:
+        file: Number of its file.
+        number: Its number there.
+        rows: How many images it has.
+        size: Their length in bytes, out of compression.
+        nulls: How many of them are missing, if the file says so.
+    """
+
+    file: int
+    number: int
+    rows: int
+    size: int
+    nulls: int
+
+
+def read_metadata(path: Path) -> Any:
+    """The end of a parquet file.
+
+    Raises:
+        DataError: If it is damaged, or none.
+    """
+    return _read_end(path, "read_metadata")
+
+
+def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
+    """The columns of a parquet file, and what Hugging Face's library has written down of each, if it has.
+
+    Raises:
+        DataError: If it is damaged, or none.
+    """
+    schema = _read_end(path, "read_schema")
+    try:
+        features = load_json((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    except (ValueError, AttributeError):
+        features = {}
+    return schema, features if isinstance(features, dict) else {}
+
+
+def _read_end(path: Path, read: str) -> Any:
+    arrow = require_pyarrow()
+    refuse_odd_kinds(path)
+    try:
+        return getattr(arrow.parquet, read)(mapped(path))
+    except (OSError, arrow.ArrowException) as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """The error of a file that pyarrow cannot read."""
+    return DataError(f"{str(path)!r} cannot be read ({' '.join(str(error).split())}): download or make it again.")
+
+
+class ParquetSource:
+    """The images of some parquet files; keeps the row groups that were read last."""
+
+    def __init__(self, paths: Sequence[Path], leaf: str, labels: Ids, names: Sequence[str]) -> None:
+        """Read the ends of the files.
+
+        Args:
+            paths: The files.
+            leaf: Where the images' bytes are: a column, or ``column.bytes``.
+            labels: One for each row.
+            names: Likewise.
+
+        Raises:
+            DataError: If a file cannot be read, or lacks the column.
+        """
+        self.channels = 3
+        self.labels = labels
+        self.names = Names.of(names)
+        self.leaf = leaf
+        self.paths = mapped_files(paths)
+        self._metadata = [read_metadata(path) for path in paths]
+        groups = [
+            _row_group(metadata, number, group, file.path, leaf)
+            for number, (file, metadata) in enumerate(zip(self.paths, self._metadata, strict=True))
+            for group in range(metadata.num_row_groups)
+        ]
+        self.groups = [group for group in groups if group.rows]
+        self.starts = np.cumsum([0, *(group.rows for group in self.groups)])
+        self._kept: dict[int, Any] = {}
+        # Number and length in memory of the group that came to most; images that repeat are stored once in a file.
+        self._largest = (0, 0)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def encoded(self, sample: int) -> memoryview:
+        """Return the content of image file ``sample``; raises BrokenImageError."""
+        group = self._group_of(sample)
+        images = self._kept.get(group)
+        if images is None:
+            images = self._load(group, sample)
+        content = images[sample - int(self.starts[group])].as_buffer()
+        if content is None:
+            raise BrokenImageError(self.path(sample), "its row has no image")
+        return memoryview(content)
+
+    def read(self, sample: int) -> Image:
+        """Decode image ``sample``; raises BrokenImageError."""
+        try:
+            return decode(bytes(self.encoded(sample)), self.channels)
+        except BrokenImageError as error:
+            raise BrokenImageError(self.path(sample), error.reason) from error
+
+    def size(self, sample: int) -> tuple[int, int] | None:
+        """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""
+        return upright_size(io.BytesIO(self.encoded(sample)))
+
+    def path(self, sample: int) -> str:
+        """Return the sample's name, and the file that it lies in."""
+        return f"{self.names.text(sample)} in {self.paths[self.groups[self._group_of(sample)].file].path}"
+
+    def files(self, samples: Ids) -> list[str]:
+        """Return the paths of all files."""
+        return [file.path for file in self.paths]
+
+    def described(self) -> str:
+        """What reading costs, for people."""
+        largest = max(self.groups, key=lambda group: group.size)
+        return (
+            f"{len(self.groups):,} row groups of up to {max(group.rows for group in self.groups):,} images; an image "
+            f"is read with its group ({format_bytes(largest.size)}), of which each process keeps "
+            f"{format_bytes(LARGEST_KEPT)}"
+        )
+
+    def probe(self, path: str, *, in_any_order: bool) -> Probe:
+        """Look at the heads of some images, of at most 8 row groups.
+
+        Args:
+            path: The table, for the message.
+            in_any_order: Whether row groups are refused that are too large to be read for one image.
+
+        Raises:
+            DataError: If one is too large, by what its file says or by what it came to.
+        """
+        if in_any_order:
+            largest = max(self.groups, key=lambda group: group.size)
+            _check_size(largest, largest.size, path)
+        groups = len(self.groups)
+        spread = [
+            np.linspace(self.starts[group], self.starts[group + 1] - 1, _PROBED_IN_EACH).astype(np.int64)
+            for group in range(0, groups, max(1, -(-groups // _GROUPS_PROBED)))
+        ]
+        found = probe(self, np.unique(np.concatenate(spread)).tolist())
+        if in_any_order:
+            number, size = self._largest
+            _check_size(self.groups[number], size, path)
+        return found
+
+    def digest(self) -> str:
+        """Over labels and names, and the files' names and sizes."""
+        digest = hashlib.sha256()
+        for file in self.paths:
+            digest.update(f"{utf8(Path(file.path).name)}\0{file.size}\n".encode())
+        for part in (self.labels, self.names.ends, self.names.blob):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+    def rows_of(self, number: int) -> Any:
+        """Read a row group: Arrow's array of images; raises OSError and what Arrow raises."""
+        group = self.groups[number]
+        file, arrow = self.paths[group.file], require_pyarrow()
+        if MappedFile.at(file.path) != file:
+            # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
+            raise OSError("it has changed since the run began")
+        with arrow.parquet.ParquetFile(mapped(file.path), metadata=self._metadata[group.file]) as opened:
+            rows = opened.read_row_group(group.number, columns=[self.leaf], use_threads=False)
+        images = rows.column(0).combine_chunks()
+        return images.field("bytes") if require_pyarrow().types.is_struct(images.type) else images
+
+    def _group_of(self, sample: int) -> int:
+        return int(np.searchsorted(self.starts, sample, side="right")) - 1
+
+    def _load(self, number: int, sample: int) -> Any:
+        """Read a row group, and let go of those that were read first."""
+        try:
+            images = self.rows_of(number)
+        except (OSError, require_pyarrow().ArrowException) as error:
+            path = self.paths[self.groups[number].file].path
+            reason = f"{path}, in which it lies: {' '.join(str(error).split())}"
+            raise BrokenImageError(self.path(sample), reason) from error
+        # What a file says of a group is its length there, where images that repeat may be stored once.
+        room = LARGEST_KEPT - images.nbytes
+        self._largest = max(self._largest, (number, images.nbytes), key=itemgetter(1))
+        # Several threads may ask at once: the worst that comes of it is a group read twice.
+        for each, kept in list(self._kept.items())[::-1]:
+            room -= kept.nbytes
+            if room < 0:
+                self._kept.pop(each, None)
+        self._kept[number] = images
+        return images
+
+
+def _row_group(metadata: Any, file: int, number: int, path: str, leaf: str) -> RowGroup:
+    found = metadata.row_group(number)
+    columns = [found.column(index) for index in range(found.num_columns)]
+    images = next((one for one in columns if one.path_in_schema == leaf), None)
+    if images is None:
+        raise DataError(f"{path!r} lacks the column {leaf!r}, which other files of the table have.")
+    said = images.statistics
+    nulls = said.null_count if said is not None and said.has_null_count else 0
+    return RowGroup(file, number, found.num_rows, images.total_uncompressed_size, nulls)
+
+
+def _check_size(group: RowGroup, size: int, path: str) -> None:
+    if size > LARGEST_KEPT:
+        raise DataError(
+            f"{path!r} has {group.rows:,} images, {format_bytes(size)}, in one row group, and none of them "
+            f"can be read without the others: run `paceline pack {path} DEST`, and train with data.dataset=packed "
+            "data.path=DEST; or write the table again with smaller groups (row_group_size=100)."
+        )
+
+
+def open_parquet(
+    path: str | Path,
+    *,
+    channels: int | None,
+    validation_fraction: float,
+    asked: Asked,
+    fault: Fault | None = None,
+    in_any_order: bool = True,
+) -> StoredImages:
+    """Read the labels, and look at the heads of a few images.
+
+    Args:
+        path: A parquet file, a folder of them, or a pattern.
+        channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
+        validation_fraction: Share of each class held out where there is no split for that.
+        asked: Which columns.
+        fault: Told of paths that are wrong, where the table holds paths, if the rest is wanted.
+        in_any_order: Whether images will be read in any order, which row groups may be too large for.
+
+    Raises:
+        DataError: If there is no such table, or a column or a label is missing.
+    """
+    left_out = LeftOut()
+    table = _Table(Path(path).expanduser(), asked, left_out)
+    parts = table.parts
+    if table.kind == "path":
+        images = open_paths(
+            table.path_rows(),
+            str(table.root),
+            channels=channels,
+            validation_fraction=validation_fraction,
+            fault=fault,
+        )
+        return replace(images, left_out=left_out.told())
+    classes, labels = table.labels()
+    source = ParquetSource(table.paths, table.leaf, labels, table.names())
+    table.check_present(source)
+    probe = source.probe(str(path), in_any_order=in_any_order)
+    source.channels = channels or (1 if probe.greyscale else 3)
+    digest = hashlib.sha256(source.digest().encode() + "\0".join(classes).encode())
+    for ids in (parts.train, parts.held_out):
+        digest.update(b"-" if ids is None else ids.astype("<i8").tobytes())
+    return in_splits(
+        [source] if parts.held_out is None else [SubsetSource(source, each) for each in parts.splits],
+        "; ".join(each for each in (parts.told, table.unread) if each),
+        validation_fraction,
+        classes=classes,
+        digest=digest.hexdigest(),
+        channels=source.channels,
+        probe=probe,
+        listing=source.described(),
+        left_out=left_out.told(),
+    )
+
+
+class _Table:
+    """Parquet files of one table, of which all columns in use were read but the images."""
+
+    def __init__(self, root: Path, asked: Asked, left_out: LeftOut) -> None:
+        if root.is_dir():
+            paths = files_ending_in("parquet", root, left_out)
+        elif glob.has_magic(str(root)):
+            paths = sorted(Path(each) for each in glob.glob(str(root), recursive=True) if not Path(each).is_dir())
+        else:
+            paths = [root] if root.exists() else []
+        if not paths:
+            what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
+            raise DataError(f"data.path is {str(root)!r}, and there {what}: correct the path.")
+        self.root, self.paths = root, paths
+        self.name = repr(str(root))
+        self.schema, self.features = read_schema(paths[0])
+        self.columns = find_columns(self._as_hub(asked), self.schema.names, self.name)
+        self.kind = self._kind()
+        self.unread, named = "", [TRAIN] * len(paths)
+        if self.columns.split is None:
+            named = self._name_splits()
+        self.counts = [read_metadata(each).num_rows for each in self.paths]
+        if sum(self.counts) == 0:
+            raise DataError(f"{self.name} has no rows: make the table again.")
+        self.rows = self._read()
+        self.parts = self._parts(named)
+
+    @property
+    def leaf(self) -> str:
+        """Where in the image column the bytes are."""
+        return f"{self.columns.image}.bytes" if self.kind == "struct" else self.columns.image
+
+    def _as_hub(self, asked: Asked) -> Asked:
+        """Take for ``auto`` the one column that Hugging Face's library calls an image, or a label."""
+        kinds = {name: said.get("_type") for name, said in self.features.items() if isinstance(said, dict)}
+        for key, kind in (("image", "Image"), ("label", "ClassLabel")):
+            named = [name for name, each in kinds.items() if each == kind and name in self.schema.names]
+            if getattr(asked, key) == "auto" and len(named) == 1:
+                asked = replace(asked, **{key: named[0]})
+        return asked
+
+    def _kind(self) -> str:
+        """What the column of images holds: ``bytes``, a ``struct`` with bytes, or a ``path``."""
+        types, column = require_pyarrow().types, self.columns.image
+        found = self.schema.field(column).type
+        if types.is_binary(found) or types.is_large_binary(found):
+            return "bytes"
+        inner = found.field("bytes").type if types.is_struct(found) and found.get_field_index("bytes") >= 0 else None
+        if inner is not None and (types.is_binary(inner) or types.is_large_binary(inner)):
+            return "struct"
+        if types.is_string(found) or types.is_large_string(found):
+            return "path"
+        others = [each.name for each in self.schema if types.is_struct(each.type) or types.is_binary(each.type)]
+        raise DataError(
+            f"{self.name}: column {column!r} is of the type {found}, but images are bytes, a struct with bytes and "
+            f"path, or paths: name another in data.image_column.{did_you_mean(column, others)}"
+        )
+
+    def _name_splits(self) -> list[str]:
+        """The split of each file by its name; files of splits that are not read are taken away."""
+        base = self.root if self.root.is_dir() else Path(os.path.commonpath([each.parent for each in self.paths]))
+        named = splits_of_files(self.paths, base) if len(self.paths) > 1 else [TRAIN]
+        known = {TRAIN, VALIDATION, TEST}
+        self.unread = told_unread(sorted(set(named) - known))
+        self.paths = [path for path, split in zip(self.paths, named, strict=True) if split in known]
+        return [split for split in named if split in known]
+
+    def _read(self) -> dict[str, list[Any]]:
+        arrow, (image, label, split) = require_pyarrow(), self.columns
+        wanted = [label, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
+        found = []
+        for path in self.paths:
+            try:
+                with arrow.parquet.ParquetFile(mapped(path)) as opened:
+                    lacking = [name for name in wanted if name not in opened.schema_arrow.names]
+                    if lacking:
+                        raise DataError(
+                            f"{str(path)!r} lacks the column {lacking[0]!r}, which {str(self.paths[0])!r} has: make "
+                            "all files of the table alike."
+                        )
+                    found.append(opened.read(columns=wanted, use_threads=False))
+            except (OSError, arrow.ArrowException) as error:
+                raise unreadable(path, error) from error
+        return {name: [value for table in found for value in table.column(name).to_pylist()] for name in wanted}
+
+    def _parts(self, named: Sequence[str]) -> Parts:
+        """Which rows are whose: as a column says, or else the files' names."""
+        total = sum(self.counts)
+        if self.columns.split is not None:
+            said = ["" if each is None else str(each) for each in self.rows[self.columns.split]]
+            return parts_of(said, total, self.name)
+        if set(named) == {TRAIN}:
+            return parts_of(None, total, self.name)
+        found = parts_of(np.repeat(named, self.counts).tolist(), total, self.name)
+        told = found.told.replace("the rows whose split is val", "the files of validation")
+        return found._replace(told=told.replace("the rows whose split is", "the files of"))
+
+    def path_rows(self) -> PathRows:
+        """The rows of a table of paths, which are relative to the file that they stand in."""
+        base = self.root if self.root.is_dir() else self.paths[0].parent
+        folders = np.repeat([os.path.relpath(path.parent, base) for path in self.paths], self.counts).tolist()
+        pairs = zip(folders, self.rows[self.columns.image], strict=True)
+        ends = np.cumsum(self.counts)
+
+        def where(row: int) -> str:
+            file = int(np.searchsorted(ends, row, side="right"))
+            inner = row - int(ends[file] - self.counts[file])
+            return f"row {inner:,} (counted from 0) of {str(self.paths[file])!r}"
+
+        return PathRows(
+            root=base.absolute(),
+            paths=["" if path is None else os.path.normpath(os.path.join(folder, path)) for folder, path in pairs],
+            labels=self.rows[self.columns.label],
+            parts=self.parts,
+            where=where,
+        )
+
+    def labels(self) -> tuple[tuple[str, ...], Ids]:
+        """Class names, and a label for each row; -1 for rows that are not read."""
+        column = self.columns.label
+        labels = np.full(sum(self.counts), -1, dtype=np.int64)
+        found = [[self._label(row) for row in part.tolist()] for part in self.parts.splits]
+        said = self.features.get(column)
+        named = said.get("names", ()) if isinstance(said, dict) and said.get("_type") == "ClassLabel" else ()
+        classes = tuple(map(str, named))
+        if not classes:
+            classes, numbered = number_classes(found, str(self.root))
+        else:
+            numbers: dict[int | str, int] = {name: number for number, name in enumerate(classes)}
+            numbered = [np.array([self._number(label, numbers) for label in each], np.int64) for each in found]
+            largest = max(int(each.max()) for each in numbered)
+            if largest >= len(classes):
+                raise DataError(
+                    f"{self.name} has the label {largest} in column {column!r}, but its classes are 0 … "
+                    f"{len(classes) - 1}: make the table again."
+                )
+        for part, each in zip(self.parts.splits, numbered, strict=True):
+            labels[part] = each
+        return classes, labels
+
+    def _label(self, row: int) -> int | str:
+        value, name = self.rows[self.columns.label][row], f"row {row:,} (counted from 0) of {self.root!s}"
+        if value is None or value == -1 or value == "":
+            raise DataError(
+                f"{name!r} has no label in column {self.columns.label!r} ({value!r}): leave such rows out, or name "
+                "another column in data.label_column."
+            )
+        # A yes or no is a class like any other.
+        return str(value).lower() if isinstance(value, bool) else as_label(value, name)
+
+    def _number(self, label: int | str, numbers: dict[int | str, int]) -> int:
+        """The number of a class, which may be written by its name; text is never a number."""
+        number = numbers.get(label, label)
+        if isinstance(number, str):
+            raise DataError(f"{self.name} has the label {label!r}, which is none of its classes: make the table again.")
+        return number
+
+    def names(self) -> list[str]:
+        """What each row is called: its path, if it names one, or else its place in its split."""
+        names = [""] * sum(self.counts)
+        for split, ids in zip((TRAIN, VALIDATION), self.parts.splits, strict=False):
+            for place, row in enumerate(ids.tolist()):
+                names[row] = f"{split}[{place}]"
+        column = self.columns.image
+        if self.kind != "struct" or self.schema.field(column).type.get_field_index("path") < 0:
+            return names
+        paths: list[str | None] = []
+        for file in self.paths:
+            with require_pyarrow().parquet.ParquetFile(mapped(file)) as opened:
+                table = opened.read(columns=[f"{column}.path"], use_threads=False)
+            for piece in table.column(column).chunks:
+                paths += piece.field("path").to_pylist()
+        return [path or name for path, name in zip(paths, names, strict=True)]
+
+    def check_present(self, source: ParquetSource) -> None:
+        """Refuse rows without an image, as far as the files' ends tell of them."""
+        number = next((number for number, group in enumerate(source.groups) if group.nulls), None)
+        if number is None:
+            return
+        group = source.groups[number]
+        row = int(source.starts[number]) + source.rows_of(number).is_null().to_pylist().index(True)
+        advice = "has no image: leave such rows out"
+        if group.nulls == group.rows and self.kind == "struct":
+            name = source.names.text(row)
+            advice = (
+                f"names a file, {name!r}, in place of holding an image: embed the images, or name a column of paths"
+            )
+        raise DataError(f"{self.name}: row {row:,} (counted from 0) {advice}, and write the table again.")

@@ -1,0 +1,434 @@
+"""Data sets of torchvision: their files or arrays where these are known, else the images that they hand out.
+
+The lists of files and labels are used, none of torchvision's transforms. They are compared with what the data set hands
+out for some samples; where the two differ, or nothing is listed, the images are asked of the data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.data.image.dataset import Probe, StoredImages, in_splits
+from paceline.data.image.decode import BrokenImageError, pixels_of
+from paceline.data.image.sets.archives import downloading
+from paceline.data.image.sets.image_folder import probe_files
+from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
+from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut, files_below, is_ignored_member
+
+PREFIX = "torchvision:"
+_TRAIN = ("train", "trainval", "train-standard", "2021_train")
+_HELD_OUT = ("val", "valid", "test", "2021_valid")
+_SPLIT_PARAMETERS = ("train", "split", "image_set", "version")
+_FILES = ("_samples", "samples", "imgs")
+_PATHS = ("_image_files", "_images", "_image_paths", "images")
+_LABELS = ("targets", "labels", "_labels", "y")
+_CLASSES = ("classes", "categories", "all_categories")
+# Their __init__ loads pickles of an older layout, if such lie there.
+_PICKLED = ("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST")
+# Their __init__ loads a pickle that lies in the working directory.
+_REMEMBERED_AS_PICKLES = ("LSUN", "LSUNClass")
+# Which Paceline gives, or never uses: its own transforms are keyed by sample, and its own decoder reads files.
+_NO_OPTIONS = ("self", "root", "transform", "target_transform", "transforms", "loader", "download")
+_MOST_ASKED = 200_000
+_COMPARED = 3
+
+
+def open_torchvision(
+    name: str,
+    root: Path | None,
+    *,
+    channels: int | None,
+    validation_fraction: float,
+    download: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> StoredImages:
+    """Open a data set of ``torchvision.datasets``.
+
+    Args:
+        name: Its name there.
+        root: Where its files lie; None for one that has none.
+        channels: What images become, 1 or 3; None for 3 unless all images looked at are greyscale.
+        validation_fraction: Share of each class held out where it has no split for that.
+        download: Whether to download it where it is not there.
+        options: Further arguments of its class.
+
+    Raises:
+        DataError: If there is none of that name, its files are not there, or its labels are no classes.
+    """
+    splits, held_out = _open_splits(_class(name), name, root, download, dict(options or {}))
+    labels = [_labels(each, name) for each in splits]
+    classes = _classes(splits[0], labels, options or {})
+    found = [_source(each, label, root) for each, label in zip(splits, labels, strict=True)]
+    probe = _probe(found[0], root)
+    channels = channels or (1 if probe.greyscale else 3)
+    whole = [_as_seen(each, channels) for each in found]
+    return in_splits(
+        whole,
+        held_out,
+        validation_fraction,
+        classes=classes,
+        digest=_digest(found, splits, root),
+        channels=channels,
+        probe=probe,
+        listing=_told(whole[0]),
+        left_out=_left_out(found, name, root),
+    )
+
+
+class AskedSource:
+    """Images that a data set hands out as Pillow's, one by one; how it gets at them, only it knows."""
+
+    def __init__(self, dataset: Any, labels: Ids, channels: int) -> None:
+        self.labels = labels
+        self.channels = channels
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, sample: int) -> Image:
+        """Ask for image ``sample``, uint8 [H, W, C].
+
+        Raises:
+            BrokenImageError: If it cannot be read.
+        """
+        try:
+            return _pixels(self._dataset[sample][0], self.channels)
+        except (OSError, ValueError) as error:
+            raise BrokenImageError(self.path(sample), str(error)) from error
+
+    def path(self, sample: int) -> str:
+        """Return the data set's name, and the sample's number."""
+        return f"{type(self._dataset).__name__}[{sample}]"
+
+
+def _class(name: str) -> Any:
+    try:
+        import torchvision.datasets as known
+    except ImportError as error:
+        raise DataError(
+            f"data.dataset={PREFIX}{name} needs torchvision, which cannot be imported ({error}): run `pip install "
+            "torchvision`."
+        ) from error
+    listed = {each: getattr(known, each) for each in known.__all__}
+    sets = {each: found for each, found in listed.items() if inspect.isclass(found) and each != "VisionDataset"}
+    found = sets.get(name)
+    if found is None:
+        raise DataError(
+            f"data.dataset is {PREFIX + name!r}, and torchvision.datasets has no data set {name!r}."
+            f"{did_you_mean(name, sets)}"
+        )
+    return found
+
+
+def _open_splits(
+    made: Any, name: str, root: Path | None, download: bool, options: dict[str, Any]
+) -> tuple[list[Any], str]:
+    """Open the splits by the words that the class knows; return them, and where the held-out one comes from."""
+    parameters = inspect.signature(made.__init__).parameters
+    known = [key for key in parameters if key not in _NO_OPTIONS]
+    unknown = [key for key in options if key in _NO_OPTIONS or (key not in known and "kwargs" not in known)]
+    if unknown:
+        raise DataError(
+            f"data.options names {unknown[0]!r}, but {name} takes {', '.join(known)}.{did_you_mean(unknown[0], known)}"
+        )
+    arguments = dict(options)
+    if "root" in parameters:
+        if root is None:
+            raise DataError(f"data.dataset={PREFIX}{name} needs to know where the data lies: set data.path.")
+        _refuse_pickles(name, root)
+        arguments["root"] = str(root)
+    if download:
+        _fetch(made, name, root, arguments, parameters)
+    if "download" in parameters:
+        arguments["download"] = False  # a few classes would, if nobody said
+    # EMNIST and QMNIST hand `train` on; their own `split` and `what` are something else.
+    key = next((each for each in _SPLIT_PARAMETERS if each in parameters or name in _PICKLED), None)
+    if key is None or (key in options):
+        return [_made(made, name, root, arguments)], ""
+    words: Sequence[Any] = (True,) if key == "train" else _TRAIN
+    train, _ = _first(made, name, root, arguments, key, words)
+    try:
+        held_out, word = _first(made, name, root, arguments, key, (False,) if key == "train" else _HELD_OUT)
+    except _NoSuchSplitError:
+        return [train], ""
+    said = "test" if key == "train" else word
+    unread = ""
+    if said in ("val", "valid") and _accepts(made, {**arguments, key: "test"}):
+        unread = "; test is not read"
+    return [train, held_out], f"torchvision's split {said}{unread}"
+
+
+class _NoSuchSplitError(Exception):
+    """The class knows none of the words for a split."""
+
+
+def _first(
+    made: Any, name: str, root: Path | None, arguments: Mapping[str, Any], key: str, words: Sequence[Any]
+) -> tuple[Any, Any]:
+    """The split by the first word that the class takes."""
+    for word in words:
+        with suppress(ValueError):  # by which torchvision refuses a word
+            return _made(made, name, root, {**arguments, key: word}), word
+    raise _NoSuchSplitError
+
+
+def _accepts(made: Any, arguments: Mapping[str, Any]) -> bool:
+    try:
+        made(**arguments)
+    except (ValueError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any]) -> Any:
+    """Open a split; what is missing or damaged is told in one sentence."""
+    try:
+        return made(**arguments)
+    except ValueError:  # by which torchvision refuses a word
+        raise
+    except Exception as error:
+        raise DataError(
+            f"data.dataset={PREFIX}{name} cannot be opened in {str(root)!r} ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}): correct data.path or data.options, or, with a network, set "
+            "data.download=true."
+        ) from error
+
+
+def _fetch(
+    made: Any, name: str, root: Path | None, arguments: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> None:
+    if "download" not in parameters and "kwargs" not in parameters:
+        raise DataError(f"torchvision cannot download {name}: get its files yourself, and leave data.download out.")
+    assert root is not None
+    key = next((each for each in _SPLIT_PARAMETERS if each in parameters), None)
+    with downloading(root, name):
+        for word in (True, False) if key == "train" else (*_TRAIN, *_HELD_OUT) if key else (None,):
+            with suppress(ValueError):
+                made(**arguments, **({} if key is None or key in arguments else {key: word}), download=True)
+
+
+def _refuse_pickles(name: str, root: Path) -> None:
+    if name in _REMEMBERED_AS_PICKLES:
+        raise DataError(
+            f"data.dataset={PREFIX}{name} keeps its list of images as a pickle in the working directory, and loading "
+            "one can run any code: write the images as files, and train with data.dataset=csv or image_folder."
+        )
+    processed = root / name / "processed"
+    if name in _PICKLED and processed.is_dir():
+        raise DataError(
+            f"{str(processed)!r} holds files of an older torchvision, which are pickles, and loading those can run any "
+            "code: remove that folder; the published files lie in raw/."
+        )
+
+
+def _labels(dataset: Any, name: str) -> Ids:
+    """A class for each image: from a list that the data set has, or else by asking for every image once."""
+    if len(dataset) == 0:
+        raise DataError(f"data.dataset={PREFIX}{name} has no images: correct data.path or data.options.")
+    samples = _pairs(dataset, len(dataset))
+    lists = [getattr(dataset, key, None) for key in _LABELS]
+    lists += [] if samples is None else [[label for _, label in samples]]
+    for each in lists:
+        with suppress(TypeError, ValueError):
+            found = np.asarray(each)
+            if found.shape == (len(dataset),) and found.dtype.kind in "iu" and _agree(dataset, found):
+                return found.astype(np.int64)
+    if len(dataset) > _MOST_ASKED:
+        raise DataError(
+            f"data.dataset={PREFIX}{name} does not list its labels, and has {len(dataset):,} images to be asked one by "
+            "one: write them as files, and train with data.dataset=csv."
+        )
+    asked = [dataset[sample][1] for sample in range(len(dataset))]
+    if not all(isinstance(each, int | np.integer) or _is_number(each) for each in asked):
+        odd = next(each for each in asked if not _is_number(each))
+        raise DataError(
+            f"data.dataset={PREFIX}{name} labels images by {type(odd).__name__} ({str(odd)[:40]}), and a classifier "
+            "learns one class of each image: use another data set, or a factory of your own."
+        )
+    return np.array([int(each) for each in asked], dtype=np.int64)
+
+
+def _is_number(value: object) -> bool:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole or (getattr(value, "ndim", None) == 0 and not bool(getattr(value, "is_floating_point", bool)()))
+
+
+def _pairs(dataset: Any, count: int) -> list[tuple[Any, Any]] | None:
+    """The data set's list of files and labels, if it has one."""
+    for key in _FILES:
+        found = getattr(dataset, key, None)
+        if not isinstance(found, list) or len(found) != count:
+            continue
+        if all(isinstance(each, tuple | list) and len(each) == 2 for each in found[:_COMPARED]):
+            return found
+    return None
+
+
+def _compared(count: int) -> list[int]:
+    return sorted({0, count // 2, count - 1})
+
+
+def _agree(dataset: Any, labels: np.ndarray) -> bool:
+    """Whether the data set hands out these labels."""
+    return all(_is_number(said := dataset[each][1]) and int(said) == labels[each] for each in _compared(len(labels)))
+
+
+def _classes(dataset: Any, labels: Sequence[Ids], options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names that the data set gives its classes, or else their numbers."""
+    largest = max(int(each.max()) for each in labels)
+    if min(int(each.min()) for each in labels) < 0:
+        raise DataError("some images of the data set have no label (-1): choose another split of it in data.options.")
+    for key in _CLASSES:
+        named = getattr(dataset, key, None)
+        if isinstance(named, list | tuple) and len(named) > largest:
+            names = tuple(each if isinstance(each, str) else str(each) for each in named)
+            return names if len(set(names)) == len(names) else tuple(str(number) for number in range(len(names)))
+    indices = getattr(dataset, "class_to_idx", None)
+    if isinstance(indices, dict) and sorted(indices.values()) == list(range(len(indices))) and len(indices) > largest:
+        return tuple(str(name) for name in sorted(indices, key=indices.__getitem__))
+    count = max(largest + 1, int(options.get("num_classes", getattr(dataset, "num_classes", 0)) or 0), 2)
+    return tuple(str(number) for number in range(count))
+
+
+Made = ArraySource | FileSource | AskedSource
+
+
+def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
+    """Files, or pixels, if they are what the data set hands out."""
+    for found in (_files(dataset, labels, root), _array(dataset, labels)):
+        if found is not None and _hands_out(dataset, found):
+            return found
+    return AskedSource(dataset, labels, 3)
+
+
+def _files(dataset: Any, labels: Ids, root: Path | None) -> FileSource | None:
+    count = len(labels)
+    samples = _pairs(dataset, count)
+    paths = None if samples is None else [path for path, _ in samples]
+    for key in _PATHS if paths is None else ():
+        listed = getattr(dataset, key, None)
+        if isinstance(listed, list) and len(listed) == count:
+            paths = listed
+            break
+    if paths is None or root is None or not all(isinstance(each, str | os.PathLike) for each in paths):
+        return None
+    whole = [os.path.relpath(os.path.join(os.curdir, each), root) for each in paths]
+    return FileSource(root, (os.fsencode(each) for each in whole), labels, 3)
+
+
+def _array(dataset: Any, labels: Ids) -> ArraySource | None:
+    held = getattr(dataset, "data", None)
+    if held is None:
+        return None
+    pixels = np.asarray(held) if not isinstance(held, list) else None
+    if pixels is None or pixels.dtype != np.uint8 or len(pixels) != len(labels) or pixels.ndim not in (3, 4):
+        return None
+    if pixels.ndim == 3:
+        pixels = pixels[..., None]
+    elif pixels.shape[-1] not in (1, 3) and pixels.shape[1] in (1, 3):
+        pixels = pixels.transpose(0, 2, 3, 1)
+    if pixels.shape[-1] not in (1, 3):
+        return None
+    return ArraySource(np.ascontiguousarray(pixels), labels, type(dataset).__name__)
+
+
+def _hands_out(dataset: Any, source: ArraySource | FileSource) -> bool:
+    """Whether some images of a source are those that the data set hands out."""
+    channels = source.images.shape[-1] if isinstance(source, ArraySource) else 3
+    with suppress(BrokenImageError, OSError):
+        return all(
+            np.array_equal(source.read(each), _pixels(dataset[each][0], channels)) for each in _compared(len(source))
+        )
+    return isinstance(source, FileSource)  # one cannot be read: reading it will say what is wrong
+
+
+def _pixels(image: Any, channels: int) -> Image:
+    """What a data set hands out, uint8 [H, W, C]."""
+    from PIL import Image as Pillow
+
+    if isinstance(image, Pillow.Image):
+        return pixels_of(image, channels)
+    raise ValueError(f"it hands out {type(image).__name__}, and no image of Pillow's")
+
+
+def _probe(source: Made, root: Path | None) -> Probe:
+    if isinstance(source, FileSource):
+        assert root is not None
+        return probe_files(root, source.names)
+    if isinstance(source, ArraySource):
+        return Probe(len(source), (source.images.shape[1], source.images.shape[2]), source.images.shape[-1] == 1)
+    chosen = np.unique(np.linspace(0, len(source) - 1, 16).astype(np.int64)).tolist()
+    sizes = {source.read(each).shape[:2] for each in chosen}
+    return Probe(count=len(chosen), size=next(iter(sizes)) if len(sizes) == 1 else None, greyscale=False)
+
+
+def _as_seen(source: Made, channels: int) -> SampleSource:
+    if isinstance(source, ArraySource):
+        return ArraySource(with_channels(source.images, channels), source.labels, source.name)
+    source.channels = channels
+    return source
+
+
+def _digest(sources: Sequence[Made], datasets: Sequence[Any], root: Path | None) -> str:
+    """Over pixels, or names and sizes of files; of what only the data set knows, over labels and some images."""
+    digest = hashlib.sha256()
+    for source, dataset in zip(sources, datasets, strict=True):
+        if isinstance(source, ArraySource):
+            digest.update(array_digest(source).encode())
+        elif isinstance(source, FileSource):
+            sizes = (_size(os.path.join(os.fsencode(str(root)), source.names[each])) for each in range(len(source)))
+            lines = (b"%s\0%d\n" % (source.names[each], size) for each, size in enumerate(sizes))
+            digest.update(b"".join(lines))
+        else:
+            digest.update(type(dataset).__name__.encode())
+            for sample in _compared(len(source)):
+                digest.update(source.read(sample).tobytes())
+        digest.update(source.labels.tobytes())
+    return digest.hexdigest()
+
+
+def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[str, ...]:
+    """What lies among the files that torchvision lists, and is none of them.
+
+    Raises:
+        DataError: If it lists a hidden file, which no other source reads.
+    """
+    names = {os.fsdecode(each.names[at]) for each in sources if isinstance(each, FileSource) for at in range(len(each))}
+    hidden = next((each for each in sorted(names) if is_ignored_member(each)), None)
+    if hidden is not None:
+        raise DataError(
+            f"data.dataset={PREFIX}{name} takes the hidden file {hidden!r} for an image: remove it, or train with "
+            "data.dataset=image_folder, which ignores such files."
+        )
+    left_out = LeftOut()
+    if names and root is not None:
+        folder = os.path.commonpath(map(os.path.dirname, names))
+        for each in files_below(root / folder, left_out):
+            if os.path.join(folder, each) not in names:
+                left_out.add("files that torchvision does not list", os.path.join(folder, each))
+    return left_out.told()
+
+
+def _size(path: bytes) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # reported as a broken image when it is read
+        return 0
+
+
+def _told(source: SampleSource) -> str:
+    kinds: dict[type, str] = {
+        FileSource: "torchvision's list of files, decoded as all files are",
+        ArraySource: "torchvision's array of pixels",
+    }
+    return kinds.get(type(source), "torchvision hands the images out one by one")

@@ -1,0 +1,342 @@
+"""WebDataset tars: members with the same name up to its first dot are one sample.
+
+``000123.jpg`` with ``000123.cls`` (the label as a number, or a class name), or with ``000123.json`` that has the key
+``label`` or ``cls``. Images are read where they lie in the tars, in any order: the tars' order is not the run's. Where
+each member lies is read once from the heads of the members, and cached. A tar that is compressed as a whole has no
+places to go to, and is refused.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
+from paceline.data.image.dataset import StoredImages, in_splits
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places, mapped_files, probe
+from paceline.data.image.source import EXTENSIONS, Ids, Names
+from paceline.data.image.tables import as_label, files_ending_in, number_classes
+from paceline.errors import DataError
+from paceline.files import LeftOut, has_ending, is_ignored_member
+from paceline.machine import cache_folder
+from paceline.plain_json import load_json
+
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7z": "xz", b"(\xb5/": "zstd"}
+# Another number is another layout of the remembered file.
+_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TarIndex:
+    """The regular files in a tar, in its order.
+
+    Attributes:
+        names: Their paths.
+        begin: First byte of each file's content, int64 [N].
+        length: Its length, int64 [N].
+        special: Paths of links, devices and pipes, which are not read.
+    """
+
+    names: Names
+    begin: Ids
+    length: Ids
+    special: Names
+
+
+def index_tar(file: MappedFile) -> TarIndex:
+    """Find the members of a tar, or recall them from an earlier time.
+
+    Raises:
+        DataError: If it is compressed, truncated or no tar.
+    """
+    memory = memory_of(file, "tar")
+    arrays = recall_arrays(memory)
+    if arrays is None or not {"blob", "ends", "begin", "length", "special_blob", "special_ends"} <= arrays.keys():
+        arrays = _scan(file)
+        remember_arrays(memory, arrays)
+    return TarIndex(
+        names=Names(arrays["blob"], arrays["ends"]),
+        begin=arrays["begin"],
+        length=arrays["length"],
+        special=Names(arrays["special_blob"], arrays["special_ends"]),
+    )
+
+
+def memory_of(file: MappedFile, what: str) -> Path:
+    """Where something about a tar is remembered, as long as it is as it is now: written to again, it is another."""
+    text = f"{_VERSION}\0{os.path.realpath(file.path)}\0{file.size}\0{file.changed}"
+    key = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return cache_folder() / "indexes" / f"{what}-{key}.npz"
+
+
+def _scan(file: MappedFile) -> Arrays:
+    if file.size == 0:
+        raise _damaged(file, "it is empty")
+    with open(file.path, "rb") as opened:
+        head = opened.read(tarfile.BLOCKSIZE)
+        for magic, name in _COMPRESSED.items():
+            if head.startswith(magic):
+                raise DataError(
+                    f"{file.path!r} is compressed with {name}, so that no image in it can be read by itself: "
+                    "decompress it (the images in it are compressed already)."
+                )
+        names, special = list[str](), list[str]()
+        places: list[tuple[int, int]] = []
+        end = 0
+        if head.strip(b"\0"):  # a tar without members is zeros alone
+            opened.seek(0)
+            try:
+                with tarfile.open(fileobj=opened, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
+                    for member in _members(archive, file):
+                        if member.isreg() and not member.issparse():
+                            names.append(member.name)
+                            places.append((member.offset_data, member.size))
+                        else:
+                            special.append(member.name)
+                    end = archive.offset
+            except (tarfile.TarError, ValueError, OverflowError) as error:
+                raise _damaged(file, error) from error
+        # tarfile takes a damaged head for the end.
+        opened.seek(end)
+        rest = opened.read(tarfile.BLOCKSIZE)
+        if rest.strip(b"\0"):
+            is_whole = len(rest) == tarfile.BLOCKSIZE
+            raise _damaged(file, f"at byte {end} {'is no head of a member' if is_whole else 'it breaks off'}")
+    found, odd = Names.of(names), Names.of(special)
+    table = np.array(places, dtype=np.int64).reshape(-1, 2)
+    arrays: Arrays = {"blob": found.blob, "ends": found.ends, "begin": table[:, 0].copy(), "length": table[:, 1].copy()}
+    return arrays | {"special_blob": odd.blob, "special_ends": odd.ends}
+
+
+def _members(archive: tarfile.TarFile, file: MappedFile) -> Iterator[tarfile.TarInfo]:
+    """The members of a tar but for its folders; none of them is kept in memory."""
+    while (member := archive.next()) is not None:
+        archive.members.clear()  # type: ignore[attr-defined]  # or the head of each would stay
+        if member.size < 0 or (member.isreg() and member.offset_data + member.size > file.size):
+            raise _damaged(file, f"its member at byte {member.offset} reaches beyond the end")
+        if not member.isdir():
+            yield member
+
+
+def _damaged(file: MappedFile, reason: object) -> DataError:
+    return DataError(f"{file.path!r} cannot be read as a .tar ({reason}): copy or make it again.")
+
+
+_LABELS = ("label", "cls")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_HELD_OUT = ("val", "validation", "test")
+_DOTTED = "images with a dot in their names, where the name of a WebDataset sample ends (rename them)"
+_OTHER = "members that are neither an image nor a label of one"
+
+
+@dataclass(frozen=True)
+class _TarName:
+    """Names samples in tars for people."""
+
+    names: Names
+    files: tuple[str, ...]
+    file: Ids
+
+    def __call__(self, sample: int) -> str:
+        return f"{self.names.text(sample)} in {self.files[self.file[sample]]}"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The samples of some tars."""
+
+    content: MappedBytes
+    name: _TarName
+    labels: list[int | str]
+    lengths: Ids
+
+
+def open_webdataset(path: str | Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
+    """Index the tars, and look at the heads of a few images.
+
+    Args:
+        path: A tar, a pattern (``train-{000..146}.tar``, ``*.tar``), or a folder of tars. Of a folder, those with
+            ``train``, ``val``, ``validation`` or ``test`` as a word of their names are those splits.
+        channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
+        validation_fraction: Share of each class held out where there are no tars of a validation split.
+
+    Raises:
+        DataError: If there are no such tars, or one is damaged, or a sample has no label.
+    """
+    left_out = LeftOut()
+    train_tars, held_out_tars, held_out = _splits(path, left_out)
+    train = _read(train_tars, left_out)
+    parts = [train] if not held_out_tars else [train, _read(held_out_tars, left_out)]
+    classes, labels = number_classes([part.labels for part in parts], str(path))
+    found = probe(MappedSource(train.content, labels[0], 3, train.name))
+    channels = channels or (1 if found.greyscale else 3)
+    digest = hashlib.sha256()
+    for part in parts:
+        for sample, label in enumerate(part.labels):
+            digest.update(f"{part.name.names.text(sample)}\0{part.lengths[sample]}\0{label}\n".encode())
+        digest.update(b"\0")
+    return in_splits(
+        [MappedSource(part.content, each, channels, part.name) for part, each in zip(parts, labels, strict=True)],
+        held_out,
+        validation_fraction,
+        classes=classes,
+        digest=digest.hexdigest(),
+        channels=channels,
+        probe=found,
+        left_out=left_out.told(),
+    )
+
+
+def expand(pattern: str) -> list[str]:
+    """Write out ``{000..010}`` and ``{a,b}`` in a pattern, in order."""
+    pieces = re.split(r"\{([^{}]*)\}", pattern)
+    choices = []
+    for index, piece in enumerate(pieces):
+        if index % 2 == 0:
+            choices.append([piece])
+        elif (match := _RANGE.fullmatch(piece)) is not None:
+            numbers = range(int(match[1]), int(match[2]) + 1)
+            choices.append([str(number).zfill(len(match[1])) for number in numbers])
+        else:
+            choices.append(piece.split(","))
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def _splits(path: str | Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
+    """Return the tars to train on, those held out, and which those are."""
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        return _tars(str(root)), [], ""
+    tars = files_ending_in("tar", root, left_out)
+    if not tars:
+        raise DataError(f"{str(root)!r} has no .tar files in it: correct the path.")
+    by_split: dict[str, list[Path]] = {}
+    for tar in tars:
+        words = re.split(r"[^a-z]+", tar.relative_to(root).as_posix().removesuffix(".tar").lower())
+        by_split.setdefault(next((word for word in ("train", *_HELD_OUT) if word in words), ""), []).append(tar)
+    if set(by_split) == {""}:
+        return tars, [], ""
+    held_out = next((name for name in _HELD_OUT if name in by_split), None)
+    if "train" not in by_split or "" in by_split:
+        odd = by_split[""][0].name if "" in by_split else ""
+        reason = f"{odd!r} says neither train nor {' nor '.join(_HELD_OUT)}" if odd else "no tar is named train"
+        raise DataError(
+            f"{str(root)!r} has tars of several splits, but {reason}: rename the tars (train-000.tar, val-000.tar), or "
+            "give a pattern of those to train on."
+        )
+    unread = [name for name in _HELD_OUT if name in by_split and name != held_out]
+    told = f"the {held_out} tars{f'; those of {unread[0]} are not read' if unread else ''}" if held_out else ""
+    return by_split["train"], by_split.get(held_out or "", []), told
+
+
+def _tars(pattern: str) -> list[Path]:
+    found: list[Path] = []
+    for written in expand(pattern):
+        matches = sorted(glob.glob(written)) if glob.has_magic(written) else [written]
+        if not matches or not Path(matches[0]).exists():
+            raise DataError(f"{pattern!r} names {written!r}, and there is no such file: correct the path.")
+        found += map(Path, matches)
+    return found
+
+
+def _read(tars: Sequence[Path], left_out: LeftOut) -> _Part:
+    files = mapped_files(tars)
+    indexes = [index_tar(file) for file in files]
+    names: list[str] = []
+    labels: list[int | str] = []
+    rows: list[tuple[int, int, int]] = []
+    for number, (file, index) in enumerate(zip(files, indexes, strict=True)):
+        samples = _samples(file, index, left_out)
+        names += [index.names.text(image) for image, _ in samples]
+        labels += _labels(file, index, samples)
+        rows += [(number, int(index.begin[image]), int(index.length[image])) for image, _ in samples]
+    if not rows:
+        unread = " ".join(f"{each}." for each in left_out.told())
+        raise DataError(
+            f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected are members "
+            f"like 000001.jpg and 000001.cls (images end in {', '.join(EXTENSIONS)}). {unread}".rstrip()
+        )
+    table = np.array(rows, dtype=np.int64)
+    places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
+    told = _TarName(Names.of(names), tuple(str(tar) for tar in tars), places.file)
+    return _Part(MappedBytes(files, places), told, labels, places.length)
+
+
+def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple[int, dict[str, int]]]:
+    """Each image's number among the members, and the numbers of all members of its sample by their endings."""
+    groups: dict[str, dict[str, int]] = {}
+    for member in range(len(index.names)):
+        path = index.names.text(member).removeprefix("./")
+        folder, _, name = path.rpartition("/")
+        stem, _, suffix = name.partition(".")
+        if not stem or is_ignored_member(path):
+            continue
+        members = groups.setdefault(f"{folder}/{stem}", {})
+        if suffix.lower() in members:
+            one, other = index.names.text(members[suffix.lower()]), index.names.text(member)
+            first_dot = "which are one sample's (its name ends at the first dot, whatever the case)"
+            both = f"{one!r} twice" if one == other else f"both {one!r} and {other!r}, {first_dot}"
+            raise DataError(
+                f"{file.path!r} holds {both}, and which of the two is meant cannot be told: give each sample a name of "
+                "its own."
+            )
+        members[suffix.lower()] = member
+    found = []
+    for key, members in groups.items():
+        images = [suffix for suffix in members if suffix in EXTENSIONS]
+        if len(images) > 1:
+            raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, and one is expected.")
+        found += [(members[suffix], members) for suffix in images]
+        used = (*images, "cls" if "cls" in members else "json") if images else ()
+        for suffix, member in members.items():
+            if suffix not in used:
+                reason = _DOTTED if has_ending(suffix, EXTENSIONS) else _OTHER
+                left_out.add(reason, index.names.text(member))
+    for number in range(len(index.special)):
+        if not is_ignored_member(index.special.text(number).removeprefix("./")):
+            left_out.add("links and special files in tars", index.special.text(number))
+    return found
+
+
+def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str, int]]]) -> list[int | str]:
+    """The samples' labels, remembered: they lie between the images, and reading them anew would read most of a tar."""
+    memory = memory_of(file, "texts")  # "labels" was another version's, which took 07 for 7
+    known = recall_arrays(memory)
+    if known is not None and "json" in known:
+        labels: list[int | str] = load_json(known["json"].tobytes())
+        if len(labels) == len(samples):
+            return labels
+    content = MappedBytes([file], Places(file=np.zeros_like(index.begin), begin=index.begin, length=index.length))
+    labels = [_label(content, members, f"{index.names.text(image)} in {file.path}") for image, members in samples]
+    remember_arrays(memory, {"json": np.frombuffer(json.dumps(labels).encode(), dtype=np.uint8)})
+    return labels
+
+
+def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | str:
+    if "cls" in members:
+        try:
+            return as_label(bytes(content[members["cls"]]).decode("utf-8-sig").strip(), name)
+        except UnicodeDecodeError:
+            raise DataError(f"{name!r}: its .cls is not in UTF-8; write it again in that encoding.") from None
+    if "json" in members:
+        try:
+            tree = load_json(bytes(content[members["json"]]))
+        except ValueError as error:
+            raise DataError(f"{name!r}: its .json cannot be read ({error}).") from error
+        found = [tree[key] for key in _LABELS if key in tree] if isinstance(tree, dict) else []
+        if found:
+            return as_label(found[0], name)
+    raise DataError(
+        f"{name!r} has no label: expected is a member with the same name and .cls, or .json with the key "
+        f"{' or '.join(map(repr, _LABELS))}."
+    )

@@ -1,0 +1,498 @@
+"""Tables of images: which column holds what, labels, splits, and rows that name image files.
+
+Text labels stay text: they count as numbers only where all of them read as ``0``, ``1``, ``2``, …; ``07`` and ``007``
+are two names.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paceline.data.image.dataset import Fault, Problems, StoredImages, in_splits
+from paceline.data.image.sets.image_folder import probe_files
+from paceline.data.image.source import FileSource, Ids, Names
+from paceline.errors import DataError, did_you_mean
+from paceline.escaping import text_of_cell
+from paceline.files import LeftOut, files_below, has_ending, odd_kind, refuse_odd_kinds
+from paceline.recipe.data import Data
+
+
+def require_pyarrow() -> ModuleType:
+    """Return the library, which is an extra.
+
+    Raises:
+        DataError: If it is not installed.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            "Packing, parquet tables and datasets of Hugging Face's need pyarrow, which "
+            f"cannot be imported ({error}): run `pip install 'paceline[pack]'`."
+        ) from error
+    found: ModuleType = pa
+    return found
+
+
+def mapped(path: str | Path) -> Any:
+    """A file for pyarrow to read, mapped into memory; unlike for pyarrow's own openers its name may be any bytes."""
+    return require_pyarrow().memory_map(os.fsencode(path))
+
+
+_LARGEST_LABEL = 2**20
+_CANONICAL = re.compile(r"0|[1-9][0-9]*")
+_NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
+
+
+def as_label(value: object, name: str) -> int | str:
+    """A label as it is written somewhere: a number from 0 on, or text.
+
+    Args:
+        value: What is written.
+        name: Of which sample, for the message.
+
+    Raises:
+        DataError: If it is neither.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise DataError(f"{name!r} has the label {value!r}, which is neither a number nor a class name.")
+    if isinstance(value, int) and not 0 <= value < _LARGEST_LABEL:
+        raise DataError(f"{name!r} has the label {value}, but labels are numbers from 0 to {_LARGEST_LABEL - 1:,}.")
+    return value
+
+
+def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, ...], list[Ids]]:
+    """Name the classes, and number the labels.
+
+    Args:
+        parts: Labels of the training images, and of the held-out ones if there are any.
+        path: Of the data, for the message.
+
+    Raises:
+        DataError: If some are numbers and some names, a held-out one is of a class that is not trained on, or there is
+            one class.
+    """
+    written = {label for labels in parts for label in labels}
+    number: dict[int | str, int]
+    if _are_numbers(written, path):
+        number = {label: _index(label, path) for label in written}
+        classes = tuple(map(str, range(max(number.values()) + 1)))
+    else:
+        classes = tuple(sorted(map(str, set(parts[0]))))
+        number = {name: index for index, name in enumerate(classes)}
+        if unknown := sorted(map(str, written - number.keys())):
+            raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, and none to train on.")
+    if len(classes) < 2:
+        raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
+    return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
+
+
+def _are_numbers(written: set[int | str], path: str) -> bool:
+    """Whether labels are the classes' numbers; else all are text, which names them."""
+    texts = sorted(label for label in written if isinstance(label, str))
+    names = [text for text in texts if not _CANONICAL.fullmatch(text)]
+    if not names:
+        return True
+    if len(texts) < len(written):
+        one = next(label for label in written if isinstance(label, int))
+        raise DataError(
+            f"{path!r} has labels that are numbers ({one}) and labels that are names ({names[0]!r}): make them all one "
+            "or the other."
+        )
+    if all(map(_NUMBER.fullmatch, texts)) and (odd := [text for text in names if not text.isdecimal()]):
+        raise DataError(f"{path!r} has the label {odd[0]}, but labels are whole numbers from 0 on, or names.")
+    return False
+
+
+def _index(label: int | str, path: str) -> int:
+    if len(str(label)) > len(str(_LARGEST_LABEL)) or int(label) >= _LARGEST_LABEL:
+        raise DataError(
+            f"{path!r} has the label {str(label)[:40]}, but labels that are numbers go up to {_LARGEST_LABEL - 1:,}: "
+            "write names, with a letter in one of them."
+        )
+    return int(label)
+
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+_WORDS = {
+    TRAIN: ("train", "training"),
+    VALIDATION: ("val", "valid", "validation", "dev"),
+    TEST: ("test", "testing"),
+}
+_USUAL = {
+    "image": (
+        *("image", "img", "images", "path", "file", "file_name", "filename", "filepath", "file_path"),
+        *("image_path", "img_path", "image_file", "jpg", "png"),
+    ),
+    "label": ("label", "labels", "class", "target", "category", "class_name", "label_name", "fine_label", "class_id"),
+    "split": ("split", "set", "subset", "partition"),
+}
+# As the hub names the pieces of a split.
+_OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the recipe says of columns: a name, ``auto``, or, of the split, None for none."""
+
+    image: str = "auto"
+    label: str = "auto"
+    split: str | None = "auto"
+
+    @classmethod
+    def of(cls, data: Data) -> Asked:
+        """What a recipe's section says."""
+        return cls(image=data.image_column, label=data.label_column, split=data.split_column)
+
+
+class Found(NamedTuple):
+    """The names of the columns in use."""
+
+    image: str
+    label: str
+    split: str | None
+
+
+def find_columns(asked: Asked, columns: Sequence[str], where: str) -> Found:
+    """Find the columns by the names asked for, or by usual names in either case.
+
+    Args:
+        asked: What the recipe says.
+        columns: What the table has.
+        where: The table, for the message.
+
+    Raises:
+        DataError: If one is not there.
+    """
+    lowered = {name.strip().lower(): name for name in reversed(columns)}
+
+    def find(what: str, name: str | None) -> str | None:
+        if name == "auto":
+            return next((lowered[usual] for usual in _USUAL[what] if usual in lowered), None)
+        if name is None or name in columns:
+            return name
+        raise DataError(
+            f"{where} has no column {name!r} (data.{what}_column), but {', '.join(columns)}."
+            f"{did_you_mean(name, columns)}"
+        )
+
+    image, label, split = find("image", asked.image), find("label", asked.label), find("split", asked.split)
+    if image is None or label is None:
+        what = "image" if image is None else "label"
+        raise DataError(
+            f"{where} has the columns {', '.join(columns)}, and none has a usual name of a column of "
+            f"{what}s ({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column."
+        )
+    if image == label:
+        raise DataError(f"{where}: data.image_column and data.label_column are both {image!r}: name two columns.")
+    return Found(image, label, split)
+
+
+class Parts(NamedTuple):
+    """The rows of each split.
+
+    Attributes:
+        train: Rows of the training images, int64.
+        held_out: Rows of the held-out images, or None if they are to be split off.
+        told: Where held-out images come from, for people; empty if they are split off.
+    """
+
+    train: Ids
+    held_out: Ids | None
+    told: str
+
+    @property
+    def splits(self) -> list[Ids]:
+        """The rows of the training images, and of the held-out ones if there are any."""
+        return [self.train] if self.held_out is None else [self.train, self.held_out]
+
+
+def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
+    """Say which rows belong to which split.
+
+    Args:
+        splits: What each row says, or None where none says anything.
+        count: How many rows there are.
+        where: The table, for the message.
+
+    Raises:
+        DataError: If a row says what is no split, or none is for training.
+    """
+    if splits is None:
+        return Parts(np.arange(count), None, "")
+    words = np.array([each.strip().lower() for each in splits])
+    known = [word for names in _WORDS.values() for word in names]
+    for word in np.unique(words).tolist():
+        if word not in known:
+            row = int(np.flatnonzero(words == word)[0])
+            raise DataError(
+                f"{where} says {word!r} of the split of an image (the {row + 1:,}. row), but a split is train, val or "
+                f"test: correct it, or set data.split_column=off.{did_you_mean(word, known)}"
+            )
+    train, validation, test = (np.flatnonzero(np.isin(words, names)) for names in _WORDS.values())
+    if len(train) == 0:
+        raise DataError(f"{where} has no row whose split is train: correct it, or set data.split_column=off.")
+    if len(validation):
+        unread = f"; {len(test):,} rows of test are not read" if len(test) else ""
+        return Parts(train, validation, f"the rows whose split is val{unread}")
+    return Parts(train, test, "the rows whose split is test") if len(test) else Parts(train, None, "")
+
+
+def files_ending_in(ending: str, root: Path, left_out: LeftOut) -> list[Path]:
+    """The files below a folder that end so, in order; all others are counted in ``left_out``."""
+    found = []
+    for name in files_below(root, left_out):
+        if has_ending(name, (ending,)):
+            found.append(root / name)
+        else:
+            left_out.add(f"files that do not end in .{ending}", name)
+    return sorted(found)
+
+
+def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
+    """The split of each file: train, validation, test, or another one by the hub's name for it, which is not read.
+
+    Args:
+        paths: The files.
+        base: The folder they lie in; names of folders from there on count, those of the innermost first.
+
+    Raises:
+        DataError: If some are called train, and another might be anything.
+    """
+    said = [_split_named(path.relative_to(base)) for path in paths]
+    if TRAIN not in said:
+        return [split or TRAIN for split in said]
+    found = []
+    for path, split in zip(paths, said, strict=True):
+        hub = _OF_THE_HUB.fullmatch(path.name)
+        if split is None and hub is None:
+            raise DataError(
+                f"{str(path)!r} lies beside files that are called train, and its name says no split (train, val or "
+                "test): rename it, or take it out of the folder."
+            )
+        found.append(split or (hub[1] if hub else TRAIN))
+    return found
+
+
+def _split_named(path: Path) -> str | None:
+    for part in reversed(path.parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        for split, names in _WORDS.items():
+            if any(name in words for name in names):
+                return split
+    return None
+
+
+def told_unread(splits: Sequence[str]) -> str:
+    """What is said of splits that are there and are not read; empty if there are none."""
+    if not splits:
+        return ""
+    return f"{', '.join(splits)} {'is' if len(splits) == 1 else 'are'} not read"
+
+
+# Normalising a path, as of a table in a folder, takes one of the slashes away.
+_ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
+_LARGEST_HEAD = 2**16
+
+
+@dataclass(frozen=True)
+class PathRows:
+    """Rows of a table that names image files.
+
+    Attributes:
+        root: The folder that the paths are relative to.
+        paths: One for each row.
+        labels: As they are written.
+        parts: Which rows belong to which split.
+        where: Names a row for people.
+    """
+
+    root: Path
+    paths: Sequence[str]
+    labels: Sequence[object]
+    parts: Parts
+    where: Callable[[int], str]
+
+
+def open_csv(
+    path: str | Path, *, channels: int | None, validation_fraction: float, asked: Asked, fault: Fault | None = None
+) -> StoredImages:
+    """Read a table of paths and labels, and look at the heads of a few images.
+
+    Args:
+        path: A file with a first line that names its columns, which are separated by commas, semicolons or tabs.
+        channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
+        validation_fraction: Share of each class held out where no row is of a split for that.
+        asked: Which columns.
+        fault: Told of each row that names no file, or one that another row names, if the rest is wanted.
+
+    Raises:
+        DataError: If it cannot be read, or a column, a label or a path is missing.
+    """
+    file = Path(path).expanduser()
+    header, rows, lines = _read(file)
+    columns = find_columns(asked, header, repr(str(file)))
+    image, label = header.index(columns.image), header.index(columns.label)
+    splits = None if columns.split is None else [row[header.index(columns.split)] for row in rows]
+
+    def where(row: int) -> str:
+        return f"line {lines[row]} of {str(file)!r}"
+
+    found = PathRows(
+        root=file.absolute().parent,
+        paths=[text_of_cell(row[image].strip()) for row in rows],
+        labels=[text_of_cell(row[label].strip()) for row in rows],
+        parts=parts_of(splits, len(rows), repr(str(file))),
+        where=where,
+    )
+    return open_paths(found, str(file), channels=channels, validation_fraction=validation_fraction, fault=fault)
+
+
+def open_paths(
+    rows: PathRows, table: str, *, channels: int | None, validation_fraction: float, fault: Fault | None
+) -> StoredImages:
+    """Open the images that rows name.
+
+    Args:
+        rows: The rows.
+        table: The table's path, for messages.
+        channels: See :func:`open_csv`.
+        validation_fraction: See :func:`open_csv`.
+        fault: See :func:`open_csv`.
+
+    Raises:
+        DataError: See :func:`open_csv`.
+    """
+    parts = rows.parts.splits
+    problems = Problems()
+    sizes = _sizes(rows, np.concatenate(parts), problems)
+    problems.tell(fault)
+    parts = [part[sizes[part] >= 0] for part in parts]
+    if not all(len(part) for part in parts):
+        raise DataError(f"{table!r} names no image that is there: correct the paths in it.")
+    labels = [[_label(rows.labels[row], rows.where(row)) for row in part.tolist()] for part in parts]
+    classes, numbered = number_classes(labels, table)
+    names = [os.fsencode(each) for each in rows.paths]
+    listed = [Names.of(names[row] for row in part.tolist()) for part in parts]
+    probe = probe_files(rows.root, listed[0])
+    channels = channels or (1 if probe.greyscale else 3)
+    whole = [FileSource(rows.root, each, label, channels) for each, label in zip(listed, numbered, strict=True)]
+    digest = hashlib.sha256()
+    for part, numbers in zip(parts, numbered, strict=True):
+        lines = (b"%s\0%d\0%d\n" % (names[row], sizes[row], label) for row, label in zip(part, numbers, strict=True))
+        digest.update(b"".join(lines) + b"\0")
+    digest.update("\0".join(classes).encode())
+    return in_splits(
+        whole,
+        rows.parts.told,
+        validation_fraction,
+        classes=classes,
+        digest=digest.hexdigest(),
+        channels=channels,
+        probe=probe,
+    )
+
+
+def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
+    """The header, the rows, and the line that each row ends at."""
+    refuse_odd_kinds(file)
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as opened:
+            first = opened.readline(_LARGEST_HEAD)
+            opened.seek(0)
+            delimiter = "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)
+            reader = csv.reader(opened, delimiter=delimiter, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            rows, lines = [], []
+            for row in reader:
+                if row:
+                    rows.append(row)
+                    lines.append(reader.line_num)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"it is not in UTF-8: {reason}; save it again in that encoding"
+        raise DataError(
+            f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
+            "or the path."
+        ) from None
+    _check(file, header, rows, lines)
+    return header, rows, lines
+
+
+def _check(file: Path, header: list[str], rows: list[list[str]], lines: list[int]) -> None:
+    if not rows:
+        raise DataError(f"{str(file)!r} has no rows: expected is a line of column names, and one for each image.")
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise DataError(f"{str(file)!r} has two columns called {twice[0]!r}: rename one of them.")
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != len(header):
+            raise DataError(
+                f"line {line} of {str(file)!r} has {len(row)} fields, but its first line names {len(header)} columns "
+                f"({', '.join(header)}): a field with a separator in it stands in quotation marks."
+            )
+
+
+def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
+    """The length in bytes of the file that each row names; -1 for those that are left out."""
+    sizes = np.full(len(rows.paths), -1, dtype=np.int64)
+    seen: dict[str, int] = {}
+    for row in np.sort(wanted).tolist():
+        path = rows.paths[row]
+        whole = os.path.normpath(os.path.join(rows.root, path))
+        if not path:
+            problems.add("{} names no image: give its path, or remove the line.", rows.where(row))
+        elif _ADDRESS.match(path):
+            # Not repeated: an address may hold a password.
+            problems.add(
+                "{} names an address, and a table names files: copy the images here, and give paths from the table on.",
+                rows.where(row),
+            )
+        elif whole in seen:
+            where, otherwise = rows.where(seen[whole]), _otherwise(rows, seen[whole], row)
+            sentence = "{} names {}, which {} names too{}: keep one of them."
+            problems.add(sentence, rows.where(row), repr(path), where, otherwise)
+        elif (size := _size(whole)) is None:
+            if kind := odd_kind(whole):
+                sentence = "{} names {}, which is {}: correct it, or remove the line."
+                problems.add(sentence, rows.where(row), repr(path), kind)
+            else:
+                sentence = "{} names {}, but there is no file {}: correct it, or remove the line."
+                problems.add(sentence, rows.where(row), repr(path), repr(whole))
+        else:
+            seen[whole] = row
+            sizes[row] = size
+    return sizes
+
+
+def _otherwise(rows: PathRows, first: int, second: int) -> str:
+    one, other = rows.labels[first], rows.labels[second]
+    return "" if one == other else f", with the label {one!r} there and {other!r} here"
+
+
+def _size(path: str) -> int | None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # a name with a zero byte in it
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _label(value: object, name: str) -> int | str:
+    if value is None or value == "":
+        raise DataError(f"{name} has no label: give one, or remove the line.")
+    return as_label(value, name)

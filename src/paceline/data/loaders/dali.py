@@ -1,0 +1,651 @@
+"""The back-end that decodes, crops and resizes with NVIDIA's DALI, on threads of this process or on the GPU.
+
+DALI orders nothing and draws nothing here. It is fed each image's file, and the box, size and flip that every back-end
+computes alike, so that the same sample is shown alike whoever reads it, and there is no state of DALI's to save. Only
+plain JPEG files go to DALI: their markers say that every decoder makes the same picture of them (ISO/IEC 10918-1, annex
+B). Other files (turned by EXIF, CMYK, arithmetic coding, several pictures, damaged, other formats), and those that DALI
+cannot decode, are read as by the other back-ends, which also decide whether a file is broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+import re
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.dlpack import from_dlpack
+
+from paceline.data.batch import Batch, BrokenSample
+from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box, shrinkage, snapped
+from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, DecodedPicture, Picture
+from paceline.data.image.source import BrokenImageError, Content, EncodedSource
+from paceline.data.image.store import shrunk, vary
+from paceline.data.image.transforms import (
+    Shape,
+    View,
+    evaluation_geometry,
+    evaluation_image,
+    grows_too_large,
+    resized_part,
+)
+from paceline.data.slices import SampleSlice
+from paceline.errors import DataError, OneProcessError
+
+_BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
+_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, all with Huffman's codes
+_OTHER_FRAMES = (0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
+_SCAN = 0xDA
+_EXIF_SEGMENT, _SEVERAL_SEGMENT, _ADOBE_SEGMENT = 0xE1, 0xE2, 0xEE
+# Tables, restart intervals, scans, what applications say and comments: all that may stand between two scans.
+_BETWEEN_SCANS = (0xC4, 0xDB, 0xDD, _SCAN, *range(0xE0, 0xF0), 0xFE)
+_MARKER: re.Pattern[bytes] = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # but for those that restart a scan
+_LUMA_CHROMA = (1, 2, 3)
+
+
+class _Frame(NamedTuple):
+    precision: int
+    height: int
+    width: int
+    components: tuple[int, ...]
+
+
+def plain_jpeg(content: Content) -> Shape | None:
+    """Height and width of a plain JPEG file, or None for any other content.
+
+    Args:
+        content: The whole file.
+    """
+    if len(content) < len(_BEGIN + _END) or content[:2] != _BEGIN or content[-2:] != _END:
+        return None
+    size = None
+    at = len(_BEGIN)
+    while at + 4 <= len(content) and content[at] == 0xFF:
+        marker = content[at + 1]
+        if marker == 0xFF:  # filling
+            at += 1
+            continue
+        if marker == _SCAN:
+            return size if _only_scans_follow(content, at) else None
+        end = at + 2 + _length(content, at)
+        segment = content[at + 4 : end]
+        if marker in _FRAMES and size is None:
+            size = _plain_size(_frame(segment))
+        elif marker in _FRAMES + _OTHER_FRAMES or _may_change_the_picture(marker, bytes(segment)):
+            return None
+        at = end
+    return None
+
+
+def _length(content: Content, at: int) -> int:
+    """What the segment whose marker is at ``at`` says of its length."""
+    return content[at + 2] << 8 | content[at + 3]
+
+
+def _only_scans_follow(content: Content, at: int) -> bool:
+    """Whether the file goes on with scans, and what may stand between them, to the end; ``at`` is its first scan.
+
+    Bytes of 255 that a scan itself holds are followed by a zero. A marker among them that does not belong there is
+    damage, which some decoders stumble over and others do not.
+    """
+    while (found := _MARKER.search(content, at)) is not None:
+        at = found.start()
+        if content[at + 1] not in _BETWEEN_SCANS or at + 4 > len(content):
+            return at == len(content) - len(_END)
+        at += 2 + _length(content, at)
+    return False
+
+
+def _frame(segment: Content) -> _Frame | None:
+    if len(segment) < 6 or len(segment) < 6 + 3 * segment[5]:
+        return None
+    components = tuple(segment[6 + 3 * index] for index in range(segment[5]))
+    return _Frame(segment[0], segment[1] << 8 | segment[2], segment[3] << 8 | segment[4], components)
+
+
+def _plain_size(frame: _Frame | None) -> Shape | None:
+    if frame is None or frame.precision != 8:
+        return None
+    # Other names of components may mean other colours; no height is told behind the picture.
+    if len(frame.components) != 1 and frame.components != _LUMA_CHROMA:
+        return None
+    return (frame.height, frame.width) if 0 < frame.height * frame.width <= LARGEST_PIXELS else None
+
+
+def _may_change_the_picture(marker: int, segment: bytes) -> bool:
+    """Whether a segment of an application says that the samples are not the upright picture."""
+    if marker == _EXIF_SEGMENT:
+        return _is_turned(segment)
+    if marker == _SEVERAL_SEGMENT:
+        return segment.startswith(b"MPF\0")
+    # Adobe's last byte tells how colours were transformed: 0 not at all, 1 to luma and chroma.
+    return marker == _ADOBE_SEGMENT and segment.startswith(b"Adobe") and segment[11:12] != b"\x01"
+
+
+def _is_turned(segment: bytes) -> bool:
+    if not segment.startswith(b"Exif\0"):
+        return b"Orientation" in segment  # in XMP, which is XML
+    exif = Image.Exif()
+    try:
+        exif.load(segment)
+        return bool(exif.get(ORIENTATION, 1) != 1)
+    except Exception:  # noqa: BLE001 (metadata of any kind of damage; the other decoder says what they say)
+        return True
+
+
+# Buffers that take the largest image of ImageNet, so that none is made anew while training (NVIDIA
+# DeepLearningExamples, ConvNets, dataloaders.py; DALI's guide to the hardware decoder). Each thread has its own.
+_BUFFERS = {
+    "device_memory_padding": 211_025_920,
+    "host_memory_padding": 140_544_512,
+    "preallocate_width_hint": 5980,
+    "preallocate_height_hint": 6430,
+}
+_HARDWARE_SHARE = 0.65  # DALI's own; the GPU's other cores decode the rest
+_FILTERS = {"bilinear": "INTERP_LINEAR", "bicubic": "INTERP_CUBIC"}
+
+
+def why_unavailable() -> str:
+    """Why DALI cannot be used here, in Python's own words; empty if it can."""
+    try:
+        importlib.import_module("nvidia.dali.fn")
+    except (ImportError, OSError) as error:  # not installed, or a library that it needs is missing
+        return str(error)
+    return ""
+
+
+def how_to_install() -> str:
+    """The command that installs the DALI which fits torch's CUDA."""
+    cuda = torch.version.cuda or "13"
+    return "pip install 'paceline[dali]'" if int(cuda.partition(".")[0]) >= 13 else "pip install nvidia-dali-cuda120"
+
+
+class Asked(NamedTuple):
+    """What DALI is asked to make of one file.
+
+    Attributes:
+        content: The file.
+        box: The part of the image to decode.
+        scaled: Height and width that it is resized to.
+        corner: Top and left of what is kept of that.
+        shape: Height and width of what is kept.
+        flip: Whether that is mirrored.
+    """
+
+    content: Content
+    box: Box
+    scaled: Shape
+    corner: tuple[int, int]
+    shape: Shape
+    flip: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSettings:
+    """What does not change from batch to batch.
+
+    Attributes:
+        threads: DALI's threads.
+        ahead: Batches that may be asked for and not yet taken.
+        device: The CPU, or the GPU that decodes and on which batches stay.
+        channels: 1 or 3.
+        interpolation: As in :class:`paceline.data.image.transforms.View`.
+    """
+
+    threads: int
+    ahead: int
+    device: torch.device
+    channels: int
+    interpolation: str
+
+
+class Graph:
+    """Batches of at most so many images, taken in the order in which they were asked for."""
+
+    def __init__(self, most: int, settings: GraphSettings) -> None:
+        """Build the graph, and run it on blank pictures.
+
+        Raises:
+            DataError: If DALI cannot run at all.
+        """
+        self.most = most
+        self._on_gpu = settings.device.type == "cuda"
+        self._pipeline = define(most, settings)
+        self._held: deque[list[np.ndarray[Any, Any]]] = deque()
+        try:
+            self._warm_up(settings.ahead)
+        except RuntimeError as error:
+            raise DataError(
+                f"DALI cannot decode on {settings.device} ({str(error).splitlines()[0]}): use data.decode_on=cpu, or "
+                "data.backend=pytorch."
+            ) from error
+
+    def ask(self, batch: Sequence[Asked]) -> None:
+        """Begin a batch; it is worked on beside this thread."""
+        self._feed(batch)
+        self._pipeline.schedule_run()
+
+    def take(self) -> torch.Tensor:
+        """Wait for the oldest batch; uint8 [N, C, H, W].
+
+        On a GPU it is not waited for, but bound to the current stream.
+
+        Raises:
+            RuntimeError: If DALI could not make it. The graph cannot be used any more.
+        """
+        # Outputs are torch's from here on: DALI allocates others for the batches to come.
+        stream = torch.cuda.current_stream() if self._on_gpu else None
+        (images,) = self._pipeline.outputs(cuda_stream=stream)
+        self._held.popleft()
+        return from_dlpack(images.as_tensor())
+
+    def _warm_up(self, batches: int) -> None:
+        # DALI runs as many batches as it works on ahead when it is first started, whatever it has been given by then.
+        blank = Asked(_blank_jpeg(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
+        for _ in range(batches):
+            self._feed([blank])
+        self._pipeline.schedule_run()
+        for _ in range(batches):
+            self.take()
+
+    def _feed(self, batch: Sequence[Asked]) -> None:
+        files = [np.frombuffer(each.content, dtype=np.uint8) for each in batch]
+        boxes = np.array([each.box for each in batch], dtype=np.int32)
+        numbers = {
+            "start": boxes[:, :2].copy(),
+            "extent": boxes[:, 2:].copy(),
+            "scaled": np.array([each.scaled for each in batch], dtype=np.float32),
+            "kept": np.array([each.shape for each in batch], dtype=np.float32),
+            "top": np.array([_place(each, 0) for each in batch], dtype=np.float32),
+            "left": np.array([_place(each, 1) for each in batch], dtype=np.float32),
+            "mirror": np.array([each.flip for each in batch], dtype=np.int32),
+        }
+        self._held.append(files)  # not copied, unless for a GPU: DALI reads them here
+        self._pipeline.feed_input("files", files)
+        for name, values in numbers.items():
+            self._pipeline.feed_input(name, values)
+
+
+def define(most: int, settings: GraphSettings) -> Any:
+    """DALI's pipeline for batches of at most ``most`` images."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    on_gpu = settings.device.type == "cuda"
+
+    def number(name: str, kind: Any, dimensions: int) -> Any:
+        return fn.external_source(name=name, dtype=kind, ndim=dimensions)
+
+    def graph() -> Any:
+        images = fn.decoders.image_slice(
+            # Kept here until the batch is taken; a GPU may still be reading them then.
+            fn.external_source(name="files", dtype=types.UINT8, ndim=1, no_copy=not on_gpu),
+            device="mixed" if on_gpu else "cpu",
+            start=number("start", types.INT32, 1),
+            shape=number("extent", types.INT32, 1),
+            axes=[0, 1],
+            output_type=types.RGB,
+            adjust_orientation=False,  # plain files are upright
+            jpeg_fancy_upsampling=True,  # as libjpeg does
+            **_decoder_on_gpu() if on_gpu else {},
+        )
+        images = fn.resize(
+            images,
+            size=number("scaled", types.FLOAT, 1),
+            interp_type=getattr(types, _FILTERS[settings.interpolation]),
+            antialias=True,
+        )
+        if settings.channels == 1:
+            images = fn.color_space_conversion(images, image_type=types.RGB, output_type=types.GRAY)
+        return fn.crop_mirror_normalize(
+            images,
+            crop=number("kept", types.FLOAT, 1),
+            crop_pos_y=number("top", types.FLOAT, 0),
+            crop_pos_x=number("left", types.FLOAT, 0),
+            mirror=number("mirror", types.INT32, 0),
+            dtype=types.UINT8,  # the prefetcher normalises, as for every back-end
+            output_layout="CHW",
+        )
+
+    defined = pipeline_def(
+        batch_size=most,
+        num_threads=settings.threads,
+        device_id=settings.device.index if on_gpu else None,
+        prefetch_queue_depth=settings.ahead,
+        seed=0,
+    )
+    return defined(graph)()
+
+
+def _decoder_on_gpu() -> dict[str, Any]:
+    # Which image goes to the GPU's JPEG units depends on its company: a deterministic run leaves them alone.
+    share = 0.0 if torch.are_deterministic_algorithms_enabled() else _HARDWARE_SHARE
+    return {**_BUFFERS, "hw_decoder_load": share}
+
+
+def _place(asked: Asked, axis: int) -> float:
+    """Where the part that is kept begins, as DALI wants it: a share of the room that there is."""
+    room = asked.scaled[axis] - asked.shape[axis]
+    return asked.corner[axis] / room if room else 0.0
+
+
+def _blank_jpeg() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, format="JPEG")
+    return file.getvalue()
+
+
+_READ_AT_ONCE = 8
+_LONGEST_WAIT_SECONDS = 600  # for one batch's files; storage that stalls for longer will not come back
+
+_Row = Asked | torch.Tensor | BrokenSample
+"""A sample: for DALI, or made already (uint8 [C, H, W]), or broken."""
+
+
+@dataclass
+class _Work:
+    """A slice on its way to a batch.
+
+    Attributes:
+        piece: The slice.
+        draws: How its images are varied; None in evaluation.
+        shape: Height and width of what the model sees.
+        reading: Its rows, while files are read.
+        rows: Its rows, one for each sample.
+        images: What DALI made of those that it was asked for, uint8 [N, C, H, W].
+    """
+
+    piece: SampleSlice
+    draws: Draws | None
+    shape: Shape
+    reading: list[Future[list[_Row]]]
+    rows: list[_Row] = field(default_factory=list)
+    images: torch.Tensor | None = None
+
+    @property
+    def asked(self) -> list[Asked]:
+        """The rows that are DALI's."""
+        return [row for row in self.rows if isinstance(row, Asked)]
+
+
+class DaliBackend:
+    """Serves one split from image files; satisfies :class:`paceline.data.batch.Backend`.
+
+    One call's batches are served at a time.
+    """
+
+    def __init__(
+        self,
+        source: EncodedSource,
+        view: View,
+        *,
+        threads: int,
+        prefetch: int = 2,
+        decode_on: torch.device | str = "cpu",
+        pin_memory: bool = False,
+    ) -> None:
+        """Read ``source`` with ``threads`` threads of DALI's, and as many that read files.
+
+        Args:
+            source: The split's image files.
+            view: What the model sees of them; its augmentation has no more than a crop and a flip.
+            threads: Threads of each kind.
+            prefetch: Batches that DALI works on ahead, and batches whose files are read ahead of those.
+            decode_on: The CPU, or the GPU on which batches are made and stay.
+            pin_memory: Whether what is made on the CPU is moved to page-locked memory, for faster copies to a GPU.
+        """
+        self._source = source
+        self._view = view
+        self._ahead = prefetch
+        self._pin_memory = pin_memory
+        self._settings = GraphSettings(
+            threads=threads,
+            ahead=prefetch,
+            device=torch.device(decode_on),
+            channels=view.channels,
+            interpolation=view.interpolation,
+        )
+        # A crop of the padded image comes before the flip: both are then made of the whole batch.
+        self._flips_later = view.augment is not None and view.augment.crop == "pad"
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="dali-reader")
+        self._last_read = -1
+        self._refused: set[int] = set()  # files that DALI is not asked for again
+        self._graph: Graph | None = None
+        self._stream: Generator[Batch, None, None] | None = None
+
+    def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
+        """Yield one uint8 batch per slice, in order; a stream of an earlier call ends here.
+
+        Raises:
+            OneProcessError: If reading hangs, or fails for another reason than a broken file; the message names the
+                sample.
+        """
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = self._serve(slices)
+        return self._stream
+
+    def reading(self) -> str:
+        """Which file was begun last; for people."""
+        return f"the last file begun is sample {self._named(self._last_read)}" if self._last_read >= 0 else ""
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._stream is not None and inspect.getgeneratorstate(self._stream) != inspect.GEN_RUNNING:
+            self._stream.close()
+        self._stream = self._graph = None
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _serve(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
+        pieces = iter(slices)
+        reading: deque[_Work] = deque()
+        running: deque[_Work] = deque()
+        try:
+            while True:
+                while len(reading) + len(running) < 2 * self._ahead and (piece := next(pieces, None)) is not None:
+                    reading.append(self._begin(piece))
+                while reading and len(running) < self._ahead:
+                    self._run(reading.popleft(), running)
+                if not running:
+                    return
+                self._finish(running[0], running)
+                yield self._batch(running.popleft())
+        finally:
+            for work in reading:
+                for future in work.reading:
+                    future.cancel()
+            if running:
+                self._graph = None  # with what it was asked for in vain
+
+    def _begin(self, piece: SampleSlice) -> _Work:
+        """Have a slice's files read."""
+        view, ids = self._view, piece.ids.tolist()
+        draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
+        size = view.read_size_at(piece.epoch)
+        work = _Work(piece, draws, piece.shape or (size, size), [])
+        for at in range(0, len(ids), _READ_AT_ONCE):
+            rows = range(at, min(at + _READ_AT_ONCE, len(ids)))
+            work.reading.append(self._readers.submit(lambda rows: [self._row(work, row) for row in rows], rows))
+        return work
+
+    def _run(self, work: _Work, running: deque[_Work]) -> None:
+        """Wait for a slice's files, and hand them to DALI."""
+        for future in work.reading:
+            try:
+                work.rows += future.result(_LONGEST_WAIT_SECONDS)
+            except TimeoutError:
+                raise OneProcessError(f"no batch came for {_LONGEST_WAIT_SECONDS} s: {self.reading()}.") from None
+        work.reading = []
+        if self._graph is not None and len(work.asked) > self._graph.most:
+            for each in running:
+                self._finish(each, running)
+            self._graph = None
+        running.append(work)
+        try:
+            self._ask(work)
+        except RuntimeError as error:
+            self._recover(running, error)
+
+    def _ask(self, work: _Work) -> None:
+        asked = work.asked
+        if not asked:
+            return
+        if self._graph is None:
+            self._graph = Graph(len(asked), self._settings)
+        self._graph.ask(asked)
+
+    def _finish(self, work: _Work, running: deque[_Work]) -> None:
+        """Wait for DALI's part of a slice, the oldest that is unfinished."""
+        while work.images is None and work.asked:
+            assert self._graph is not None
+            try:
+                work.images = self._graph.take()
+            except RuntimeError as error:
+                self._recover(running, error)
+
+    def _recover(self, running: Iterable[_Work], error: RuntimeError) -> None:
+        """Read those files that DALI cannot decode, and ask it for the others anew.
+
+        DALI gives up its graph, with all that it works on, for one file, and does not say which.
+
+        Raises:
+            OneProcessError: If it can decode each of them: then something else is wrong.
+        """
+        self._graph = None
+        unfinished = [work for work in running if work.images is None]
+        if not sum(map(self._read_refused, unfinished)):
+            what = str(error).splitlines()[0]
+            raise OneProcessError(f"DALI failed, though it can decode each image: {what}") from error
+        most = max(len(work.asked) for work in unfinished)
+        self._graph = Graph(most, self._settings) if most else None
+        for work in unfinished:
+            self._ask(work)
+
+    def _read_refused(self, work: _Work) -> int:
+        """Read those files of a slice that DALI cannot decode; each is tried alone, so that none suffers for others."""
+        graph = Graph(1, self._settings)
+        refused = 0
+        for row, asked in enumerate(work.rows):
+            if not isinstance(asked, Asked):
+                continue
+            try:
+                graph.ask([asked])
+                graph.take()
+            except RuntimeError:
+                graph = Graph(1, self._settings)
+                self._refused.add(int(work.piece.ids[row]))
+                work.rows[row] = self._decoded(work, row)
+                refused += 1
+        return refused
+
+    def _row(self, work: _Work, row: int) -> _Row:
+        sample = int(work.piece.ids[row])
+        self._last_read = sample
+        try:
+            content = self._source.encoded(sample)
+            size = plain_jpeg(content)
+            if size is None or sample in self._refused:
+                return self._decoded(work, row)
+        except BrokenImageError as error:
+            return BrokenSample(sample, error.path, error.reason)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise OneProcessError(f"Reading sample {self._named(sample)} failed: {what}") from error
+        box, flip = self._box(work, row, size), self._flip(work, row)
+        if box is not None:
+            box = self._as_shrunk(box, size, work.shape[0])
+            return Asked(content, box, work.shape, (0, 0), work.shape, flip)
+        scaled, corner = evaluation_geometry(size, work.shape, self._view.evaluation_crop)
+        if grows_too_large(size, scaled):
+            return self._decoded(work, row)
+        return Asked(content, Box(0, 0, *size), scaled, corner, work.shape, flip)
+
+    def _decoded(self, work: _Work, row: int) -> torch.Tensor | BrokenSample:
+        """Read a sample without DALI, as the other back-ends do."""
+        view, sample = self._view, int(work.piece.ids[row])
+        try:
+            picture: Picture | DecodedPicture
+            if sample in self._refused:
+                picture = DecodedPicture(self._source.read(sample))
+            else:
+                picture = Picture(self._source.encoded(sample), view.channels, self._source.path(sample))
+            box = self._box(work, row, picture.size)
+            shrink = 1
+            if box is not None and view.augment is not None and view.augment.shrink_on_load and picture.shrinks:
+                shrink = shrinkage(box, work.shape[0])
+                box = snapped(box, shrink)
+            pixels = picture.part(box, shrink)
+        except BrokenImageError as error:
+            return BrokenSample(sample, error.path, error.reason)
+        if box is None:
+            shown = evaluation_image(pixels, work.shape, view.evaluation_crop, view.interpolation)
+        else:
+            shown = resized_part(pixels, work.shape[0], view.interpolation)
+        return shown.flip(-1) if self._flip(work, row) else shown
+
+    def _box(self, work: _Work, row: int, size: Shape) -> Box | None:
+        """The part of an image that is shown; None where the whole is, but for its edges."""
+        augment, draws = self._view.augment, work.draws
+        if augment is None or draws is None or draws.attempts is None:
+            return None
+        return random_resized_box(draws.attempts[row], size, augment.scale, augment.ratio)
+
+    def _as_shrunk(self, box: Box, size: Shape, target: int) -> Box:
+        """Where the other back-ends move a box's edges to decode its file smaller, move them too."""
+        if self._view.augment is None or not self._view.augment.shrink_on_load:
+            return box
+        moved = snapped(box, shrinkage(box, target))
+        # Of a smaller picture, the last row and column may stand for fewer than a whole step.
+        return Box(
+            moved.top, moved.left, min(moved.height, size[0] - moved.top), min(moved.width, size[1] - moved.left)
+        )
+
+    def _flip(self, work: _Work, row: int) -> bool:
+        return work.draws is not None and not self._flips_later and bool(work.draws.flip[row])
+
+    def _batch(self, work: _Work) -> Batch:
+        """Put together what DALI made, what was read otherwise, and what is broken."""
+        broken = tuple(row for row in work.rows if isinstance(row, BrokenSample))
+        whole = np.array([not isinstance(row, BrokenSample) for row in work.rows], dtype=bool)
+        ids = work.piece.ids[whole] if broken else work.piece.ids
+        inputs = self._inputs(work)
+        if self._flips_later and self._view.augment is not None and work.draws is not None:
+            inputs = vary(inputs, self._view.augment, work.draws.where(whole))
+        if work.draws is not None:
+            inputs = shrunk(inputs, self._view.size_at(work.piece.epoch), self._view.interpolation)
+        targets = torch.from_numpy(self._source.labels[ids])
+        if self._pin_memory:
+            targets = targets.pin_memory()
+            inputs = inputs.pin_memory() if inputs.device.type == "cpu" else inputs
+        return Batch(inputs, targets, ids, work.piece, broken)
+
+    def _inputs(self, work: _Work) -> torch.Tensor:
+        rows = [row for row in work.rows if not isinstance(row, BrokenSample)]
+        made = [(at, row) for at, row in enumerate(rows) if isinstance(row, torch.Tensor)]
+        if work.images is not None and not made:
+            return work.images
+        shape = (len(rows), self._view.channels, *work.shape)
+        inputs = torch.empty(shape, dtype=torch.uint8, device=self._settings.device)
+        if work.images is not None:
+            places = torch.tensor([at for at, row in enumerate(rows) if isinstance(row, Asked)])
+            inputs[self._there(places)] = work.images
+        if made:
+            pictures = self._there(torch.stack([picture for _, picture in made]))
+            inputs[self._there(torch.tensor([at for at, _ in made]))] = pictures
+        return inputs
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host where the batch is; from pageable memory, the copy would make the host wait for it."""
+        device = self._settings.device
+        on_gpu = self._pin_memory and device.type != "cpu"
+        return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
+
+    def _named(self, sample: int) -> str:
+        return f"{sample} ({self._source.path(sample)})"

@@ -1,0 +1,216 @@
+"""Back-ends without files: images decoded once and held in memory, and noise.
+
+Batches from memory are made by one gather, on the device itself. Per batch this costs microseconds, so that a small
+network does not wait for its data. Each process of a run holds its own copy. Noise takes reading and decoding out of a
+run, to measure what the model alone can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from paceline.data.batch import Batch, BrokenSample, Progress
+from paceline.data.image.augmentation import Draws, draw
+from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
+from paceline.data.image.store import ImageStore, StoreShape, dense, shrunk
+from paceline.data.image.transforms import Variation, View, asks_for_variation, evaluation_image
+from paceline.data.slices import SampleIds, SampleSlice
+from paceline.errors import RecipeError
+from paceline.recipe.data import Augment
+
+_LOADED_AT_ONCE = 256
+_DRAWN_AT_ONCE = 4096
+
+
+class MemoryBackend:
+    """Serves one split from memory; satisfies :class:`paceline.data.batch.Backend`."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        view: View,
+        *,
+        device: str | torch.device = "cpu",
+        channels_last: bool = False,
+        pin_memory: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load every image of ``source``; images of another size are resized as for evaluation.
+
+        Args:
+            source: The split's images.
+            view: What the model sees of them.
+            device: Where the images are held and the batches are made, on the stream that is current then.
+            channels_last: Whether that is how the model wants them; it changes no pixel, only how long batches take.
+            pin_memory: Whether batches are moved to page-locked memory, for faster copies to a GPU.
+            progress: Told how many images are loaded.
+
+        Raises:
+            RecipeError: If the augmentation needs the images' full resolution.
+        """
+        augment = view.augment
+        if augment is not None and augment.crop == "random_resized":
+            raise RecipeError(
+                "data.augment.crop is random_resized, which the memory back-end does not do, because it "
+                "keeps images at the size the model sees: use data.backend=pytorch, or crop=pad."
+            )
+        self._view = view
+        self._one_by_one = augment is not None and asks_for_variation(augment)
+        self._variation = Variation(augment or Augment(), view.mean, view.seed)
+        self._device = torch.device(device)
+        self._pin_memory = pin_memory
+        once = unrepeated(source)
+        self._images = len(once)
+        shape = StoreShape.of(
+            augment, count=len(once), channels=view.channels, size=view.image_size, channels_last=channels_last
+        )
+        self._store: ImageStore | None
+        self._store, self._broken = hold_images(once, view, shape, self._device, progress)
+        self._labels = torch.tensor(source.labels, device=self._device)
+
+    def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
+        """Yield one uint8 batch per slice; reads slices up to 4096 samples ahead, to draw them at once."""
+        augment = self._view.augment
+        moves = augment is not None and (augment.crop != "none" or augment.flip > 0)
+        for group in _grouped(slices):
+            parts = [self._without_broken(piece) for piece in group]
+            ids = np.concatenate([kept for kept, _ in parts])
+            draws = draw(augment, self._view.seed, group[0].epoch, ids) if augment is not None and moves else None
+            starts, rows = self._indices(ids, draws)
+            end = 0
+            for piece, (kept, broken) in zip(group, parts, strict=True):
+                begin, end = end, end + len(kept)
+                yield self._batch(piece, kept, broken, (starts[begin:end], rows[begin:end]))
+
+    def close(self) -> None:
+        """Release the images."""
+        self._store = None
+
+    def _indices(self, ids: SampleIds, draws: Draws | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where images begin in the store, and which labels are theirs, on the device; for many batches at once."""
+        starts = self._opened().starts(ids % self._images, draws)
+        both = torch.from_numpy(np.stack((starts, ids)))
+        if self._device.type == "cuda":
+            # From page-locked memory, or the copy would wait for the device; torch keeps it until it was copied.
+            both = both.pin_memory().to(self._device, non_blocking=True)
+        elif self._device.type != "cpu":
+            both = both.to(self._device)
+        return both[0], both[1]
+
+    def _batch(
+        self,
+        piece: SampleSlice,
+        ids: SampleIds,
+        broken: tuple[BrokenSample, ...],
+        indices: tuple[torch.Tensor, torch.Tensor],
+    ) -> Batch:
+        starts, rows = indices
+        size = self._view.size_at(piece.epoch)
+        inputs = shrunk(self._opened().gather(starts), size, self._view.interpolation)
+        if self._one_by_one:
+            # Laid out as loader processes have them: what is computed from a picture may depend on how it lies.
+            inputs = self._variation(inputs.contiguous(), ids, piece.epoch)
+        if self._pin_memory:
+            inputs = dense(inputs).pin_memory()
+        return Batch(inputs, self._labels.index_select(0, rows), ids, piece, broken)
+
+    def _opened(self) -> ImageStore:
+        if self._store is None:
+            raise RuntimeError("this back-end is closed")
+        return self._store
+
+    def _without_broken(self, piece: SampleSlice) -> tuple[SampleIds, tuple[BrokenSample, ...]]:
+        if not self._broken:
+            return piece.ids, ()
+        found = [(sample, self._broken.get(sample % self._images)) for sample in piece.ids.tolist()]
+        broken = tuple(replace(each, id=sample) for sample, each in found if each is not None)
+        whole = np.array([each is None for _, each in found], dtype=bool)
+        return piece.ids[whole], broken
+
+
+def hold_images(
+    source: SampleSource, view: View, shape: StoreShape, device: torch.device, progress: Progress | None = None
+) -> tuple[ImageStore, dict[int, BrokenSample]]:
+    """Decode a whole source into a store, or take its array for one; broken images stay black, and are told by id."""
+    size, count = view.image_size, len(source)
+    array = as_array(source)
+    held = None if array is None else ImageStore.over(shape, device, array)
+    if held is not None:
+        return held, {}
+    store = ImageStore(shape, device)
+    broken: dict[int, BrokenSample] = {}
+
+    def load(start: int) -> int:
+        samples = range(start, min(start + _LOADED_AT_ONCE, count))
+        images = np.zeros((len(samples), size, size, view.channels), dtype=np.uint8)
+        for sample in samples:
+            try:
+                image = source.read(sample)
+                if image.shape[:2] != (size, size):
+                    seen = evaluation_image(image, size, view.evaluation_crop, view.interpolation)
+                    image = seen.permute(1, 2, 0).numpy()
+                images[sample - start] = image
+            except BrokenImageError as error:
+                broken[sample] = BrokenSample(sample, error.path, error.reason)
+        store.put(start, torch.from_numpy(images).permute(0, 3, 1, 2))
+        return samples.stop
+
+    if array is not None and array.shape[1:3] == (size, size):
+        for start in range(0, count, _LOADED_AT_ONCE):
+            copy = array[start : start + _LOADED_AT_ONCE].copy()  # torch takes only what can be written
+            store.put(start, torch.from_numpy(copy).permute(0, 3, 1, 2))
+        return store, {}
+    # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for stop in pool.map(load, range(0, count, _LOADED_AT_ONCE)):
+            if progress is not None:
+                progress(stop, count)
+    return store, broken
+
+
+def _grouped(slices: Iterable[SampleSlice]) -> Iterator[list[SampleSlice]]:
+    """Group following slices of one epoch: drawing 4 samples costs as much time as drawing 400."""
+    group: list[SampleSlice] = []
+    samples = 0
+    for piece in slices:
+        if group and (piece.epoch != group[0].epoch or samples + len(piece.ids) > _DRAWN_AT_ONCE):
+            yield group
+            group, samples = [], 0
+        group.append(piece)
+        samples += len(piece.ids)
+    if group:
+        yield group
+
+
+_KEY = 0x6E6F6973
+
+
+class SyntheticBackend:
+    """Serves noise in place of one split's images; satisfies :class:`paceline.data.batch.Backend`."""
+
+    def __init__(self, source: SampleSource, view: View) -> None:
+        """Take labels and ids from ``source``, and shapes from ``view``; the augmentation is not applied."""
+        self._labels = source.labels
+        self._view = view
+        self._noise: dict[int, torch.Tensor] = {}
+
+    def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
+        """Yield one uint8 batch per slice; batches of the same length share one tensor, to be read only."""
+        for piece in slices:
+            count = len(piece.ids)
+            if count not in self._noise:
+                shape = (count, self._view.channels, self._view.image_size, self._view.image_size)
+                length = int(np.prod(shape))
+                words = np.random.Philox(key=_KEY).random_raw(-(-length // 8))
+                self._noise[count] = torch.from_numpy(words.view(np.uint8)[:length].reshape(shape))
+            targets = torch.from_numpy(self._labels[piece.ids])
+            yield Batch(self._noise[count], targets, piece.ids, piece)
+
+    def close(self) -> None:
+        """Release the noise."""
+        self._noise.clear()

@@ -1,0 +1,453 @@
+"""The back-end for image files: torch's DataLoader, whose workers decode a whole micro-batch at a time.
+
+A worker is sent the slice itself, so that ids, epoch and thereby every random draw arrive with the order: no
+state lives in workers, and their number changes nothing. Workers ignore the signals that ask a run to stop,
+which reach its whole process group; they leave when the run closes them, or when its process is gone.
+
+Workers are forked when the back-end is made. Make it before the process has threads that hold locks (a process
+group's, autograd's, a tracker's): a fork copies a lock as it stands, and not the thread that would open it.
+
+The first batch is read in parts by all workers before any of them reads another. Otherwise the first comes when one
+worker has read all of it alone, and on few cores not before the others have read theirs as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import mmap
+import multiprocessing
+import multiprocessing.util
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from array import array
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from multiprocessing.sharedctypes import RawArray
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from paceline.data.batch import Batch, joined_along_samples, tensors_in
+from paceline.data.image.reading import ReadFailure, SliceReader, forget_shared_memory_of
+from paceline.data.image.source import SampleSource
+from paceline.data.image.transforms import View
+from paceline.data.slices import SampleSlice
+from paceline.errors import DataError, LostWorkerError, OneProcessError
+from paceline.world import STOP_SIGNALS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartOfSlice(SampleSlice):
+    """Some of a slice's samples, that follow one another.
+
+    Attributes:
+        whole: The slice.
+        completes: Whether it is the last part.
+    """
+
+    whole: SampleSlice
+    completes: bool
+
+
+def first_in_parts(slices: Iterable[SampleSlice], parts: int) -> Iterator[SampleSlice]:
+    """The slices, the first of them in as many parts as can have a sample, but no more than ``parts``."""
+    for number, piece in enumerate(slices):
+        count = min(parts, len(piece.ids))
+        if number > 0 or count < 2:
+            yield piece
+            continue
+        same = {each.name: getattr(piece, each.name) for each in fields(piece) if each.name != "ids"}
+        for part, ids in enumerate(np.array_split(piece.ids, count)):
+            yield PartOfSlice(**same, ids=ids, whole=piece, completes=part == count - 1)
+
+
+def joined(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
+    """The batches, parts of one slice put together: the same bits as if it had been read whole."""
+    waiting: list[Batch] = []
+    for batch in batches:
+        part = batch.slice
+        if not isinstance(part, PartOfSlice):
+            yield batch
+            continue
+        waiting.append(batch)
+        if part.completes:
+            yield _join(waiting, part.whole)
+            waiting = []
+
+
+def _join(parts: list[Batch], whole: SampleSlice) -> Batch:
+    batch = replace(
+        parts[0],
+        inputs=joined_along_samples([part.inputs for part in parts]),
+        targets=joined_along_samples([part.targets for part in parts]),
+        ids=np.concatenate([part.ids for part in parts]),
+        slice=whole,
+        broken=tuple(broken for part in parts for broken in part.broken),
+    )
+    is_pinned = any(tensor.is_pinned() for tensor in tensors_in(parts[0].inputs))
+    return batch.pin_memory() if is_pinned else batch
+
+
+_CHECK_SECONDS = 0.5
+_CLOSING_CHECKS = 4  # a worker still reading after this many checks leaves without finishing
+_LONGEST_WAIT_SECONDS = 600  # for one batch; storage that stalls for longer will not come back
+
+_DEATH = "DataLoader worker"  # how torch begins what it says of one
+
+# sizeof(sun_path) on Linux, less its terminating zero; macOS has a few less.
+_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+
+
+class PytorchBackend:
+    """Serves one split from files; satisfies :class:`paceline.data.batch.Backend`.
+
+    Workers start at once and stay for all calls of :meth:`batches`; one call's batches are served at a time.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        view: View,
+        *,
+        workers: int,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        wait_seconds: int = _LONGEST_WAIT_SECONDS,
+    ) -> None:
+        """Read ``source`` in ``workers`` processes, or in this one if 0.
+
+        Args:
+            source: The split's images.
+            view: What the model sees of them.
+            workers: Loader processes.
+            prefetch: Batches each worker keeps ready.
+            pin_memory: Whether batches are moved to page-locked memory, for faster copies to a GPU.
+            wait_seconds: The longest wait for one batch before its workers are given up.
+        """
+        self._pin_memory = pin_memory
+        self._wait_seconds = wait_seconds
+        self._order = _Order()
+        self._board = _Board(workers, source)
+        self._reader = SliceReader(source, view, self._board.note)
+        self._loader = self._make_loader(workers, prefetch) if workers else None
+        self._stream: Generator[Batch, None, None] | None = None
+        _OPEN.add(self)
+        if self._loader is not None:
+            with _forking():
+                iter(self._loader)  # asks for nothing yet: the order is empty
+
+    def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
+        """Yield one uint8 batch per slice, in order; a stream of an earlier call ends here.
+
+        Raises:
+            OneProcessError: If a worker dies, hangs, or fails for another reason than a broken file; the message
+                names the sample.
+        """
+        if self._stream is not None:
+            self._stream.close()
+        if self._loader is None:
+            self._stream = self._in_process(slices)
+        else:
+            self._stream = joined(self._from_workers(first_in_parts(slices, self._loader.num_workers)))
+        return self._stream
+
+    def reading(self) -> str:
+        """Which sample is being read, or was read last, and by whom; for people."""
+        return self._board.explain_place()
+
+    def explain_death(self, reason: str) -> str:
+        """Say of a dead worker of this back-end what it was reading; nothing if none has died."""
+        return self._board.explain_death(reason) if self._board.has_dead_workers else ""
+
+    def close(self) -> None:
+        """Stop the workers; one that hangs is given two seconds."""
+        _OPEN.discard(self)
+        self._board.close()
+        if self._stream is not None and inspect.getgeneratorstate(self._stream) != inspect.GEN_RUNNING:
+            self._stream.close()
+        self._stream = None
+        self._loader = None  # the last reference: torch asks the workers to leave and waits
+        self._board.kill_survivors()
+
+    def _make_loader(self, workers: int, prefetch: int) -> DataLoader[Batch | ReadFailure]:
+        with _quiet():
+            return DataLoader(
+                _Samples(self._reader),
+                batch_size=None,
+                sampler=self._order,
+                num_workers=workers,
+                collate_fn=_as_it_is,
+                pin_memory=self._pin_memory,
+                worker_init_fn=self._board.enter,
+                # Spawned workers would import torch again: seconds, and hundreds of MiB each.
+                multiprocessing_context="fork" if sys.platform == "linux" else None,
+                # Its own generator, because making an iterator would else advance torch's global one.
+                generator=torch.Generator(),
+                prefetch_factor=prefetch,
+                persistent_workers=True,
+                timeout=self._wait_seconds,
+            )
+
+    def _in_process(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
+        for piece in slices:
+            batch = _batch_of(self._reader[piece])
+            yield batch.pin_memory() if self._pin_memory else batch
+
+    def _from_workers(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
+        assert self._loader is not None
+        self._order.slices = slices
+        with self._explained():
+            results = iter(self._loader)
+        while True:
+            with self._explained():
+                result = next(results, None)
+            if result is None:
+                return
+            yield _batch_of(result)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what torch says of a worker that died or hangs into a sentence that names the sample."""
+        try:
+            with self._missing_workers_explained():
+                yield
+        except RuntimeError as error:  # also of torch's handler of SIGCHLD, which may raise anywhere inside
+            if str(error).startswith(_DEATH):
+                raise LostWorkerError(self._board.explain_death(str(error))) from error
+            if str(error).startswith("DataLoader timed out"):
+                raise OneProcessError(self._board.explain_silence(self._wait_seconds)) from error
+            raise
+
+    @contextmanager
+    def _missing_workers_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            # Batches are fetched from the worker's own socket: one that dies then is missed there first.
+            if not self._board.has_lost_a_worker():
+                raise
+            raise LostWorkerError(self._board.explain_death(f"{_DEATH} died handing over a batch")) from error
+
+
+class _Order:
+    """The sampler of the loader: whatever slices are to be read now."""
+
+    slices: Iterable[SampleSlice] = ()
+
+    def __iter__(self) -> Iterator[SampleSlice]:
+        return iter(self.slices)
+
+
+class _Samples(Dataset["Batch | ReadFailure"]):
+    """The data set of the loader, indexed by slices."""
+
+    def __init__(self, reader: SliceReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
+        return self._reader[piece]
+
+
+class _Board:
+    """Memory shared with the workers: is the back-end closing, and which sample is each worker reading?"""
+
+    def __init__(self, workers: int, source: SampleSource) -> None:
+        self._source = source
+        self._run_process = os.getpid()
+        share = _shared if workers else list[int]
+        self._closing = share([0])
+        self._pids = share([0] * max(workers, 1))
+        self._reading = share([-1] * max(workers, 1))
+        self._worker = 0
+        if workers:
+            # Made here, it is shared: whoever of run and workers is left removes it.
+            _check_socket_path(multiprocessing.util.get_temp_dir())
+
+    def enter(self, worker: int) -> None:
+        """Settle in as worker number ``worker``; runs in its process."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        sys.excepthook = self._tell_unless_orphaned
+        self._worker = worker
+        self._pids[worker] = os.getpid()
+        threading.Thread(target=self._leave_in_time, daemon=True).start()
+
+    def note(self, sample: int) -> None:
+        """Say which sample this worker reads next."""
+        self._reading[self._worker] = sample
+
+    def close(self) -> None:
+        """Tell the workers that nobody waits for their batches."""
+        self._closing[0] = 1
+
+    @property
+    def has_dead_workers(self) -> bool:
+        """Whether a worker has died."""
+        return bool(self._dead())
+
+    def has_lost_a_worker(self) -> bool:
+        """Whether a worker has died, or does so within a second: its socket may be gone before itself is."""
+        deadline = time.monotonic() + 1
+        while not self.has_dead_workers and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.has_dead_workers
+
+    def explain_death(self, reason: str) -> str:
+        """Add to torch's sentence on a dead worker which sample it was reading."""
+        samples = [self._reading[k] for k in self._dead() if self._reading[k] >= 0]
+        names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
+        where = f", while it read sample {names}" if names else ""
+        said = re.split(r"\. |\.$", reason.strip(), maxsplit=1)[0]
+        why = ""
+        if said.endswith("Bus error"):
+            why = " It found no shared memory left: give it more, or lower data.workers or data.prefetch."
+        elif said.endswith(("Killed", "exited unexpectedly")):
+            why = " If it was killed for want of memory, lower data.workers or data.prefetch."
+        return f"{said}{where}.{why}"
+
+    def explain_silence(self, seconds: int) -> str:
+        """Say what the workers were last reading, when no batch has come for so long."""
+        return f"no batch came for {seconds} s: {self.explain_place() or 'no worker has started'}."
+
+    def explain_place(self) -> str:
+        """Say what each worker was last reading, or this process if there are none."""
+        last = [f"worker {k} (pid {pid}) {self._last_read(k)}" for k, pid in enumerate(self._pids) if pid]
+        if not last and self._reading[0] >= 0:
+            return f"the run's own process {self._last_read(0)}"
+        return "; ".join(last)
+
+    def _dead(self) -> list[int]:
+        alive = {child.pid for child in multiprocessing.active_children()}
+        return [k for k, pid in enumerate(self._pids) if pid and pid not in alive]
+
+    def _last_read(self, worker: int) -> str:
+        sample = self._reading[worker]
+        return "had begun nothing" if sample < 0 else f"was last at sample {sample} ({self._source.path(sample)})"
+
+    def kill_survivors(self) -> None:
+        """End workers that torch could not: they ignore its SIGTERM, and delay the interpreter's end."""
+        pids = [pid for pid in self._pids if pid]
+        for child in multiprocessing.active_children():
+            if child.pid in pids:
+                child.kill()
+                child.join()
+        for pid in pids:
+            forget_shared_memory_of(pid)
+
+    def _tell_unless_orphaned(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Print an error, unless it is only that the run is gone: then there is nobody who would not know."""
+        if isinstance(error, ConnectionError | EOFError):
+            time.sleep(_CHECK_SECONDS)  # a dying process closes its sockets before it leaves its children
+        if os.getppid() == self._run_process:
+            sys.__excepthook__(kind, error, trace)
+
+    def _leave_in_time(self) -> None:
+        """Leave when the run's process is gone, or when the worker hangs although the back-end closes."""
+        closing = 0
+        while os.getppid() == self._run_process and closing < _CLOSING_CHECKS:
+            time.sleep(_CHECK_SECONDS)
+            closing += self._closing[0]
+        if os.getppid() != self._run_process:
+            shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
+        # The other thread may be in the midst of making room for a batch.
+        forget_shared_memory_of(os.getpid())
+        os._exit(0)
+
+
+def _shared(numbers: list[int]) -> Any:
+    """Numbers of 64 bits that this process and its workers write to."""
+    if sys.platform != "linux":
+        return RawArray("q", numbers)
+    # Forked workers need no file for it, which a /dev/shm that cannot be written to would not hold.
+    memory = memoryview(mmap.mmap(-1, 8 * len(numbers))).cast("q")
+    memory[:] = array("q", numbers)
+    return memory
+
+
+def _check_socket_path(directory: str) -> None:
+    """Workers hand over batches through a socket in the temporary directory, and its path has a short limit.
+
+    Beyond it every batch would be lost without a word, and the run would wait for ever.
+    """
+    longest = _SOCKET_PATH - len("/listener-12345678")
+    if len(os.fsencode(directory)) > longest:
+        raise DataError(
+            f"the temporary directory '{directory}' has a path of {len(os.fsencode(directory))} bytes, but loader "
+            f"workers need one of at most {longest}; set TMPDIR to a shorter one, or data.workers=0."
+        )
+
+
+_OPEN: weakref.WeakSet[PytorchBackend] = weakref.WeakSet()
+
+
+@contextmanager
+def worker_deaths_told() -> Iterator[None]:
+    """Turn torch's error over a dead worker into a sentence on that worker, whatever the main thread does just then.
+
+    Raises:
+        LostWorkerError: In the place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith(_DEATH):
+            raise
+        told = (each.explain_death(str(error)) for each in list(_OPEN))
+        raise LostWorkerError(next(filter(None, told), str(error))) from error
+
+
+@atexit.register
+def _close_all() -> None:
+    # Registered after multiprocessing's own hook, so run before it: that one waits for hung workers for ever.
+    for backend in list(_OPEN):
+        backend.close()
+
+
+@contextmanager
+def _forking() -> Iterator[None]:
+    """Start workers so that no signal can hit them before they ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        with _quiet():
+            yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back two warnings that nobody can act on."""
+    with warnings.catch_warnings():
+        # Python's, of forking beside other threads; a worker takes none of the locks they may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        # torch's, of more workers than cores: they are what the recipe asks for.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
+def _as_it_is(result: Any) -> Any:
+    return result
+
+
+def _batch_of(result: Batch | ReadFailure) -> Batch:
+    if isinstance(result, Batch):
+        return result
+    error = OneProcessError(result.message)
+    if result.trace:
+        error.add_note(result.trace)
+    raise error
