@@ -15,7 +15,7 @@ from paceline.devices import recognise
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_run import fake_run
-from paceline_advisor.formulas.memory import MIB
+from paceline_advisor.memory.allocator import MIB
 from paceline_advisor.memory.find_batch import TrialGround
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import STEP, trace_steps, without_collection

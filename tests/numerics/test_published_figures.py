@@ -20,7 +20,6 @@ from paceline.metrics.critical_batch import (
     steps_ratio,
 )
 from paceline.models.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
-from paceline_advisor.formulas.learning_rate import linear_rate, nvidia_rate, nvidia_warmup, nvidia_weight_decay
 from paceline_advisor.formulas.memory import adam_mixed_precision_bytes, zero_bytes
 from paceline_advisor.formulas.scaling import (
     contradicts,
@@ -29,8 +28,12 @@ from paceline_advisor.formulas.scaling import (
     efficiency_of_step_growth,
     images_per_second,
     is_superlinear,
+    linear_rate,
     minutes,
     nvidia_printed_hours,
+    nvidia_rate,
+    nvidia_warmup,
+    nvidia_weight_decay,
     olympic_mean,
     progressive_resizing_minutes,
     reference_convergence_ratio,

@@ -27,7 +27,7 @@ from paceline.trainer.fake_run import FakeRun, fake_run, machine_with
 from paceline.units import format_bytes, format_count
 from paceline.world import World
 from paceline_advisor.commands import Estimate
-from paceline_advisor.formulas.memory import Settings
+from paceline_advisor.memory.allocator import Settings
 from paceline_advisor.memory.job import MOST, Job, allocator_settings
 from paceline_advisor.memory.kernels import unknown_kernels
 from paceline_advisor.memory.replay import Peak, peak_of

@@ -12,7 +12,7 @@ from paceline.recipe.plan import MachineFacts
 from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
 from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_run import FakeRun
-from paceline_advisor.formulas.memory import INTERVALS, MIB, PLAIN, Settings
+from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
 from paceline_advisor.memory.replay import Peak, fits, peak_of
 from paceline_advisor.memory.trace import Steps, StepTrace
 from paceline_advisor.memory.variants import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline_advisor.formulas.memory import PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
+from paceline_advisor.memory.allocator import PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
 from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.trace import StepTrace
 

@@ -16,9 +16,9 @@ from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.running import Parallel
 from paceline.telemetry.allocations import Allocation
 from paceline.telemetry.memory import private_bytes
-from paceline_advisor.formulas.memory import MIB
 from paceline_advisor.formulas.parallel_step import Gradient
 from paceline_advisor.formulas.parallel_step import buckets as filled_buckets
+from paceline_advisor.memory.allocator import MIB
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, StepTrace
 
 GATHERED = "gathered weights"

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.metrics import critical_batch as batch
 from paceline.models import roofline
-from paceline_advisor.formulas import learning_rate, memory, scaling, tiles, transformer
+from paceline_advisor.formulas import memory, scaling, tiles, transformer
 from paceline_advisor.formulas.scaling import Finding, Row, contradicts, inconsistencies, is_superlinear
 
 # Rajbhandari et al., arXiv:1910.02054, table 1: GB per device at stages 1, 2, 3, by parameters and devices.
@@ -205,13 +205,13 @@ def test_one_device_sends_nothing() -> None:
 
 def test_goyals_network_and_schedule() -> None:
     assert scaling.all_reduce_bytes_per_second_needed(100e6, 0.125) == pytest.approx(1600e6)
-    assert learning_rate.gradual_warmup(0, 100, 3.2, 0.1) == 0.1
-    assert learning_rate.gradual_warmup(100, 100, 3.2, 0.1) == 3.2
-    assert [round(learning_rate.step_rate(epoch, 0.1), 6) for epoch in (29, 30, 60, 80)] == [0.1, 0.01, 0.001, 0.0001]
+    assert scaling.gradual_warmup(0, 100, 3.2, 0.1) == 0.1
+    assert scaling.gradual_warmup(100, 100, 3.2, 0.1) == 3.2
+    assert [round(scaling.step_rate(epoch, 0.1), 6) for epoch in (29, 30, 60, 80)] == [0.1, 0.01, 0.001, 0.0001]
     # Table 2a: the square root rule tried 0.5657 for 8192.
-    assert learning_rate.square_root_rate(8192) == pytest.approx(0.5657, abs=5e-5)
-    assert learning_rate.cosine_rate(50, 100, 1.0) == pytest.approx(0.5)
-    assert learning_rate.effective_rate(0.1, 0.9) == pytest.approx(1)
+    assert scaling.square_root_rate(8192) == pytest.approx(0.5657, abs=5e-5)
+    assert scaling.cosine_rate(50, 100, 1.0) == pytest.approx(0.5)
+    assert scaling.effective_rate(0.1, 0.9) == pytest.approx(1)
 
 
 def test_laws_of_speed_up() -> None:

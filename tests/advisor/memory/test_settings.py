@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import RecipeError
-from paceline_advisor.formulas.memory import MIB, Settings
+from paceline_advisor.memory.allocator import MIB, Settings
 from paceline_advisor.memory.job import allocator_settings
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.telemetry.allocations import Allocation
-from paceline_advisor.formulas.memory import MIB, Settings
+from paceline_advisor.memory.allocator import MIB, Settings
 from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.replay import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, Steps, StepTrace
