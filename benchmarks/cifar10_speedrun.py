@@ -20,7 +20,7 @@ images and GPU (peers/cifar_record.py).
 
 ``--step`` measures instead what a step of the recipe's network costs in processor time on the CPU, on one thread: as it
 begins, where freed memory goes back to the system and where it is kept for the next step, as training does
-(``trainer/kept_memory.py``); and after ``model.freeze_after`` holds what it names.
+(``trainer/process_settings.py``); and after ``model.freeze_after`` holds what it names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from paceline.models.build import build_model
 from paceline.models.transfer import freeze
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Model
-from paceline.trainer.kept_memory import memory_kept
+from paceline.trainer.process_settings import keep_freed_memory
 
 _ROUNDS = 5
 
@@ -136,7 +136,7 @@ def step_costs(recipe: str) -> dict[str, float]:
         cases.append(("with freeze_after's parameters held", tuple(model.freeze_after), True))
     found = {}
     for name, held, is_kept in cases:
-        with memory_kept(torch.device("cpu")) if is_kept else nullcontext():
+        with keep_freed_memory(torch.device("cpu")) if is_kept else nullcontext():
             found[name] = _step_cost(model, (*model.frozen, *held))
     return found
 

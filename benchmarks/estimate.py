@@ -21,7 +21,7 @@ from hardware import write_result
 from memory_cases import ON_CPU, Case, on_gpu
 
 from paceline.distributed.device import describe_machine
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.units import format_bytes
 from paceline_advisor.memory.measured import measured_peaks
 from paceline_advisor.memory.replay import peak_of
@@ -33,7 +33,7 @@ def compared(case: Case, device: torch.device) -> list[dict[str, Any]]:
     """Estimate a run's first step, a later one and its evaluation, and do them."""
     recipe, machine = case.recipe(), describe_machine(device)
     begun = time.perf_counter()
-    with without_collection(), fake_run(recipe, micro_batch=case.batch, machine=machine, scores=True) as step:
+    with without_collection(), fake_step(recipe, micro_batch=case.batch, machine=machine, scores=True) as step:
         trace = with_libraries(trace_step(step), machine)
     peak = peak_of(trace, caching=device.type == "cuda")
     seconds = time.perf_counter() - begun

@@ -29,92 +29,79 @@ US = "paceline"
 _ROUNDED = 0.005
 CONTENDERS = ("raw", "raw-tuned", "torchvision", "timm", "accelerate", "lightning", "fastai", "composer")
 _INTRODUCTION = """\
-# Performance beside other trainers
+# Performance compared with other trainers
 
 <!-- Written by benchmarks/peers/publish.py from benchmarks/results/peers-*.json; change those. -->
 
-The same training by each of them: network, images, batch, precision, threads, update rule. Each program is written as
-its library's documentation shows (timm's: the library's parts in the order of its training script; fastai's: torch's
-loader, autocast and DDP within its `Learner`), and runs in an environment that holds what `pip install` of that library
-brings and nothing else, in processes that take turns in an order drawn anew for each round. What is compared are the
-ratios within a round; given are medians over the rounds. Paceline is called as its command
-calls it, with records, sample ledger and clock on; progress bars and loggers, its own TensorBoard and report among
-them, are off.
+Each trainer runs the same training: network, images, batch, precision, threads, update rule. Each program follows its
+library's documentation (timm: its parts in the order of its training script; fastai: torch's loader, autocast and DDP
+within its `Learner`) in an environment of its own. Programs take turns in a random order per round; ratios are within
+a round, and figures are medians over rounds. Paceline runs as its command does, with records, ledger and clock, but
+without progress bar, TensorBoard and report, which are also off in the others.
 
-The JPEG files are 8,000 crops of the two photographs that come with scikit-learn, 400 by 300 pixels and more. Images in
-memory are random numbers of CIFAR-10's shape, and so are those of the other workloads: nothing here is about accuracy
-(that is [the CIFAR-10 speed run](guide/cifar10-speedrun.md)).
+JPEG files are 8,000 crops of scikit-learn's two photographs, 400 by 300 pixels and more. All other images are random
+numbers; accuracy is the subject of [the CIFAR-10 speed run](guide/cifar10-speedrun.md).
 
-Not the same are things a trainer chooses for itself. Paceline keeps freed memory ([decision
-69](decisions/0069-start-up-and-memory.md)), lets DDP copy and broadcast less ([decision
-3](decisions/0003-votes-on-the-gradient-reduction.md)), decodes of a JPEG file only what the crop shows, at a
-smaller scale where the crop is to become much smaller ([recipes](recipes.md)), and shifts and flips images that are
-held in memory a batch at a time ([decision 27](decisions/0027-decoding.md)). Its first step comes sooner
-since its optimizer loads no compiler ([decision 69](decisions/0069-start-up-and-memory.md)) and libraries are
-loaded without a search for garbage ([decision 69](decisions/0069-start-up-and-memory.md)). The
-others are given torchvision's transforms, image by image, of those in memory in one loader process beside the training.
+Differences that each trainer chooses: Paceline keeps freed memory, loads no compiler with its optimizer and disables
+garbage collection during imports ([decision 69](decisions/0069-start-up-and-memory.md)), reduces DDP's copies and
+broadcasts ([decision 3](decisions/0003-votes-on-the-gradient-reduction.md)), decodes only the visible part of a JPEG
+file, at a lower scale where possible ([recipes](recipes.md)), and augments images in memory by batches
+([decision 27](decisions/0027-decoding.md)). The others use torchvision's transforms per image, in one loader process
+for images in memory.
 
-"By hand, tuned" is the loop by hand with the first two of these, from its environment (`MALLOC_MMAP_MAX_=0
-MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and by DDP's own options. In the rows of loop overhead it is the column to
-hold Paceline's loop against. Three to five rounds are few for a cost of a few percent: [measured](measured.md) has what
-forty pairs of blocks within one process say of it (`overhead.py`).
+"By hand, tuned" also keeps freed memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and sets
+DDP's options; compare loop overhead with this column. Three to five rounds cannot resolve a few percent: see
+[measured](measured.md) for forty pairs of blocks within one process (`overhead.py`).
 
-Measured on {cpu}, {cores} cores, that others use too, PyTorch {torch} (Composer 0.32.1 takes 2.7.0), Python {python},
-{date}; each workload at the revision that stands below its figures. {gpu} A machine with two cores says little about
-one with many.
+Measured on {cpu}, {cores} shared cores, PyTorch {torch} (Composer 0.32.1: 2.7.0), Python {python}, {date}; revisions
+are below the figures. {gpu} Two cores say little about many.
 
 ## Ratios to Paceline
 
-Time, or memory, that each takes over what Paceline takes, the median of the rounds: above 1 it takes more, below 1 it
-takes less and stands in **bold**. In *italics* the rounds do not agree: in some it took more, in some less. What a save
-costs in all can be less than nothing in some round, so there is no ratio: it stands below.
+Time or memory of each trainer divided by Paceline's, median of the rounds. Below 1, in **bold**, the other is better.
+*Italics*: the rounds disagree. The total cost of a save has no ratio, since it can be negative in a round; see below.
 """
 _AHEAD = """\
-Whoever takes less in the median of the rounds: of the ratios within a round, with the least and the most, or, where a
-figure was 0 or less in some round and no ratio can be made, of the differences."""
+Trainers with less time or memory in the median of the rounds: ratios with minimum and maximum or, where a figure was 0
+or less in a round, the figures."""
 _NO_GPU = "**Nothing here was measured on a GPU.**"
-_WITH_GPU = "What was measured on one is [further down](#on-a-gpu)."
+_WITH_GPU = "GPU figures are [below](#on-a-gpu)."
 _GPU = """\
 ## On a GPU
 
 Measured on {device} with {cores} cores, PyTorch {torch}, Python {python}, {date}. ResNet-50 in bf16, channels last,
-compiled by all but the first, which is the loop as a tutorial has it; "by hand, tuned" adds the fused optimizer and
-cuDNN's search for algorithms. "One batch" lies on the GPU and is trained on again and again, as timm's benchmark does;
-Paceline's lies in main memory, and is copied and normalised at each step, as its synthetic batches are. "Packed" reads
-files that were made smaller beforehand (400 pixels at most), as its guide says for processors that cannot keep up.
+compiled by all but the first, the loop of a tutorial; "by hand, tuned" adds the fused optimizer and cuDNN's autotuner.
+"One batch" stays on the GPU, as in timm's benchmark; Paceline copies and normalizes it from main memory in each step.
+"Packed" reads images reduced to at most 400 pixels, as its guide advises for slow processors.
 """
 _AFTERWARDS = """\
 ## Measure it yourself
 
 ```console
-.venv/bin/python benchmarks/peers/compare.py --help                    # each workload and each contender by name
-.venv/bin/python benchmarks/peers/compare.py loop-4 --peers raw timm   # beside Paceline these: only prints
-.venv/bin/python benchmarks/peers/compare.py all --rounds 5            # hours; with a GPU, the workloads for GPUs
-.venv/bin/python benchmarks/peers/publish.py                           # writes this page anew, of the newest results
+.venv/bin/python benchmarks/peers/compare.py --help                    # lists workloads and contenders
+.venv/bin/python benchmarks/peers/compare.py loop-4 --peers raw timm   # compares these, only prints
+.venv/bin/python benchmarks/peers/compare.py all --rounds 5            # hours; with a GPU, its workloads
+.venv/bin/python benchmarks/peers/publish.py                           # rewrites this page from the newest results
 ```
 
-The first call makes each contender's environment in the user's cache. A result file of the same processor and month
-replaces the previous one; then update the figures quoted in README.md and in [Measured](measured.md).
+The first call creates each contender's environment in the user's cache. A new result file replaces the one of the same
+processor and month; then update the figures quoted in README.md and in [Measured](measured.md).
 """
 _WHY = {
     "peak_mebibytes": """\
-Part of it is freed memory, which Paceline keeps for the next step as the tuned loop does; the rest is the library, what
-it imports and its records.""",
+Paceline keeps freed memory for the next step, as the tuned loop does; the rest is libraries and records.""",
     "first_step_seconds": """\
-Before its first step Paceline checks the recipe against the data, plans, and opens its records and the ledger of
-samples ([decision 69](decisions/0069-start-up-and-memory.md)).""",
+Paceline first checks recipe and data, plans, and opens its records ([decision
+69](decisions/0069-start-up-and-memory.md)).""",
     "resumed_first_step_seconds": """\
-Paceline plans and opens its records as at the first start; besides, every file of the checkpoint is read and its
-SHA-256 compared before it is believed.""",
+Paceline also verifies the SHA-256 of every file of the checkpoint.""",
     "saving_step_milliseconds": """\
-[Decision 69](decisions/0069-start-up-and-memory.md) says what a save is made of.""",
+[Decision 69](decisions/0069-start-up-and-memory.md) explains the cost of a save.""",
     "standstill_milliseconds": """\
-Paceline copies the state, and the steps after it share two cores with the thread that writes.""",
+Paceline copies the state, and the writing thread shares two cores with the next steps.""",
     "pause_milliseconds": """\
-Paceline computes the SHA-256 of all that it writes, and it and the loops by hand see to it that the disk has it, which
-the others do not, so that a power cut may take the checkpoint ([decision
-5](decisions/0005-checkpoints.md)). [Decision
-69](decisions/0069-start-up-and-memory.md) has the parts of a save.""",
+Paceline computes the SHA-256 of all data; it and the loops by hand also flush to disk, so that a power cut cannot lose
+the checkpoint ([decision 5](decisions/0005-checkpoints.md), [decision 69](decisions/0069-start-up-and-memory.md)).""",
 }
 
 
@@ -192,7 +179,7 @@ def _ratios(table: Sequence[Row]) -> list[str]:
     lines = [f"| | {' | '.join(labels[name] for name in others)} |", "|---|" + "---|" * len(others)]
     for row in table:
         cells = " | ".join(_cell(row, name) for name in others)
-        lines.append(f"| {row.title}: {_plain(row.unit)} | {cells} |")
+        lines.append(f"| {_NAMES.get(row.workload, row.title)}: {_plain(row.unit)} | {cells} |")
     return lines
 
 
@@ -211,7 +198,7 @@ def ahead(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 if (row is not None) != has_ratio or not (who := _quicker(result, key, row)):
                     continue
                 ours = "" if has_ratio else f"Paceline {_spread(figure['contenders'][US]['values'])}."
-                lines.append(_line(result["title"], figure["title"], who, key, ours))
+                lines.append(_line(_NAMES.get(workload, result["title"]), figure["title"], who, key, ours))
     return lines or ["Nobody."]
 
 
@@ -272,24 +259,31 @@ def _cell(row: Row, name: str) -> str:
 def _in_figures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for workload, result in results.items():
-        for figure in result["figures"].values():
-            lines += _figure(result, figure)
+        lines += _figures(result)
         for name, why in result["failed"].items():
             lines += [f"{name} failed at {workload}: {why.splitlines()[0]}", ""]
     return lines
 
 
-def _figure(result: Mapping[str, Any], figure: Mapping[str, Any]) -> list[str]:
-    ordered = sorted(
-        figure["contenders"].values(), key=lambda row: row["values"]["median"], reverse=figure["more_is_better"]
-    )
-    lines = [f"### {result['title']}: {figure['title']}", "", "| | median | least | most |", "|---|---|---|---|"]
-    for row in ordered:
-        numbers = (_number(row["values"][part]) for part in ("median", "minimum", "maximum"))
-        lines.append(f"| {row['title']} | {' | '.join(numbers)} |")
-    rounds, facts = ordered[0]["values"]["runs"], result["facts"]
-    load = f"load {facts['load_average_before']:.1f} when that was started"
-    return [*lines, "", f"{rounds} rounds on {facts['cpu']}; `{facts['command']}` at {facts['revision']}, {load}.", ""]
+def _figures(result: Mapping[str, Any]) -> list[str]:
+    """Return a workload's table: a row for each contender, the best first, and a column for each figure."""
+    figures, facts = list(result["figures"].values()), result["facts"]
+    first, *_ = figures
+    best = first["contenders"].items()
+    ordered = sorted(best, key=lambda each: each[1]["values"]["median"], reverse=first["more_is_better"])
+    titles = " | ".join(figure["title"] for figure in figures)
+    lines = [f"### {result['title']}", "", f"| | {titles} |", "|---|" + "---|" * len(figures)]
+    for name, each in ordered:
+        cells = (_cell_of(figure["contenders"][name]["values"]) for figure in figures)
+        lines.append(f"| {each['title']} | {' | '.join(cells)} |")
+    load = f"load {facts['load_average_before']:.1f} at the start"
+    rounds = f"{ordered[0][1]['values']['runs']} rounds on {facts['cpu']}"
+    return [*lines, "", f"{rounds}; `{facts['command']}` at {facts['revision']}, {load}.", ""]
+
+
+def _cell_of(values: Mapping[str, float]) -> str:
+    median, least, most = (_number(values[part]) for part in ("median", "minimum", "maximum"))
+    return f"{median} ({least} to {most})"
 
 
 def _number(value: float) -> str:

@@ -10,7 +10,7 @@ from paceline.recipe.load import Overrides, load_recipe
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
-from paceline.trainer.bystander import torch_as_it_was
+from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
 
 
@@ -49,5 +49,5 @@ def train(
     )
     with trusting_code():  # to train a recipe is to run what it names
         loaded = load_recipe(recipe, overrides)
-    with torch_as_it_was():
+    with restore_torch_settings():
         return train_recipe(loaded, options)

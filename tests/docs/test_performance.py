@@ -88,12 +88,12 @@ def test_the_page_names_who_is_ahead_and_who_failed(publish: Any) -> None:
     text = publish.page(RESULTS)
     table, _, rest = text.partition("## Where another is ahead")
     ahead, _, figures = rest.partition("## In figures")
-    assert "| loop overhead: a small network: milliseconds a step | 2.00 | **0.90** | — |" in table
+    assert "| small network, batch 64: milliseconds a step | 2.00 | **0.90** | — |" in table
     assert "time for the same images | 1.01 | failed | 2.00 |" in table
     assert "milliseconds a step**: timm 1.0.31 0.90 (0.89 to 0.95), in 3 of 3 rounds." in ahead
     assert "images" not in ahead, "who takes more is not ahead"
     assert "timm failed at ddp-2: timm ended with exit code 1:" in figures
-    assert "| timm 1.0.31 | 27.4 | 26.7 | 29.4 |\n| Paceline | 30.5 |" in figures, "best first"
+    assert "| timm 1.0.31 | 27.4 (26.7 to 29.4) |\n| Paceline | 30.5 (30 to 31) |" in figures, "best first"
 
 
 def test_in_how_many_rounds_somebody_was_ahead_is_said(publish: Any) -> None:

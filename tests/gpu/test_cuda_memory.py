@@ -14,7 +14,7 @@ import torch
 from paceline.devices import recognise
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline_advisor.memory.allocator import MIB
 from paceline_advisor.memory.find_batch import TrialGround
 from paceline_advisor.memory.job import Job, allocator_settings
@@ -81,7 +81,7 @@ def limited_run(overrides: dict[str, Any], room: int, variables: dict[str, str])
     recipe = load_recipe("synthetic", asked).recipe
     machine = describe_machine(torch.device("cuda", 0))
     allocator, _ = allocator_settings(variables)
-    with without_collection(), fake_run(recipe, machine=machine, scores=True) as step:
+    with without_collection(), fake_step(recipe, machine=machine, scores=True) as step:
         steps = trace_steps(step)
         job = Job(step, steps, machine, ways=1, allocator=allocator)
         # PyTorch's limit counts its own segments only; the driver's and libraries' share is beside it.

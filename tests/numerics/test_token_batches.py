@@ -189,7 +189,7 @@ def test_the_largest_micro_batch_comes_first_and_leaves_no_trace(train: Callable
         train("too-large", overrides, asked=task(seen=refused, double=False))
     assert not list((result.run_dir.parent / "too-large" / "checkpoints").iterdir())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("paceline.trainer.rehearsal.claim_memory", lambda run: None)
+        patched.setattr("paceline.trainer.warmup.claim_memory", lambda run: None)
         plain = train("plain", overrides, asked=task(double=False))
     assert plain.summary.weights_sha256 == result.summary.weights_sha256
 

@@ -36,8 +36,7 @@ from paceline.recipe.load import refuse_training_overrides, stored_recipe
 from paceline.units import metric_unit
 
 if TYPE_CHECKING:
-    from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, Split
-    from paceline.trainer.evaluation_sizes import SizeSweep
+    from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, SizeSweep, Split
 
 
 @click.command("evaluate")
@@ -152,7 +151,7 @@ def _tell_left_out(report: EvaluationReport) -> None:
 
 
 def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: bool) -> None:
-    from paceline.trainer.evaluation_sizes import sweep_sizes
+    from paceline.trainer.evaluate_target import sweep_sizes
 
     sweep = sweep_sizes(request, sizes)
     if is_first_process():

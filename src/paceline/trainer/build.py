@@ -1,4 +1,4 @@
-"""How does a prepared run become one that steps: optimizer, strategy, records, components, each built once?"""
+"""Build every part of a prepared run: optimizer, strategy, records, components."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -27,30 +27,31 @@ from paceline.optim.clipping import Clipping
 from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
+from paceline.records.events import IncidentEvent, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
 from paceline.records.writer import EventWriter
 from paceline.tasks.task import Task
-from paceline.telemetry.clock import build_step_clock
+from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display
+from paceline.telemetry.profile import Assignment, NsightTool, Profiled, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
-from paceline.trainer.cadence import Cadence, job_ends_at
-from paceline.trainer.evaluate import Evaluator
-from paceline.trainer.kept_answers import Keep
+from paceline.trainer.evaluate import Evaluator, Keep
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
-from paceline.trainer.profiling import with_profile
-from paceline.trainer.progress import Progress
+from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import RunLock
-from paceline.trainer.signals import StopRequest
-from paceline.trainer.utilisation import find_utilisation
-from paceline.trainer.window import Window
+from paceline.trainer.saving import Cadence, job_ends_at
+from paceline.trainer.step_stats import Progress, Window, find_utilisation
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,3 +265,35 @@ def _register(run: Run) -> None:
     run.components.add("progress", run.progress)
     run.components.add("window", run.window)
     run.components.add("clock", run.clock)
+
+
+def with_profile(run: Run) -> StepClock:
+    """The run's clock, with a profile around it if one is asked for on this process."""
+    asked, steps = run.recipe.telemetry.profile, run.plan.profile_steps
+    if steps is None or (asked.ranks == "first" and not run.world.is_first):
+        return run.clock
+    tool = NsightTool() if asked.tool == "nsys" else TorchTool(run.device.type, run.world.rank, memory=asked.memory)
+    assignment = Assignment(
+        first=steps[0],
+        end=steps[1],
+        position=lambda: run.progress.position,
+        folder=run.directory.profile,
+        report=lambda profiled: _report(run, profiled),
+    )
+    return ProfilingClock(run.clock, tool, assignment)
+
+
+def _report(run: Run, profiled: Profiled) -> None:
+    which = f"steps {profiled.first} to {profiled.last}"
+    if profiled.problem is not None:
+        message = f"{which} were not profiled: {profiled.problem}."
+        run.recorder.write(IncidentEvent(**run.progress.here, incident="profile", message=message))
+        run.display.message(message)
+        return
+    tool = run.recipe.telemetry.profile.tool
+    folder = None if tool == "nsys" else run.directory.profile(profiled.first - 1)
+    place = None if folder is None else str(folder.relative_to(run.directory.root))
+    run.recorder.write(
+        ProfileEvent(**run.progress.here, first_step=profiled.first, last_step=profiled.last, tool=tool, folder=place)
+    )
+    run.display.message(f"{which} were profiled: {'see the report of nsys' if folder is None else f'see {folder}'}")

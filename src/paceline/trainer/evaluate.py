@@ -1,31 +1,268 @@
-"""How good are the weights? Exact over any number of processes: each sample once, sums and counts, one reduction."""
+"""Evaluate weights exactly over any number of processes: each sample once, sums and counts, one reduction.
+
+Along the pass, the mean and spread of the inputs, the confusion matrix and example predictions are collected."""
 
 from __future__ import annotations
 
+import base64
+import io
+import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import nn
 
-from paceline.data.batch import Batch, BrokenSample, Nested
+from paceline.data.batch import Batch, BrokenSample, Nested, tensors_in
 from paceline.data.pipeline import Pipeline
+from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.sightings import Pulse
+from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Rows
+from paceline.metrics.answers import MOST_CLASSES, Confusion, Triples, confusion_document, merged
+from paceline.metrics.examples import HOW_CHOSEN, Candidate, Examples, choose
+from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
-from paceline.trainer.inputs import InputStatistics, mean_and_spread
-from paceline.trainer.kept_answers import Keep, Kept, KeptAnswers, Part
 from paceline.trainer.nonfinite import check_results
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
 if TYPE_CHECKING:
+    from paceline.data.pipeline import Pipeline
     from paceline.trainer.run import Run
+
+# The last bits are those of how the samples were shared out.
+_DIGITS = 6
+
+
+class InputStatistics:
+    """Counts and sums of all floating-point numbers of the batches, kept on the device; tokens are no such numbers."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, inputs: Nested) -> None:
+        """Take a batch's inputs. No host-device synchronisation."""
+        for tensor in tensors_in(inputs):
+            if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
+                self._counts.append(tensor.numel())
+                self._sums.append(_sums(tensor))
+
+    def rows(self) -> Rows:
+        """Count, sum and sum of squares of each tensor; waits for the device."""
+        sums: dict[int, list[float]] = {}
+        # At once for each device: every answer from one is waited for.
+        for device in {each.device for each in self._sums}:
+            places = [place for place, each in enumerate(self._sums) if each.device == device]
+            answers = torch.stack([self._sums[place] for place in places]).tolist()
+            sums |= dict(zip(places, answers, strict=True))
+        return [(count, *sums[place]) for place, count in enumerate(self._counts)]
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum and sum of squares, of each sample in fast single precision, and over samples in double where there is it.
+
+    So they hardly depend on which samples are in a batch.
+    """
+    samples = (tensor.unsqueeze(-1) if tensor.ndim < 2 else tensor).to(torch.float32)
+    rest = tuple(range(1, samples.ndim)) or (0,)
+    totals = samples.sum(dim=rest)
+    lengths = torch.linalg.vector_norm(samples, dim=rest)
+    precise = torch.float32 if tensor.device.type == "mps" else torch.float64
+    return torch.stack((totals.to(precise).sum(), lengths.to(precise).square().sum()))
+
+
+def mean_and_spread(parts: Iterable[Rows]) -> dict[str, float]:
+    """``input_mean`` and ``input_std`` of what all processes took together, each number once.
+
+    Nothing is said where there are none, or where one is infinite or no number.
+    """
+    rows = list(chain.from_iterable(parts))
+    if not rows or not all(map(math.isfinite, chain.from_iterable(rows))):
+        return {}
+    count, total, squares = (math.fsum(column) for column in zip(*rows, strict=True))
+    mean = total / count
+    spread = math.sqrt(max(0.0, squares / count - mean**2))
+    return {"input_mean": round(mean, _DIGITS), "input_std": round(spread, _DIGITS)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """What is to be kept of a pass.
+
+    Attributes:
+        weights: Of which set of weights; empty for none.
+        examples: Samples to show at most.
+    """
+
+    weights: str = ""
+    examples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one process has to bring: numbers, no pictures yet."""
+
+    triples: Triples
+    candidates: tuple[Candidate, ...]
+    classes: int
+    failure: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What was kept.
+
+    Attributes:
+        confusion: The confusion matrix; None where there are more than 1000 classes.
+        examples: What the file of examples says; None if none were asked for.
+        failure: Why nothing was kept, or an empty string.
+    """
+
+    confusion: dict[str, Any] | None = None
+    examples: dict[str, Any] | None = None
+    failure: str = ""
+
+
+class KeptAnswers:
+    """Goes along the pass of one process."""
+
+    def __init__(self, task: Task, keep: Keep) -> None:
+        self._task = task
+        # A task without answers is spared all of it.
+        self._keep = Keep() if getattr(task.answers, "__func__", None) is Task.answers else keep
+        self._confusion = Confusion()
+        self._examples = Examples(self._keep.examples, task.pictures)
+        self._failure = ""
+
+    @property
+    def weights(self) -> str:
+        """The set of weights whose answers are kept; empty once something went wrong."""
+        return "" if self._failure else self._keep.weights
+
+    def add(self, answered: Model, batch: Batch) -> None:
+        """Take the answers to one batch.
+
+        Args:
+            answered: Gives the answer that was scored again, and no other.
+            batch: What was scored.
+        """
+        try:
+            answers = self._task.answers(answered, batch)
+            if answers is None:
+                return
+            if answers.classes <= MOST_CLASSES:
+                self._confusion.add(answers)
+            if self._keep.examples:
+                draws = uniforms(0, 0, batch.ids, 1)[:, 0]
+                self._examples.add(batch.ids, draws, batch.inputs, answers)
+        except Exception as error:  # noqa: BLE001  # the task's own code; an evaluation must not fail of being looked at
+            self.give_up(error)
+
+    def part(self) -> Part:
+        """What this process has; waits for the device."""
+        if not self._failure:
+            try:
+                return Part(
+                    triples=self._confusion.triples(),
+                    candidates=tuple(self._examples.candidates()),
+                    classes=self._confusion.classes,
+                    failure="",
+                )
+            except Exception as error:  # noqa: BLE001  # what the task gave may only now turn out to be no numbers
+                self.give_up(error)
+        return Part(triples=[], candidates=(), classes=0, failure=self._failure)
+
+    def give_up(self, error: Exception) -> None:
+        """Keep nothing of this pass."""
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
+
+    def together(self, parts: Sequence[Part], collectives: Collectives, pipeline: Pipeline) -> Kept:
+        """Put the parts of all processes together; a collective if pictures are kept."""
+        if failure := next((each.failure for each in parts if each.failure), ""):
+            return Kept(failure=failure)
+        classes = max(each.classes for each in parts)
+        chosen = choose((each for part in parts for each in part.candidates), self._keep.examples)
+        shown: dict[int, dict[str, Any]] = {}
+        if chosen:
+            # A process that fails here must not leave the others waiting.
+            own = self._own(
+                [each for each in chosen if each in set(parts[collectives.world.rank].candidates)], pipeline
+            )
+            for failure, entries in collectives.gather_on_first((self._failure, own)):
+                self._failure = self._failure or failure
+                shown |= entries
+        try:
+            names = self._names(classes)
+            matrix = confusion_document(merged(each.triples for each in parts), names) if classes else None
+        except Exception as error:  # noqa: BLE001  # the task's names may be fewer than its answers
+            self.give_up(error)
+        if self._failure:
+            return Kept(failure=self._failure)
+        examples = [shown[each.sample] for each in chosen if each.sample in shown]
+        return Kept(
+            confusion=matrix,
+            examples={"classes": names, "chosen": HOW_CHOSEN, "examples": examples} if chosen else None,
+        )
+
+    def _names(self, classes: int) -> list[str]:
+        names = [str(each) for each in self._task.description().get("class_names", range(classes))]
+        if len(names) < classes:
+            raise ValueError(f"the task names {len(names)} classes and answers with {classes}")
+        return names
+
+    def _own(self, chosen: Sequence[Candidate], pipeline: Pipeline) -> dict[int, dict[str, Any]]:
+        try:
+            return {each.sample: self._as_shown(each, pipeline) for each in chosen}
+        except Exception as error:  # noqa: BLE001  # the task's own pictures, the pipeline's own names
+            self.give_up(error)
+            return {}
+
+    def _as_shown(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, Any]:
+        fields = asdict(candidate)
+        del fields["score"], fields["is_mistake"]
+        pixels = self._examples.picture(candidate)
+        picture = {} if pixels is None else {"image": data_url(pixels)}
+        name = pipeline.sample_name(candidate.sample, training=False)
+        # A file's name may hold bytes that are no text.
+        return {**picture, **fields, "name": utf8(name)}
+
+
+def data_url(pixels: NDArray[np.uint8]) -> str:
+    """A picture [H, W, C] as a PNG that a page can hold; of other than 3 channels the first 3, or the first."""
+    shown = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(shown)).save(file, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> None:
+    """Write the files of an evaluation, on the first rank; what a younger one did not keep goes.
+
+    Args:
+        directory: The run's.
+        kept: What was kept.
+        where: At which step, and of which weights: stands in both files.
+
+    Raises:
+        RunDirectoryError: If the disk refuses.
+    """
+    for path, document in ((directory.confusion, kept.confusion), (directory.examples, kept.examples)):
+        if document is None:
+            path.unlink(missing_ok=True)
+            continue
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, encode_json({**where, **document}) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Score saved weights on held-out samples: the function behind ``paceline evaluate``."""
+"""Score saved weights on held-out samples, at one or several image sizes (``paceline evaluate``)."""
 
 from __future__ import annotations
 
@@ -48,13 +48,11 @@ from paceline.records.run_directory import encode_json
 from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
-from paceline.trainer.evaluate import Evaluation, Evaluator
-from paceline.trainer.kept_answers import Keep
-from paceline.trainer.kept_memory import memory_kept
-from paceline.trainer.limits import look_for_limits_of_scoring
+from paceline.trainer.evaluate import Evaluation, Evaluator, Keep
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
-from paceline.trainer.preparation import place
+from paceline.trainer.preparation import find_scoring_limits, place
+from paceline.trainer.process_settings import keep_freed_memory
 from paceline.world import World
 
 Split = Literal["validation", "holdout"]
@@ -157,7 +155,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
         task.check_network(network)
     network = with_weights(network, saved, placement)
     with contextlib.ExitStack() as opened:
-        opened.enter_context(memory_kept(device))
+        opened.enter_context(keep_freed_memory(device))
         opened.enter_context(keeping_float32_matmul())
         set_float32_matmul(products)
         opened.callback(leave)
@@ -245,7 +243,7 @@ def scoring_task(
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
         raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
-    if refusal := look_for_limits_of_scoring(facts, recipe, world).refusal:
+    if refusal := find_scoring_limits(facts, recipe, world).refusal:
         raise DataError(refusal)
     if request.on == "holdout":
         _check_never_trained_on(saved, recipe, facts)
@@ -424,3 +422,80 @@ def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
                 writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
     except OSError as error:
         raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeTrial:
+    """One size, and how the weights did.
+
+    Attributes:
+        size: ``data.evaluation_size``, in pixels.
+        report: What was measured.
+    """
+
+    size: int
+    report: EvaluationReport
+
+    @property
+    def samples_per_second(self) -> float:
+        """Images scored per second over all processes, reading and the first batch included."""
+        return self.report.samples / self.report.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeSweep:
+    """What several sizes come to.
+
+    Attributes:
+        trials: One for each size, in the order asked for.
+        on: Which images were scored: ``holdout`` or ``validation``.
+        metric: What decides: the top-1 accuracy, or the loss where there is none.
+    """
+
+    trials: tuple[SizeTrial, ...]
+    on: str
+    metric: str
+
+    @property
+    def best(self) -> SizeTrial:
+        """The trial that did best; of equal ones the smallest, which costs least."""
+        sign = -1 if self.metric == "loss" else 1
+        return max(self.trials, key=lambda trial: (sign * trial.report.metrics[self.metric], -trial.size))
+
+    def to_json(self) -> dict[str, Any]:
+        """The sweep as one JSON object."""
+        first = self.trials[0].report
+        return {
+            "path": str(first.path),
+            "weights": first.weights,
+            "on": self.on,
+            "samples": first.samples,
+            "metric": self.metric,
+            "best_size": self.best.size,
+            "left_out": list(first.left_out),
+            "sizes": [
+                {
+                    "size": trial.size,
+                    "seconds": trial.report.seconds,
+                    "samples_per_second": trial.samples_per_second,
+                    **trial.report.metrics,
+                }
+                for trial in self.trials
+            ],
+        }
+
+
+def sweep_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> SizeSweep:
+    """Score saved weights at several sizes; a collective of all processes of the world this one finds itself in.
+
+    Raises:
+        PacelineError: If the target or the data are not usable, nothing was held out, or a size has no effect.
+    """
+    if "data.evaluation_size" in set_by(request.overrides):
+        raise PacelineError("override 'data.evaluation_size' has no effect with --sizes, which says them. Remove it.")
+    if len(set(sizes)) < len(sizes):
+        raise PacelineError(f"--sizes={','.join(map(str, sizes))} names a size twice; name each once.")
+    reports = evaluate_sizes(request, sizes)
+    trials = tuple(SizeTrial(size=size, report=report) for size, report in zip(sizes, reports, strict=True))
+    metric = "top1_accuracy" if "top1_accuracy" in reports[0].metrics else "loss"
+    return SizeSweep(trials=trials, on=request.on, metric=metric)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.strategy import Wish
 from paceline.trainer.evaluate import evaluate_run
-from paceline.trainer.rehearsal import rehearse
 from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
-from paceline.trainer.trial import try_out
+from paceline.trainer.warmup import check_first_batch, warm_up
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -24,7 +23,7 @@ def fit(run: Run) -> str:
 
 def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
-    batches = try_out(run, rehearse(run, run.train_batches()))
+    batches = check_first_batch(run, warm_up(run, run.train_batches()))
     ending = run.ending(Wish())
     run.clock.start()
     while not ending:

@@ -1,29 +1,54 @@
-"""Copy a run's checkpoints to an address while it trains.
+"""The copy of a run at an address (``checkpoint.mirror``): restore the run directory from it, and keep it up to date.
 
-A thread of the first process copies the newest whole checkpoint. Training never waits for it: while the address fails,
-newer checkpoints replace those that wait, and the failure is reported with the next record.
-"""
+The first process reads the copy once the processes have joined, before the run directory is opened. During training a
+thread copies the newest whole checkpoint. Training never waits for it: while the address fails, newer checkpoints
+replace those that wait, and the failure is reported with the next record."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from paceline.checkpoint.mirror import Mirror, Sendable, TakenError
-from paceline.checkpoint.store import CheckpointStore
-from paceline.errors import CheckpointError, RunDirectoryError, StorageError, TrainingError, UnreadableError
+from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
+from paceline.checkpoint.store import CheckpointStore, Choice, step_of
+from paceline.distributed.collectives import Collectives
+from paceline.errors import (
+    CheckpointError,
+    LaunchError,
+    RunDirectoryError,
+    StorageError,
+    TrainingError,
+    UnreadableError,
+)
+from paceline.plain_json import load_json
 from paceline.recipe.running import Checkpoint
+from paceline.recipe.schema import Recipe
 from paceline.records.events import IncidentEvent
 from paceline.records.ledger import ledger_files
-from paceline.records.run_directory import RunDirectory
+from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import without_secrets
+from paceline.storage.at_once import begin
+from paceline.storage.remote import Remote
 from paceline.storage.retries import Retries, describe
+from paceline.trainer.preparation import without_initial_weights
+from paceline.trainer.run_dir_checks import (
+    Asked,
+    ResumeDecision,
+    check_links,
+    check_same_run,
+    foreign_checkpoints,
+    never_trained,
+)
 from paceline.units import format_seconds
+from paceline.world import World
 
 if TYPE_CHECKING:
     from paceline.trainer.run import Run
@@ -273,3 +298,319 @@ def _conclude(run: Run) -> None:
     best = [run.progress.best["step"]] if run.progress.best and run.recipe.checkpoint.keep_best else []
     with contextlib.suppress(CheckpointError):
         CheckpointStore(run.directory.checkpoints).prune(keep=run.recipe.checkpoint.keep, protect=best)
+
+
+T = TypeVar("T")
+
+Say = Callable[[str], None]
+
+_COPIED_RUN = "mirror.json"
+_README = b"Checkpoints of a Paceline run, copied while it trained; see docs/guide/object-storage.md.\n"
+
+
+@dataclass(frozen=True)
+class MirrorState:
+    """What the first process found at the address before the run was opened.
+
+    Attributes:
+        notices: What the user should know.
+        names: The commits that were read; if the run does not resume from them, that is deliberate.
+    """
+
+    notices: tuple[str, ...] = ()
+    names: frozenset[str] = field(default_factory=frozenset)
+
+
+def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
+    """Whether there is a checkpoint to resume from, here or at the address; before the processes have joined.
+
+    Raises:
+        StorageError: If the address cannot be read, and this is the only process.
+    """
+    if run_dir is not None and CheckpointStore(run_dir / "checkpoints").steps():
+        return True
+    if recipe.checkpoint.mirror is None or (world.world_size > 1 and not _has_initial_weights(recipe)):
+        # Several processes need to know only whether the initial weights can be left out.
+        return False
+    try:
+        return bool(read_commits(_remote(recipe.checkpoint.mirror)).commits)
+    except StorageError:
+        if world.world_size == 1:
+            raise
+        # Reported when they have joined: otherwise the others would wait for this one.
+        return False
+
+
+def check_all_resume(expected: bool, recipe: Recipe, collectives: Collectives) -> None:
+    """Check that all processes have left out the initial weights, or none; a collective.
+
+    Raises:
+        LaunchError: On every process, if one has.
+    """
+    if recipe.checkpoint.mirror is None or not _has_initial_weights(recipe):
+        return
+    answers = collectives.gather(expected)
+    if len(set(answers)) > 1:
+        others = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer != answers[0])
+        raise LaunchError(
+            f"rank 0 found {'a copy' if answers[0] else 'no copy'} at checkpoint.mirror={recipe.checkpoint.mirror}, "
+            f"but others (rank {others}) did not find the same: where a run begins with model.pretrained or "
+            "model.initialize_from, every host needs the address's library and credentials; see to that, and try again."
+        )
+
+
+def check_resumed(expected: bool, recipe: Recipe, decision: ResumeDecision) -> None:
+    """Check that a network without its initial weights is not trained from the start.
+
+    Raises:
+        CheckpointError: If it would be.
+    """
+    if expected and _has_initial_weights(recipe) and decision.choice.path is None and not decision.completed:
+        raise CheckpointError(
+            "a checkpoint was there when the network was built, so that its initial weights were left out, and now "
+            "there is none to go on from; look into the run directory's checkpoints, then run the same command again."
+        )
+
+
+def _has_initial_weights(recipe: Recipe) -> bool:
+    return without_initial_weights(recipe) != recipe
+
+
+def _remote(address: str, retries: Retries | None = None) -> Remote:
+    return Remote(address, retries or Retries(patience_seconds=REQUEST_PATIENCE_SECONDS))
+
+
+def restore_from_mirror(directory: RunDirectory, asked: Asked, collectives: Collectives, say: Say) -> MirrorState:
+    """Fetch what is newer at the address into the run directory, before the run is opened; a collective.
+
+    Raises:
+        StorageError: If the address cannot be read and there is nothing here to resume from either.
+        RunDirectoryError: If the copy is another run's.
+    """
+    address = asked.recipe.checkpoint.mirror
+    if address is None:
+        return MirrorState()
+    return on_first_without_timeout(
+        collectives, asked.recipe, partial(look, directory, address, asked, say), name="fetch"
+    )
+
+
+def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Callable[[], T], *, name: str) -> T:
+    """Run on the first rank what may take longer than ``parallel.timeout``, such as reading a large checkpoint.
+
+    The others wait in many short collectives, since one may not take that long. A collective; the result, or the error,
+    reaches every rank.
+
+    Args:
+        collectives: The run's.
+        recipe: Its ``parallel.timeout`` is how long processes wait for one another.
+        call: Runs in a thread if there are several processes.
+        name: Name of the thread.
+    """
+    if collectives.world.world_size == 1:
+        return call()
+    task = begin(call, name=name) if collectives.world.is_first else None
+    patience = recipe.parallel.timeout.seconds / 10
+    while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
+        pass
+
+    def result() -> T:
+        assert task is not None  # on the first rank alone
+        return task.result()
+
+    return collectives.on_first(result)
+
+
+def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> MirrorState:
+    """Read the commits at the address, and fetch the checkpoint to resume from; on the first process.
+
+    Raises:
+        StorageError: If the address cannot be read, or nothing there is whole, and there is nothing here either.
+        RunDirectoryError: If the copy is another run's, or not to be gone on with.
+    """
+    check_links(directory)
+    foreign = [each.step or 0 for each in foreign_checkpoints(directory, asked.recipe)]
+    newest, _ = CheckpointStore(directory.checkpoints).newest_whole(without=foreign)
+    try:
+        remote = _remote(address)
+        found = read_commits(remote)
+        if not found.names:
+            # Find out whether anything can be written there before anything is trained.
+            remote.write("README", _README)
+    except StorageError as error:
+        if newest is None:
+            raise
+        return MirrorState((f"the run goes on from '{directory.root}' alone: {error}",))
+    _check_ours(found, directory, address)
+    if not found.commits:
+        if found.damaged and (newest is None or _copied_run(directory) is None):
+            raise StorageError(
+                f"no commit at {address} is whole: {found.damaged[0]}. Nothing is written over what lies there; begin "
+                "again at another address."
+            )
+        return MirrorState(found.damaged, found.names)
+    if asked.resume == "never":
+        raise RunDirectoryError(
+            f"checkpoint.mirror={address} holds a copy of a run already and --resume=never was asked; choose another "
+            "address, or leave --resume out to go on with it."
+        )
+
+    def accept(folder: Path) -> None:
+        copy = RunDirectory(folder)
+        if copy.plan.is_file() and copy.recipe.is_file():
+            check_same_run(copy, asked, address=address)
+        # Before the records and checkpoints that it claims.
+        if _copied_run(directory) is None:
+            write_json(directory.root / _COPIED_RUN, {"run": found.commits[0].run})
+
+    fetched = fetch_newest(
+        remote,
+        _wanted(found, directory, address, asked.resume),
+        directory.root,
+        beyond=-1 if newest is None else step_of(newest) or 0,
+        say=say,
+        accept=accept,
+    )
+    gone_on = () if fetched is None else (f"the run goes on from its copy at {address}, of step {fetched.step}",)
+    return MirrorState((*found.damaged, *gone_on), found.names)
+
+
+def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) -> tuple[Commit, ...]:
+    """The commits of which the newest is to be fetched: with ``--resume CHECKPOINT`` only where nothing is here.
+
+    Raises:
+        RunDirectoryError: If the checkpoint that was asked for is not there.
+    """
+    if resume == "auto":
+        return found.commits
+    path = Path(resume)
+    step = step_of(path)
+    if step is None or path.parent.resolve() != directory.checkpoints.resolve() or not never_trained(directory):
+        return ()
+    wanted = tuple(each for each in found.commits if each.step == step)
+    if not wanted:
+        steps = ", ".join(str(each) for each in sorted({each.step for each in found.commits}))
+        raise RunDirectoryError(
+            f"--resume={resume}: there is no run in '{directory.root}', and the copies at {address} are of other steps "
+            f"({steps}); give one of those, or leave --resume out."
+        )
+    return wanted
+
+
+def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
+    """Refuse the copy of another run.
+
+    Raises:
+        RunDirectoryError: If it is one.
+    """
+    run = _copied_run(directory)
+    if found.commits and (found.commits[0].run != run if run is not None else not never_trained(directory)):
+        raise RunDirectoryError(
+            f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
+            "or another --run-dir to go on from that copy."
+        )
+
+
+def _copied_run(directory: RunDirectory) -> str | None:
+    """The identity under which the run in a directory is copied; None if it never was."""
+    try:
+        run = load_json((directory.root / _COPIED_RUN).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+@contextlib.contextmanager
+def mirror_checkpoints(
+    directory: RunDirectory,
+    asked: Asked,
+    decision: ResumeDecision,
+    mirror_state: MirrorState,
+    collectives: Collectives,
+    say: Say,
+) -> Iterator[Mirroring | None]:
+    """Copy the run's checkpoints on the first process, as long as this is entered; a collective.
+
+    Args:
+        directory: The run's, opened: its records are cut back.
+        asked: What was asked for.
+        decision: How it begins.
+        mirror_state: What was found at the address before.
+        collectives: All processes.
+        say: Takes what the user should know.
+    """
+    begun: list[Mirroring] = []
+    recipe = asked.recipe
+    if recipe.checkpoint.mirror is None:
+        yield None
+        return
+    choice: Choice | None = decision.choice
+    if decision.completed:
+        store = CheckpointStore(directory.checkpoints)
+        newest = on_first_without_timeout(collectives, recipe, lambda: store.newest_whole()[0], name="verify")
+        choice = None if newest is None else Choice(newest, step_of(newest) or 0)
+    if choice is not None:
+        first = choice
+        collectives.on_first(lambda: begun.append(_begin(directory, asked, first, mirror_state)))
+    try:
+        if decision.completed:
+            _send_rest(recipe, begun, collectives, say)
+        yield begun[0] if begun and not decision.completed else None
+    finally:
+        for each in begun:
+            each.close()
+
+
+def _begin(directory: RunDirectory, asked: Asked, choice: Choice, mirror_state: MirrorState) -> Mirroring:
+    """Begin to copy, starting with the chosen checkpoint if it is not there yet."""
+    address = asked.recipe.checkpoint.mirror
+    assert address is not None
+    run = _copied_run(directory) or secrets.token_hex(8)
+    if _copied_run(directory) is None:
+        write_json(directory.root / _COPIED_RUN, {"run": run})
+
+    def open_mirror(retries: Retries) -> Mirror:
+        remote = _remote(address, retries)
+        found = read_commits(remote)
+        _check_ours(found, directory, address)
+        if asked.resume == "auto":
+            _check_further(found, choice, mirror_state, address)
+        return Mirror(remote, run, found)
+
+    mirroring = Mirroring(open_mirror, directory.root, asked.recipe.checkpoint)
+    if choice.path is not None:
+        best = CheckpointStore(directory.checkpoints).read_best()
+        growing, small = sendable_records(directory)
+        mirroring.offer(Sendable(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
+    return mirroring
+
+
+def _check_further(found: Found, choice: Choice, mirror_state: MirrorState, address: str) -> None:
+    """Leave alone a copy that is further than this run, unless it was read and cannot be resumed from.
+
+    Raises:
+        TakenError: If there is such.
+    """
+    further = [each.step for each in in_line(found.commits) if each.step > choice.step]
+    if further and not mirror_state.names.issuperset(each.name for each in found.commits if each.step in further):
+        raise TakenError(
+            f"{address} holds a copy of step {further[0]}, which this launch could not see when it began at step "
+            f"{choice.step}: it sends nothing there. Stop it and run the same command again to go on from that copy."
+        )
+
+
+def _send_rest(recipe: Recipe, begun: list[Mirroring], collectives: Collectives, say: Say) -> None:
+    """Wait until the last checkpoint of a completed run is there, unless the address fails; a collective."""
+    patience = min(recipe.parallel.timeout.seconds / 10, 0.5)
+    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
+
+    def is_over() -> bool:
+        return all(each.is_over(within_seconds=patience) or each.is_failing for each in begun) or (
+            time.monotonic() > deadline
+        )
+
+    while not collectives.on_first(is_over):
+        pass
+    for each in begun:
+        if each.lacks:
+            say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {each.lacks}")

@@ -1,17 +1,17 @@
 """What is known and checked before the processes of a run meet: task, plan, network, batches.
 
 Everything that a recipe can get wrong is found here, on every process alike, before a process group forms and
-before the run directory is touched.
-"""
+before the run directory is touched."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +19,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
+from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.preflight import Findings, Loading, look_at_machine
 from paceline.data.slices import SampleWeights
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
@@ -40,16 +42,49 @@ from paceline.optim.schedules import LearningRate
 from paceline.optim.tables import check_tables
 from paceline.recipe.mlperf import check_mlperf
 from paceline.recipe.model import Model
-from paceline.recipe.plan import MachineFacts, Plan, make_plan, with_network
+from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan, resolve_evaluation_batch, with_network
 from paceline.recipe.schema import Recipe
 from paceline.storage.local_copies import local_path
 from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers
-from paceline.trainer.limits import look_for_limits
+from paceline.trainer.meta_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.trainer.precision import set_float32_matmul
-from paceline.trainer.spread_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.world import World
+
+
+def find_host_limits(plan: Plan, recipe: Recipe) -> Findings:
+    """Compare a plan with this machine; nothing is found of tasks that do not say how they load their samples."""
+    scores = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
+    scored = plan.evaluation_batch_size if scores else 0
+    return _look(plan.data, recipe, plan.local_world_size, trained=plan.micro_batch_size, scored=scored)
+
+
+def find_scoring_limits(facts: DataFacts, recipe: Recipe, world: World) -> Findings:
+    """The same of weights that are scored on their own."""
+    scored = resolve_evaluation_batch(recipe, {})
+    return _look(facts.description, recipe, world.local_world_size, trained=0, scored=scored)
+
+
+def _look(data: Mapping[str, Any], recipe: Recipe, processes: int, *, trained: int, scored: int) -> Findings:
+    """Compare batches of so many images with this machine."""
+    if data.get("backend") != "pytorch":
+        return Findings()  # DALI's workers are threads, and what is in memory has none
+    facts = {name: data.get(name) for name in ("workers", "channels", "image_size", "evaluation_size")}
+    known = {name: value for name, value in facts.items() if isinstance(value, int)}
+    if len(known) < len(facts):
+        return Findings()
+    ratio = LARGEST_RATIO if "evaluation_shapes" in data else 1
+    return look_at_machine(
+        Loading(
+            processes=processes,
+            workers=known["workers"],
+            prefetch=recipe.data.prefetch,
+            train_batch_bytes=trained * known["channels"] * known["image_size"] ** 2,
+            evaluation_batch_bytes=scored * known["channels"] * known["evaluation_size"] ** 2 * ratio,
+        )
+    )
+
 
 # Of one process: four terabytes of weights, more than any device holds.
 _MOST_PARAMETERS = 10**12
@@ -85,7 +120,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     check_trackers(recipe.telemetry.trackers)
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     plan = plan_run(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)
-    limits = look_for_limits(plan, recipe)
+    limits = find_host_limits(plan, recipe)
     if limits.refusal:
         raise DataError(limits.refusal)
     bind(cores)  # before loader processes and threads are begun, which inherit it

@@ -1,28 +1,123 @@
-"""What is written down while a run goes on, and when does the host wait for the device to write it?"""
+"""Write a run's records and its summary."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.batch import BrokenSample
 from paceline.errors import DataError, RunDirectoryError
-from paceline.records.events import EvaluationEvent, Event, FinishEvent, IncidentEvent, StepEvent
+from paceline.models.digest import weights_sha256
+from paceline.records.events import EvaluationEvent, Event, FinishEvent, IncidentEvent, Status, StepEvent
 from paceline.records.ledger import LedgerWriter
+from paceline.records.ledger_count import count_epochs
+from paceline.records.summary import LedgerFacts, Summary
 from paceline.records.writer import EventWriter
 from paceline.telemetry.async_tracker import AsyncTracker
 from paceline.telemetry.display import Display
+from paceline.telemetry.memory import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
-from paceline.trainer.kept_answers import write_kept
+from paceline.trainer.evaluate import write_kept
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
-from paceline.trainer.nonfinite import check_loss
-from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
+from paceline.trainer.nonfinite import check_loss, divergence
 
 if TYPE_CHECKING:
     from paceline.trainer.evaluate import Evaluation
     from paceline.trainer.run import Run
+
+# In these all wait for one another, and one of them writes.
+_SHARED = ("communication", "logging")
+_OWN = tuple(index for index, phase in enumerate(PHASES) if phase not in _SHARED)
+
+ALARMING_FACTOR = 1.5
+ALARMING_RECORDS = 3
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The process whose own work took longest since the last record.
+
+    Attributes:
+        rank: Its number.
+        phase: Where it exceeds the others most.
+        factor: Its seconds per step in work of its own, over the median of the others'.
+    """
+
+    rank: int
+    phase: str
+    factor: float
+
+
+def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str]) -> Slowest | None:
+    """Find it from each process's mean seconds per step and phase, in the order of ``PHASES``.
+
+    Args:
+        seconds: By rank and phase.
+        waits_in: Phases in which processes wait for one another, because they exchange gradients or weights there.
+            Of these the shortest one counts for all, since who comes last does not wait.
+
+    Returns:
+        None for a single process, and where nothing was measured.
+    """
+    if len(seconds) < 2:
+        return None
+    shortest = {phase: min(each[phase] for each in seconds) for phase in _OWN if PHASES[phase] in waits_in}
+    own = [[shortest.get(phase, each[phase]) for phase in _OWN] for each in seconds]
+    totals = [sum(each) for each in own]
+    rank = max(range(len(own)), key=lambda number: totals[number])
+    others = [number for number in range(len(own)) if number != rank]
+    usual = median(totals[number] for number in others)
+    if usual <= 0:
+        return None
+    excess = [own[rank][part] - median(own[number][part] for number in others) for part in range(len(own[rank]))]
+    phase = PHASES[_OWN[excess.index(max(excess))]]
+    return Slowest(rank, phase, totals[rank] / usual)
+
+
+def over_ranks(seconds: Sequence[Sequence[float]], *, untold: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """How much the processes differ: for each phase the least, the middle and the most seconds, and whose these are.
+
+    Args:
+        seconds: By rank and phase, as for :func:`find_slowest`.
+        untold: Phases to leave out.
+    """
+    found = {}
+    for index, phase in enumerate(PHASES):
+        values = [each[index] for each in seconds]
+        least, most = min(values), max(values)
+        found[phase] = {
+            "minimum": least,
+            "median": median(values),
+            "maximum": most,
+            "least_rank": values.index(least),
+            "most_rank": values.index(most),
+        }
+    return {phase: each for phase, each in found.items() if phase not in untold}
+
+
+class SlowRanks:
+    """Remembers for how many records in a row a process was alarmingly slow, and says so once."""
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._records = 0
+        self._told: set[int] = set()
+
+    def is_news(self, slowest: Slowest | None) -> bool:
+        """Take what a record found; whether it is to be told."""
+        rank = slowest.rank if slowest is not None and slowest.factor > ALARMING_FACTOR else None
+        self._records = self._records + 1 if rank == self._rank else 1
+        self._rank = rank
+        if rank is None or rank in self._told or self._records < ALARMING_RECORDS:
+            return False
+        self._told.add(rank)
+        return True
+
 
 # How long the end of a run waits for its trackers, all of them together.
 _PATIENCE_SECONDS = 30.0
@@ -235,3 +330,69 @@ class Recorder:
                 f"data.max_broken={run.recipe.data.max_broken}; raise that to go on without them, or repair or remove "
                 "them and begin in another --run-dir."
             )
+
+
+def digests(run: Run) -> dict[str, str]:
+    """Digest of each set of weights; a collective if they are spread over processes."""
+    return {name: weights_sha256(network.state_dict()) for name, network in run.models().items()}
+
+
+def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) -> Summary:
+    """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk.
+
+    Args:
+        run: The run.
+        status: How it is left.
+        ending: Why: ``duration``, ``until``, ``patience``, ``signal`` or ``error``.
+        sha256: What :func:`digests` gives.
+    """
+    plan, progress = run.plan, run.progress
+    clock = run.clock.totals
+    return Summary(
+        status=status,
+        step=progress.step,
+        epoch=0 if progress.position == 0 else plan.epoch_of(progress.position - 1) + 1,
+        samples=plan.samples_before(progress.position),
+        world_size=plan.world_size,
+        weights_sha256=sha256.get("model"),
+        ema_sha256=sha256.get("ema"),
+        metrics=_metrics(run),
+        train_seconds=clock.train_seconds,
+        total_seconds=progress.total_seconds,
+        throughput_samples_per_second=clock.throughput_samples_per_second,
+        throughput_tokens_per_second=clock.throughput_tokens_per_second,
+        data_wait_fraction=clock.data_wait_fraction,
+        phase_fractions={name: share for name, share in clock.phase_fractions.items() if name not in run.untold},
+        mfu=run.mfu(clock.throughput_samples_per_second).get("mfu"),
+        peak_memory_bytes=peak_memory_bytes(run.device.type),
+        parameters=plan.parameters or 0,
+        # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
+        ledger=None if status == "failed" else _ledger(run),
+        resumes=progress.resumes,
+        details={"ending": ending, **_warning(run, status), **_part_of_data(plan.data)},
+    )
+
+
+def _warning(run: Run, status: Status) -> dict[str, str]:
+    warning = divergence(run) if status == "completed" else ""
+    return {"warning": warning} if warning else {}
+
+
+def _part_of_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What part of its data the run has seen, if not all of it."""
+    part = {key: data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in data}
+    return {"data": {"digest": data.get("digest"), **part}} if part else {}
+
+
+def _metrics(run: Run) -> dict[str, Any]:
+    """The last evaluation, of the moving average where there is one, then every set of weights and the best."""
+    last = run.progress.last
+    if not last:
+        return {}
+    headline = "ema" if "ema" in last else "model"
+    return {**last[headline], "weights": headline, "last": last, "best": run.progress.best}
+
+
+def _ledger(run: Run) -> LedgerFacts:
+    over = run.plan.epochs.completed(run.progress.position)
+    return count_epochs(run.directory.ledger, run.plan.train_samples, epochs_over=over).facts

@@ -34,18 +34,16 @@ from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
-from paceline.trainer.cadence import Cadence
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import best_metric
-from paceline.trainer.progress import Progress
+from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
-from paceline.trainer.signals import StopRequest
-from paceline.trainer.utilisation import Utilisation
-from paceline.trainer.window import Window
+from paceline.trainer.saving import Cadence
+from paceline.trainer.step_stats import Progress, Utilisation, Window
 from paceline.world import World
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,26 +35,26 @@ from paceline.storage.addresses import is_address
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
 from paceline.telemetry.display import Display, SilentDisplay
+from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.telemetry.progress import RunProgress
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
-from paceline.trainer.kept_memory import memory_kept
-from paceline.trainer.leaving import Reporter, leave_pages
-from paceline.trainer.limits import look_for_limits
 from paceline.trainer.loop import fit
-from paceline.trainer.mirror_restore import (
-    check_all_go_on,
-    check_begun,
-    fill_from_mirror,
-    goes_on,
-    mirroring_beside,
-    on_first_however_long,
+from paceline.trainer.meta_network import network_to_plan
+from paceline.trainer.mirroring import (
+    check_all_resume,
+    check_resumed,
+    finish_mirroring,
+    mirror_checkpoints,
+    on_first_without_timeout,
+    restore_from_mirror,
+    will_resume,
 )
-from paceline.trainer.mirroring import finish_mirroring
 from paceline.trainer.nonfinite import check_outcome, divergence
 from paceline.trainer.preparation import (
     Prepared,
+    find_host_limits,
     plan_network,
     plan_run,
     prepare,
@@ -62,16 +62,17 @@ from paceline.trainer.preparation import (
     without_initial_weights,
     without_mirror,
 )
+from paceline.trainer.process_settings import StopRequest, keep_freed_memory
+from paceline.trainer.recorder import digests, summarise
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import Asked, ResumeDecision, RunLock, open_directory
+from paceline.trainer.run_dir_checks import Asked, ResumeDecision, RunLock, check_visible, open_directory
 from paceline.trainer.saving import restore
-from paceline.trainer.shared_directory import check_visible
-from paceline.trainer.signals import StopRequest
-from paceline.trainer.spares import elastic_notices, wait_for_those_that_train, without_spares
-from paceline.trainer.spread_network import network_to_plan
-from paceline.trainer.summarise import digests, summarise
+from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.units import format_count
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
 
 TaskMaker = Callable[[Recipe], Task]
 
@@ -141,7 +142,7 @@ def plan_only(
     device = choose_device(recipe.parallel.device, world)
     task = build_task(without_initial_weights(recipe))
     source = recipe.model.initialize_from
-    if elsewhere or source is None or is_address(source) or goes_on(without_mirror(recipe), run_dir, world):
+    if elsewhere or source is None or is_address(source) or will_resume(without_mirror(recipe), run_dir, world):
         source = None
     else:
         check_target(Path(source))
@@ -158,7 +159,7 @@ def plan_only(
 
 def _with_limits(plan: Plan, recipe: Recipe) -> Plan:
     """Add to a plan what stands against it on this machine; one of many processes may be meant for another."""
-    found = look_for_limits(plan, recipe)
+    found = find_host_limits(plan, recipe)
     if found.refusal and plan.local_world_size == 1:
         raise DataError(found.refusal)
     said = [each for each in (found.refusal, *found.warnings) if each]
@@ -175,10 +176,10 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     started = time.perf_counter()
     recipe, everyone = loaded.recipe, read_launch(os.environ)
     _check_restarts(everyone, options)
-    launch = without_spares(everyone, recipe)
+    launch = without_standby_ranks(everyone, recipe)
     if launch is None:
         assert options.run_dir is not None  # which _check_restarts sees to
-        summary = wait_for_those_that_train(options.run_dir)
+        summary = wait_for_training(options.run_dir)
         return TrainResult(status="completed", run_dir=options.run_dir, summary=summary)
     loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(everyone, launch)))
     return _train(loaded, options, launch, started)
@@ -219,7 +220,7 @@ def _opened(
     """Everything that a run needs before it is built, held as long as it goes on."""
     recipe = loaded.recipe
     make_task = build_task if options.task is None else options.task
-    resumes = goes_on(recipe, options.run_dir, launch.world)
+    resumes = will_resume(recipe, options.run_dir, launch.world)
     with loading():
         task = make_task(without_initial_weights(recipe) if resumes else recipe)
     display = options.display if options.display and launch.world.is_first else SilentDisplay()
@@ -230,22 +231,24 @@ def _opened(
             prepared = prepare(recipe, task, launch.world)
         loaded = loaded.checked(prepared.plan.unused)
         with (
-            memory_kept(prepared.device),
+            keep_freed_memory(prepared.device),
             contextlib.closing(prepared.pipeline),
             _joined(launch, prepared) as collectives,
             contextlib.closing(EndedBySignals(launch.world)) as waiting,
             _directory(options, loaded, collectives) as (directory, lock),
         ):
             _check_agreement(prepared, collectives)
-            check_all_go_on(resumes, recipe, collectives)
+            check_all_resume(resumes, recipe, collectives)
             asked = _asked(prepared, options, launch)
-            mirror_state = fill_from_mirror(directory, asked, collectives, display.message)
-            opening = on_first_however_long(collectives, recipe, partial(open_directory, directory, asked), name="open")
-            check_begun(resumes, recipe, opening)
+            mirror_state = restore_from_mirror(directory, asked, collectives, display.message)
+            opening = on_first_without_timeout(
+                collectives, recipe, partial(open_directory, directory, asked), name="open"
+            )
+            check_resumed(resumes, recipe, opening)
             opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
             with (
                 _held(directory, collectives, opening) as held,
-                mirroring_beside(held, asked, opening, mirror_state, collectives, display.message) as mirroring,
+                mirror_checkpoints(held, asked, opening, mirror_state, collectives, display.message) as mirroring,
             ):
                 setting = Setting(
                     prepared=prepared,
@@ -526,3 +529,32 @@ def _device_facts(prepared: Prepared, launch: Launch) -> dict[str, Any]:
         "world_size": launch.world.world_size,
         "launched_by": launch.source,
     }
+
+
+Reporter = Callable[[RunDirectory], object]
+
+
+def leave_pages(run: Run, report: Reporter | None) -> None:
+    """Have the report and the log in MLPerf's format written, where the recipe wants them.
+
+    Whatever goes wrong with them, the run has ended as it did.
+    """
+    if not run.world.is_first:
+        return
+    try:
+        run.directory.check_in_place()
+    except RunDirectoryError:
+        return  # told already; nothing is written under the old name
+    asked = run.recipe.telemetry
+    if asked.mlperf:
+        _leave(run, "the log in MLPerf's format", write_mlperf_log)
+    if report is not None and asked.report:
+        _leave(run, "the report", report)
+
+
+def _leave(run: Run, what: str, write: Reporter) -> None:
+    try:
+        write(run.directory)
+    except Exception as error:  # noqa: BLE001  # a page to look at is not worth a run
+        with contextlib.suppress(Exception):
+            run.display.message(f"note: {what} could not be written: {error}")

@@ -21,8 +21,8 @@ from paceline.recipe.training import Batch as BatchSection
 from paceline.tasks.build import build_task
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
-from paceline.trainer.bystander import process_as_it_was
 from paceline.trainer.preparation import Prepared, prepare
+from paceline.trainer.process_settings import restore_globals
 from paceline.units import Duration
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
@@ -40,7 +40,7 @@ def untouched() -> Iterator[None]:
     with contextlib.ExitStack() as held:
         held.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of code that is only looked at
-        held.enter_context(process_as_it_was())
+        held.enter_context(restore_globals())
         held.enter_context(torch.enable_grad())
         held.enter_context(affinity_restored())
         cudnn.benchmark, cudnn.enabled, cudnn.deterministic = True, True, False

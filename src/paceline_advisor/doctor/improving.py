@@ -19,7 +19,7 @@ from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_network import build_shapes
+from paceline.trainer.meta_network import build_shapes
 from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
 from paceline.world import World
 from paceline_advisor.apply import write_new

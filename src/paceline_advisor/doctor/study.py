@@ -25,7 +25,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.references import load_reference
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.commands import Doctor
@@ -244,7 +244,7 @@ def _anatomy(
     """The plan and the network, on fake tensors; where the network or its loss needs numbers, why it was not seen."""
     plan: Plan | None = None
     try:
-        with fake_run(recipe, machine=target.machine, processes=world.world_size) as step:
+        with fake_step(recipe, machine=target.machine, processes=world.world_size) as step:
             plan = step.plan
             tell("looking at the network")  # not before the recipe and its data have been found good
             return plan, look_at(step.network, step.batch, lambda: step.backward(step.forward())), ""

@@ -16,7 +16,7 @@ from paceline.errors import RecipeError
 from paceline.models.roofline import ridge_point
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Behaviour
@@ -138,7 +138,7 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
 def _lack(recipe: Recipe, target: Target, world: World, memory: int, *, scores: bool) -> Lack | None:
     with (
         without_collection(),
-        fake_run(recipe, machine=target.machine, processes=world.world_size, scores=scores) as step,
+        fake_step(recipe, machine=target.machine, processes=world.world_size, scores=scores) as step,
     ):
         allocator, _ = allocator_settings(os.environ)
         job = Job(step, trace_steps(step), target.machine, ways=max(2, world.world_size), allocator=allocator)

@@ -23,7 +23,7 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import check_sharding
 from paceline.recipe.strategy import weigh as weighed
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import FakeRun, fake_run, machine_with
+from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline.units import format_bytes, format_count
 from paceline.world import World
 from paceline_advisor.commands import Estimate
@@ -70,7 +70,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
     """
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
-            with fake_run(changed, processes=processes, machine=machine, scores=True) as step:
+            with fake_step(changed, processes=processes, machine=machine, scores=True) as step:
                 needed = _needed(step, machine, job)
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
@@ -78,7 +78,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
         yield Saving(change=change, needed=needed, saved=now - needed)
 
 
-def _needed(step: FakeRun, machine: MachineFacts, job: Job) -> int:
+def _needed(step: FakeStep, machine: MachineFacts, job: Job) -> int:
     now, memory = step.micro_batch, machine.memory_bytes
     if now == 1:  # not done: a network may do otherwise, or refuse, where there is but one sample
         return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).least(now, memory)
@@ -417,7 +417,7 @@ def estimate_memory(
     allocator, unheeded = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
     with (
         without_collection(),
-        fake_run(recipe, processes=processes, machine=machine, scores=True) as step,
+        fake_step(recipe, processes=processes, machine=machine, scores=True) as step,
     ):
         steps = trace_steps(step)
         job = Job(step, steps, machine, ways=ways, allocator=allocator)

@@ -35,7 +35,7 @@ from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import without_mirror
 from paceline.units import Duration, format_bytes, format_count, format_seconds
 from paceline.world import World
@@ -404,7 +404,7 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
     machine = describe_machine(device, processes=processes)
     allocator, _ = allocator_settings(os.environ if device.type == "cuda" else {})
     try:
-        with without_collection(), fake_run(recipe, processes=processes, machine=machine, scores=True) as step:
+        with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=True) as step:
             steps = trace_steps(step)
             job = Job(step, steps, machine, ways=processes, allocator=allocator)
     except ModelError as error:

@@ -11,7 +11,7 @@ from paceline.models.build import parameter_count
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
 from paceline.telemetry.allocations import Allocation
-from paceline.trainer.fake_run import FakeRun
+from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
 from paceline_advisor.memory.replay import Peak, fits, peak_of
 from paceline_advisor.memory.trace import Steps, StepTrace
@@ -158,7 +158,7 @@ class Job:
 
     def __init__(
         self,
-        step: FakeRun,
+        step: FakeStep,
         steps: Callable[[int], StepTrace],
         machine: MachineFacts,
         *,

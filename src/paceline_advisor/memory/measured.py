@@ -27,7 +27,7 @@ from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
 from paceline.tasks.task import Task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, given_batch, largest_together
-from paceline.trainer.fake_network import random_states_kept
+from paceline.trainer.meta_network import random_states_kept
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import build_network, plan_run, without_initial_weights
 from paceline.world import World

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
 from paceline.telemetry.allocations import Allocation, AllocationTrace
-from paceline.trainer.fake_run import FakeRun
+from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
 
 
@@ -44,7 +44,7 @@ class ScoredSingly:
         trace.events += (event + behind if event >= 0 else event - behind for event in self.events)
 
 
-def scored_singly(step: FakeRun, trace_of: Callable[[FakeRun, int], tuple[int, AllocationTrace]]) -> ScoredSingly:
+def scored_singly(step: FakeStep, trace_of: Callable[[FakeStep, int], tuple[int, AllocationTrace]]) -> ScoredSingly:
     """The evaluation of a fake run.
 
     Args:
@@ -153,7 +153,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def trace_step(step: FakeRun, scored: ScoredSingly | None = None) -> StepTrace:
+def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
     """Do a fake run's first step, its evaluation if it has any, and the update of another step.
 
     Both steps' passes are the same; their updates are not, of which the first makes the optimizer's state.
@@ -197,7 +197,7 @@ def trace_step(step: FakeRun, scored: ScoredSingly | None = None) -> StepTrace:
     )
 
 
-def _pass(step: FakeRun, trace: AllocationTrace) -> list[int]:
+def _pass(step: FakeStep, trace: AllocationTrace) -> list[int]:
     """Forward and backward; the numbers of the gradients of what is trained, -1 where there is none."""
     loss = step.forward()
     step.backward(loss)
@@ -212,7 +212,7 @@ def _number(trace: AllocationTrace, gradient: Tensor | None) -> int:
 
 
 def _given(
-    step: FakeRun, trace: AllocationTrace, trained: Sequence[nn.Parameter], gradients: Sequence[int]
+    step: FakeStep, trace: AllocationTrace, trained: Sequence[nn.Parameter], gradients: Sequence[int]
 ) -> dict[int, int]:
     """Give parameters gradients like those that they had; the numbers of those by the numbers of the new ones."""
     again = {}
@@ -223,13 +223,13 @@ def _given(
     return again
 
 
-def _hold_networks(step: FakeRun, trace: AllocationTrace) -> None:
+def _hold_networks(step: FakeStep, trace: AllocationTrace) -> None:
     trace.hold(step.network.parameters(), "weights")
     trace.hold(step.network.buffers(), "buffers")
     trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
 
 
-def _evaluate(step: FakeRun, trace: AllocationTrace, scored: ScoredSingly | None) -> str:
+def _evaluate(step: FakeStep, trace: AllocationTrace, scored: ScoredSingly | None) -> str:
     """An evaluation, or why there is none that could be had."""
     try:
         if step.goes_one_by_one and step.scored_samples:
@@ -241,14 +241,14 @@ def _evaluate(step: FakeRun, trace: AllocationTrace, scored: ScoredSingly | None
     return ""
 
 
-def evaluation_of(step: FakeRun) -> ScoredSingly:
+def evaluation_of(step: FakeStep) -> ScoredSingly:
     """The evaluation of a network that goes through its samples one by one.
 
     Raises:
         ModelError: If it needs its numbers.
     """
 
-    def traced(step: FakeRun, samples: int) -> tuple[int, AllocationTrace]:
+    def traced(step: FakeStep, samples: int) -> tuple[int, AllocationTrace]:
         inside = cpu_workspace if step.plan.device == "cpu" else gpu_workspace
         with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
             _hold_networks(step, trace)
@@ -293,7 +293,7 @@ def _tensors(network: nn.Module) -> Iterator[Tensor]:
     return chain(network.parameters(), network.buffers())
 
 
-def _state(step: FakeRun) -> Iterator[Tensor]:
+def _state(step: FakeStep) -> Iterator[Tensor]:
     for kept in step.optimizer.state.values():
         yield from (each for each in kept.values() if isinstance(each, Tensor))
 
@@ -377,7 +377,7 @@ def _is_of_samples(allocation: Allocation) -> bool:
     return allocation.cause in ("activations", "temporary") and allocation.phase in ("forward", "backward")
 
 
-def trace_steps(step: FakeRun) -> Steps:
+def trace_steps(step: FakeStep) -> Steps:
     """The steps of a fake run, at all sizes."""
     scored = None
     if step.goes_one_by_one and step.scored_samples:

@@ -20,8 +20,8 @@ from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.tasks.build import build_task
-from paceline.trainer.bystander import torch_as_it_was
 from paceline.trainer.preparation import without_mirror
+from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 from paceline_advisor.launches import Launch, OverdueError, said
@@ -304,7 +304,7 @@ class Runner:
 
         trouble, path = "", self._write(orders, recipe)
         try:
-            with torch_as_it_was():
+            with restore_torch_settings():
                 result = train_recipe(load_recipe(path), Options(run_dir=path.parent / "run", task=make))
             if result.status == "stopped":
                 raise KeyboardInterrupt  # the run has heard the signal; it was meant for all of this

@@ -23,7 +23,7 @@ from paceline.models.flops import StepWork, WorkCounter
 from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import FakeRun, fake_run, machine_with
+from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline_advisor.commands import Roofline
 from paceline_advisor.roofline.report import LayerBound, LowIntensity, RooflineReport, layer_bounds, shape_findings
 
@@ -140,7 +140,7 @@ def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
     if chosen.name == "cpu":
         recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
     machine = None if chosen.name == "cpu" else machine_with(chosen)
-    with fake_run(recipe, machine=machine) as step:
+    with fake_step(recipe, machine=machine) as step:
         found, plan = count_step(step), step.plan
         kinds = {name: type(module).__name__ for name, module in step.network.named_modules()}
     ceilings = ceilings_of(plan, chosen, found)
@@ -164,7 +164,7 @@ def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
     )
 
 
-def count_step(step: FakeRun) -> StepWork:
+def count_step(step: FakeStep) -> StepWork:
     """What one micro-batch's forward and backward pass and an update do."""
     step.settle()
     with WorkCounter(step.network) as counter:

@@ -25,7 +25,7 @@ from paceline.tasks.build import build_task
 from paceline.tasks.detection import why_not_sharded
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.world import World
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
 from paceline_advisor.scaling.room import Share, of_one_process
@@ -159,7 +159,7 @@ def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
     """The same with the task's own batches and loss, for networks that take no images."""
     try:
         with (
-            fake_run(of_one_process(recipe, Share(devices=1, micro_batch=_TRIED, passes=1))) as step,
+            fake_step(of_one_process(recipe, Share(devices=1, micro_batch=_TRIED, passes=1))) as step,
             WorkCounter(step.network) as counter,
         ):
             step.backward(step.forward())

@@ -25,7 +25,7 @@ from paceline.recipe.strategy import check_sharding
 from paceline.recipe.training import Batch
 from paceline.tasks.detection import why_not_sharded
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
 from paceline_advisor.formulas.parallel_step import OneDevice
 from paceline_advisor.memory.job import Job
@@ -130,7 +130,7 @@ def rooms(
     machine = machine_with(device) if device is not None else describe_machine(cpu)
     found = {}
     with (
-        fake_run(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
+        fake_step(of_one_process(recipe, shares[min(shares)]), machine=machine, scores=True) as step,
         without_collection(),
     ):
         steps = trace_steps(step)
@@ -226,7 +226,7 @@ def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> 
         PacelineError: If the network cannot do without numbers, or the recipe cannot be planned there.
     """
     largest = max(shares.values(), key=lambda each: each.micro_batch)
-    with fake_run(of_one_process(recipe, replace(largest, passes=1)), machine=machine_with(device)) as step:
+    with fake_step(of_one_process(recipe, replace(largest, passes=1)), machine=machine_with(device)) as step:
         found = count_step(step)
         ceilings = ceilings_of(step.plan, device, found)
     works = [each for each in found.works if each.product or each.flops or not recipe.model.compile]

@@ -27,12 +27,11 @@ from paceline.recipe.profile import Profile
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
-from paceline.trainer.bystander import process_as_it_was
-from paceline.trainer.rehearsal import rehearse
+from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run import Run
 from paceline.trainer.step import train_step
 from paceline.trainer.train import Options, TaskMaker, opened_run
-from paceline.trainer.trial import try_out
+from paceline.trainer.warmup import check_first_batch, warm_up
 from paceline.units import Duration, format_count
 from paceline.world import World
 from paceline_advisor.apply import write_new
@@ -96,7 +95,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
     )
     taken = Taken()
     with run.watchdog.watching(), worker_deaths_told():
-        batches = try_out(run, rehearse(run, run.train_batches()))
+        batches = check_first_batch(run, warm_up(run, run.train_batches()))
         run.clock.start()
         ending: Ending | None = None
         while ending is None:
@@ -374,7 +373,7 @@ def range_test(
     """
     world = read_launch(os.environ).world
     recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
-    with process_as_it_was(recipe.parallel.device), _scratch(world) as run_dir:
+    with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
         options = Options(run_dir=run_dir, task=task)
         with opened_run(LoadedRecipe(recipe, loaded.name), options) as run:
             taken = take_steps(run, sweep, say if world.is_first else lambda _: None)

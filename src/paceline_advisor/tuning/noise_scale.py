@@ -39,7 +39,7 @@ from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
 from paceline.trainer.train import Options, opened_run
-from paceline.trainer.trial import FP16_SCALE, Trial
+from paceline.trainer.warmup import FP16_SCALE, Trial
 from paceline_advisor.commands import NoiseScale
 
 # Micro-batches that a step is cut into unless the recipe says so: each new one helps less.

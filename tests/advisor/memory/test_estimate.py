@@ -14,7 +14,7 @@ from paceline.devices import find_device
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.measured import measured_peak
@@ -66,7 +66,7 @@ def test_there_are_enough_steps() -> None:
 )
 def test_the_estimate_is_within_5_per_cent_of_what_torch_allocates(case: Case) -> None:
     recipe = case.recipe()
-    with fake_run(recipe, micro_batch=case.batch, machine=describe_machine(CPU)) as step:
+    with fake_step(recipe, micro_batch=case.batch, machine=describe_machine(CPU)) as step:
         expected = peak_of(trace_step(step), caching=False)
     assert expected.parts[STEP] == pytest.approx(measured_peak(recipe, case.batch, CPU), rel=0.05)
 
@@ -83,7 +83,7 @@ def test_the_four_causes_of_a_small_network_are_what_they_must_be() -> None:
 
 
 def test_a_step_that_adds_gradients_up_is_as_if_they_had_been_there() -> None:
-    with fake_run(load_recipe("digits").recipe, machine=H100) as step:
+    with fake_step(load_recipe("digits").recipe, machine=H100) as step:
         plain = trace_step(step)
         for parameter in step.network.parameters():
             parameter.grad = torch.empty_like(parameter)
@@ -95,7 +95,7 @@ def test_a_step_that_adds_gradients_up_is_as_if_they_had_been_there() -> None:
 
 
 def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
-    with fake_run(with_stand_in_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
+    with fake_step(with_stand_in_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
         steps = trace_steps(step)
         assert steps.is_linear
         assert steps(100).allocations == steps.done_again(100).allocations
@@ -103,7 +103,7 @@ def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
-    with fake_run(recipe.recipe, machine=H100) as step:
+    with fake_step(recipe.recipe, machine=H100) as step:
         job = Job(step, trace_steps(step), H100, ways=8)
     for memory in (800 * 2**20, 3 * 2**30):
         most = job.largest(memory)
@@ -125,7 +125,7 @@ def test_more_samples_need_more_and_16_bits_less() -> None:
 def test_what_is_needed_at_least_is_what_fits() -> None:
     """One more MiB or less of a device decides, and not what the allocator would take if it could."""
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
-    with fake_run(recipe.recipe, machine=H100) as step:
+    with fake_step(recipe.recipe, machine=H100) as step:
         job = Job(step, trace_steps(step), H100, ways=8)
     taken = job.needed(64)
     least = job.least(64)

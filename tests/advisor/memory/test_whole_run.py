@@ -18,7 +18,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model
 from paceline.telemetry.memory import private_bytes
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.measured import measured_peaks
@@ -63,7 +63,7 @@ def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision
     tried = recipe(
         batch__global_size=32, evaluate__batch_size=300, train__precision=precision, model__options={"width": 32}
     )
-    with without_collection(), fake_run(tried, machine=describe_machine(CPU), scores=True) as step:
+    with without_collection(), fake_step(tried, machine=describe_machine(CPU), scores=True) as step:
         found = peak_of(trace_step(step), caching=False)
     measured = measured_peaks(tried, 32, CPU)
     assert list(measured) == [FIRST, STEP, EVALUATION]
@@ -74,9 +74,9 @@ def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision
 
 def test_an_evaluation_that_does_not_fit_is_a_run_that_does_not() -> None:
     tried = recipe(batch__global_size=16, evaluate__batch_size=359, model__options={"width": 64})
-    with without_collection(), fake_run(tried, machine=H100, scores=True) as step:
+    with without_collection(), fake_step(tried, machine=H100, scores=True) as step:
         job = Job(step, trace_steps(step), H100, ways=1)
-    with without_collection(), fake_run(tried, machine=H100) as step:
+    with without_collection(), fake_step(tried, machine=H100) as step:
         unscored = Job(step, trace_steps(step), H100, ways=1)
     peak = job.peak(16)
     assert peak.phase == EVALUATION
@@ -134,7 +134,7 @@ def test_the_largest_micro_batch_is_one_whose_step_was_done_and_fits(own_network
     assert t4.memory_bytes is not None
     with (
         without_collection(),
-        fake_run(load_recipe("digits", {**NETWORK, "evaluate.every": "off"}).recipe, machine=t4) as step,
+        fake_step(load_recipe("digits", {**NETWORK, "evaluate.every": "off"}).recipe, machine=t4) as step,
     ):
         steps = trace_steps(step)
         done = peak_of(steps.done_again(found.largest), caching=True)
@@ -171,7 +171,7 @@ def test_a_micro_batch_of_one_is_worked_out_from_larger_ones(monkeypatch: pytest
     """Torch's BatchNorm refuses one number for each channel, as the last layers here have."""
     tried = recipe(batch__global_size=2, batch__micro_size=1)
     sizes: list[int] = []
-    with without_collection(), fake_run(tried, machine=H100) as step:
+    with without_collection(), fake_step(tried, machine=H100) as step:
         show = step.show
 
         def seen(size: int) -> None:
@@ -194,7 +194,7 @@ def test_compression_holds_16_bits_of_the_buckets_until_the_update() -> None:
             parallel__gradient_compression=how,
         )
         machine = machine_with(find_device("h100"), processes=2)
-        with without_collection(), fake_run(tried, processes=2, machine=machine) as step:
+        with without_collection(), fake_step(tried, processes=2, machine=machine) as step:
             return Job(step, trace_steps(step), machine, ways=2).peak(32).allocated
 
     assert estimated("none") < estimated("bf16") < estimated("none") + 25 * MIB

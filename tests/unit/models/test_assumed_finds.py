@@ -19,7 +19,7 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import given_batch, largest_together, with_stand_in_data
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.world import World
 from paceline_advisor.memory.measured import measured_peaks
 from paceline_advisor.memory.replay import peak_of
@@ -50,7 +50,7 @@ def recipe_of(model: str, options: dict[str, Any] | None = None, **more: Any) ->
 )
 def test_a_step_takes_what_a_real_one_does(model: str, options: dict[str, Any], tolerance: float) -> None:
     recipe = recipe_of(model, options)
-    with fake_run(recipe, micro_batch=4, machine=describe_machine(CPU), scores=True) as step:
+    with fake_step(recipe, micro_batch=4, machine=describe_machine(CPU), scores=True) as step:
         expected = peak_of(trace_step(step), caching=False).parts
         with FlopCounterMode(display=False) as counted:
             step.backward(step.forward())
@@ -83,7 +83,7 @@ def test_heads_see_what_the_settings_say(name: str, regions: int, masks: int) ->
     recipe, said = with_stand_in_data(load_recipe(name).recipe)
     assert (said is not None) == name.endswith("coco")
     rows: dict[str, int] = {}
-    with fake_run(recipe, micro_batch=2) as step:
+    with fake_step(recipe, micro_batch=2) as step:
         heads: Any = step.network.roi_heads
         for part in ("box_head", "mask_head"):
             getattr(heads, part).register_forward_pre_hook(
@@ -97,7 +97,7 @@ def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
     recipe, _ = with_stand_in_data(
         load_recipe("retinanet_resnet50_fpn_coco", {"data.detection.short_sides": [400]}).recipe
     )
-    with fake_run(recipe, micro_batch=2) as step:
+    with fake_step(recipe, micro_batch=2) as step:
         assert {tuple(each.shape) for each in step.batch.inputs} <= {(3, 400, 533), (3, 533, 400)}
         assert [len(each["boxes"]) for each in step.batch.targets] == [7, 7]
 
@@ -107,13 +107,13 @@ def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
 def test_losses_that_write_where_boxes_overlap(name: str) -> None:
     asked = {"model.name": f"torchvision:{name}", "model.pretrained": False, "data.detection.short_sides": [128]}
     recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", asked).recipe)
-    with fake_run(recipe, micro_batch=2) as step:
+    with fake_step(recipe, micro_batch=2) as step:
         step.backward(step.forward())
         assert all(each.grad is not None for each in step.network.parameters() if each.requires_grad)
 
 
 def test_other_sizes_are_worked_out_from_those_that_were_done() -> None:
-    with fake_run(recipe_of("small_fasterrcnn"), micro_batch=4) as step:
+    with fake_step(recipe_of("small_fasterrcnn"), micro_batch=4) as step:
         steps = trace_steps(step)
         assert steps.is_scaled
         worked_out, done = (peak_of(each, caching=False).allocated for each in (steps(7), steps.done_again(7)))
@@ -138,7 +138,7 @@ def test_what_depends_on_other_numbers_is_refused(monkeypatch: pytest.MonkeyPatc
     vars(module).update(detector=own_detector)
     monkeypatch.setitem(sys.modules, "mine", module)
     with (
-        fake_run(recipe_of("mine:detector")) as step,
+        fake_step(recipe_of("mine:detector")) as step,
         pytest.raises(ModelError, match=r"mine:detector cannot be run without its numbers.*in backbone"),
     ):
         step.forward()

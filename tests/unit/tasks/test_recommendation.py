@@ -17,7 +17,7 @@ from paceline.cli.main import run as command
 from paceline.data.clicks.datasets import open_clicks
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_run import fake_run
+from paceline.trainer.fake_step import fake_step
 from paceline.trainer.train import plan_only
 from paceline_advisor.memory.estimate import estimate_memory
 
@@ -156,7 +156,7 @@ def test_the_memory_of_a_step_is_estimated(recipe: Path) -> None:
     assert any("each process holds all of them" in each for each in dense.notices)
     assert dense.peak.causes["weights"] > 75 * 4 * 4
     refused = pytest.raises(PacelineError, match="cannot be told without numbers")
-    with refused, fake_run(load_recipe(recipe, {**SPARSE, "optimizer.tables": "sparse_adam"}).recipe):
+    with refused, fake_step(load_recipe(recipe, {**SPARSE, "optimizer.tables": "sparse_adam"}).recipe):
         pass
 
 

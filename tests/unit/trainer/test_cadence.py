@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.recipe.running import Checkpoint
-from paceline.trainer.cadence import Cadence, job_ends_at, young_interval
+from paceline.trainer.saving import Cadence, job_ends_at, young_interval
 from paceline.units import Duration, TimeSpan
 
 

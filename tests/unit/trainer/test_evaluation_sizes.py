@@ -19,8 +19,14 @@ from paceline.errors import PacelineError
 from paceline.recipe.data import Data
 from paceline.records.ledger import ledger_files, read_ledger
 from paceline.tasks.image_classification import ImageClassification
-from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
-from paceline.trainer.evaluation_sizes import SizeSweep, SizeTrial, sweep_sizes
+from paceline.trainer.evaluate_target import (
+    EvaluationReport,
+    EvaluationRequest,
+    SizeSweep,
+    SizeTrial,
+    evaluate_target,
+    sweep_sizes,
+)
 
 RECIPE: dict[str, Any] = {
     "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}},

@@ -17,7 +17,7 @@ from torch import nn
 import paceline
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError, TrainingError
-from paceline.trainer.signals import StopRequest
+from paceline.trainer.process_settings import StopRequest
 from paceline.world import STOP_SIGNALS
 
 

@@ -19,7 +19,7 @@ from paceline.devices import find_device
 from paceline.errors import ModelError
 from paceline.recipe.load import load_recipe, shipped_recipes
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_run import fake_run, machine_with
+from paceline.trainer.fake_step import fake_step, machine_with
 
 QUICK = ("digits", "cifar10_fast")
 H100 = machine_with(find_device("h100"))
@@ -50,7 +50,7 @@ def own_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize("name", _ONCE_UNLESS_THOROUGH)
 def test_every_shipped_recipe_makes_a_step(name: str) -> None:
     recipe, _ = with_stand_in_data(load_recipe(name).recipe)
-    with fake_run(recipe, machine=H100) as step:
+    with fake_step(recipe, machine=H100) as step:
         one_step(step)
         assert step.plan.device == "cuda"
         assert step.plan.precision == (recipe.train.precision if recipe.train.precision != "auto" else "bf16")
@@ -60,7 +60,7 @@ def test_every_shipped_recipe_makes_a_step(name: str) -> None:
 def test_a_step_that_no_machine_could_hold_takes_nothing() -> None:
     """65,536 images of 224 pixels through a ViT are some terabytes."""
     overrides = {"model.name": "vit_tiny_patch16_224", "batch.global_size": 65536, "data.samples": 65536}
-    with fake_run(load_recipe("synthetic", overrides).recipe, machine=H100) as step:
+    with fake_step(load_recipe("synthetic", overrides).recipe, machine=H100) as step:
         one_step(step)
         assert step.batch.inputs.shape == (65536, 3, 224, 224)
 
@@ -81,7 +81,7 @@ def test_nothing_is_left_behind() -> None:
         )
 
     before = state()
-    with fake_run(load_recipe("digits").recipe, machine=H100) as step:
+    with fake_step(load_recipe("digits").recipe, machine=H100) as step:
         one_step(step)
     assert state() == before
     assert not isinstance(torch.ones(2), torch._subclasses.fake_tensor.FakeTensor)
@@ -96,7 +96,7 @@ def test_the_step_says_where_it_is() -> None:
                 seen.append((step.phase, step.layer))
             return func(*args, **(kwargs or {}))
 
-    with fake_run(load_recipe("digits").recipe) as step, Watch():
+    with fake_step(load_recipe("digits").recipe) as step, Watch():
         one_step(step)
         convolutions = [name for name, module in step.network.named_modules() if isinstance(module, nn.Conv2d)]
     forward = [layer for phase, layer in seen if phase == "forward"]
@@ -135,7 +135,7 @@ def test_a_backward_operation_is_of_the_layer_that_was_at_work(own_code: Any) ->
             return func(*args, **(kwargs or {}))
 
     own_code(net=Net)
-    with fake_run(load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe) as step, Watch():
+    with fake_step(load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe) as step, Watch():
         one_step(step)
     assert seen["nll_loss_backward"] == ""
     assert seen["mm"] == "last"
@@ -144,7 +144,7 @@ def test_a_backward_operation_is_of_the_layer_that_was_at_work(own_code: Any) ->
 
 
 def test_a_micro_batch_of_any_size_can_be_shown() -> None:
-    with fake_run(load_recipe("digits").recipe, micro_batch=7) as step:
+    with fake_step(load_recipe("digits").recipe, micro_batch=7) as step:
         assert step.micro_batch == 7
         step.show(3)
         one_step(step)
@@ -160,7 +160,7 @@ OPTIMIZERS = ("sgd", "adamw", "rmsprop", "adafactor", "lamb", "lars", "lion", "m
 )
 def test_every_optimizer_makes_its_step(optimizer: str, device: str) -> None:
     recipe = load_recipe("digits", {"optimizer": None, "optimizer.name": optimizer, "optimizer.lr": 0.1}).recipe
-    with fake_run(recipe, machine=H100 if device == "cuda" else None) as step:
+    with fake_step(recipe, machine=H100 if device == "cuda" else None) as step:
         one_step(step)
         assert step.optimizer.state
         one_step(step)
@@ -168,12 +168,12 @@ def test_every_optimizer_makes_its_step(optimizer: str, device: str) -> None:
 
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_activations_can_be_computed_again(how: str) -> None:
-    with fake_run(load_recipe("digits", {"model.activation_checkpointing": how}).recipe) as step:
+    with fake_step(load_recipe("digits", {"model.activation_checkpointing": how}).recipe) as step:
         one_step(step)
 
 
 def test_mixed_targets_are_probabilities() -> None:
-    with fake_run(load_recipe("digits", {"data.mix.mixup": 0.2}).recipe) as step:
+    with fake_step(load_recipe("digits", {"data.mix.mixup": 0.2}).recipe) as step:
         assert step.batch.targets.dtype == torch.float32
         assert step.batch.targets.shape == (64, 10)
         one_step(step)
@@ -195,7 +195,7 @@ def test_a_gpu_s_autocast_normalises_layers_in_fp32_and_a_cpu_s_does_not(own_cod
     own_code(net=Normed)
     recipe = load_recipe("digits", {"model": None, "model.name": "mine:net", "train.precision": "bf16"}).recipe
     for machine in (H100, None):
-        with fake_run(recipe, machine=machine) as step:
+        with fake_step(recipe, machine=machine) as step:
             one_step(step)
     assert dtypes == [torch.float32, torch.bfloat16]
 
@@ -228,14 +228,14 @@ def test_a_network_that_needs_its_numbers_is_refused_in_one_sentence(own_code: A
     own_code(net=_Counting)
     recipe = load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe
     wanted = r"mine:net cannot be run without its numbers: Data.*find-batch"
-    with fake_run(recipe) as step, pytest.raises(ModelError, match=wanted):
+    with fake_step(recipe) as step, pytest.raises(ModelError, match=wanted):
         step.forward()
 
 
 def test_a_constructor_may_read_its_numbers(own_code: Any) -> None:
     own_code(net=_Drawn)
     recipe = load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe
-    with fake_run(recipe) as step:
+    with fake_step(recipe) as step:
         one_step(step)
 
 
@@ -251,7 +251,7 @@ def test_shared_parameters_stay_shared(own_code: Any) -> None:
 
     own_code(net=Tied)
     recipe = load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe
-    with fake_run(recipe) as step:
+    with fake_step(recipe) as step:
         assert step.network.out.weight is step.network.into.weight
         one_step(step)
 
@@ -268,7 +268,7 @@ class OwnLoss(paceline.ImageClassification):
 
 def test_a_task_of_one_s_own_shows_what_its_pipeline_gives(own_code: Any) -> None:
     own_code(OwnLoss=OwnLoss)
-    with fake_run(load_recipe("digits", {"task": "mine:OwnLoss"}).recipe, micro_batch=48) as step:
+    with fake_step(load_recipe("digits", {"task": "mine:OwnLoss"}).recipe, micro_batch=48) as step:
         assert step.batch.inputs.shape == (48, 1, 8, 8)
         assert step.batch.inputs.dtype == torch.float32
         assert len(step.batch.ids) == 48

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.trainer.inputs import InputStatistics, mean_and_spread
+from paceline.trainer.evaluate import InputStatistics, mean_and_spread
 
 
 def _of(*batches: object) -> list[tuple[float, ...]]:

@@ -22,9 +22,8 @@ from paceline.metrics.answers import Answers, Confusion, confusion_document, mer
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.records.run_directory import RunDirectory
-from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.evaluate import Evaluator, Keep, KeptAnswers, write_kept
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.trainer.kept_answers import Keep, KeptAnswers, write_kept
 from paceline.trainer.precision import Precision
 from paceline.world import World
 

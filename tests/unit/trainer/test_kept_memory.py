@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from paceline.trainer.kept_memory import memory_kept
+from paceline.trainer.process_settings import keep_freed_memory
 
 _GNU = (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc") if sys.platform == "linux" else False
 _FAULTS = """
 import resource, torch
-from paceline.trainer.kept_memory import memory_kept
+from paceline.trainer.process_settings import keep_freed_memory
 torch.set_num_threads(1)
 
 def faults_of_filling():
@@ -23,8 +23,8 @@ def faults_of_filling():
         torch.ones(16 * 2**20)  # 64 MiB: more than the library keeps by itself
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-with memory_kept(torch.device("cpu")) as kept:
-    with memory_kept(torch.device("cpu")):  # a run that a run begins
+with keep_freed_memory(torch.device("cpu")) as kept:
+    with keep_freed_memory(torch.device("cpu")):  # a run that a run begins
         faults_of_filling()  # until there is a place that fits
     during = faults_of_filling()
 print(kept, during, faults_of_filling())
@@ -49,12 +49,12 @@ def test_freed_memory_is_used_again_without_fetching_pages_and_only_until_the_en
 
 
 def test_what_the_environment_says_of_memory_stands() -> None:
-    with memory_kept(torch.device("cpu"), {"MALLOC_TRIM_THRESHOLD_": "1000000"}) as kept:
+    with keep_freed_memory(torch.device("cpu"), {"MALLOC_TRIM_THRESHOLD_": "1000000"}) as kept:
         assert not kept
-    with memory_kept(torch.device("cpu"), {"LD_PRELOAD": "/usr/lib/libjemalloc.so"}) as kept:
+    with keep_freed_memory(torch.device("cpu"), {"LD_PRELOAD": "/usr/lib/libjemalloc.so"}) as kept:
         assert not kept
 
 
 def test_nothing_is_done_for_other_devices() -> None:
-    with memory_kept(torch.device("meta")) as kept:
+    with keep_freed_memory(torch.device("meta")) as kept:
         assert not kept

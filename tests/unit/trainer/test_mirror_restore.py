@@ -18,7 +18,7 @@ from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.storage.remote import Remote
 from paceline.telemetry.display import SilentDisplay
-from paceline.trainer import mirror_restore, mirroring
+from paceline.trainer import mirroring
 from paceline.trainer.run_dir_checks import ResumeDecision
 from paceline.trainer.train import Options, train_recipe
 from paceline.world import World
@@ -76,7 +76,7 @@ def test_what_takes_longer_than_processes_wait_is_waited_for_in_parts() -> None:
         time.sleep(1.2)
         return "whole"
 
-    assert mirror_restore.on_first_however_long(collectives, recipe, read, name="read") == "whole"
+    assert mirroring.on_first_without_timeout(collectives, recipe, read, name="read") == "whole"
     assert len(collectives.seconds) > 3
     assert max(collectives.seconds) < 1
 
@@ -88,7 +88,7 @@ def test_an_error_of_what_takes_long_reaches_the_caller() -> None:
     recipe = load_recipe("digits").recipe
     for collectives in (OneOfTwo(), Collectives(World())):
         with pytest.raises(CheckpointError, match="torn"):
-            mirror_restore.on_first_however_long(collectives, recipe, read, name="read")
+            mirroring.on_first_without_timeout(collectives, recipe, read, name="read")
 
 
 def test_a_mistaken_resume_deletes_no_copy(mirrored: Train, address: str, runs: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_is_damaged_is_no_reason_to_begin_anew_over_it(
         commit.write_bytes(commit.read_bytes()[:100])
     before = sorted(path for path in (runs / "copy").rglob("*") if path.is_file())
     recipe = load_recipe("digits", {"checkpoint.mirror": address, "model.initialize_from": initial}).recipe
-    assert not mirror_restore.goes_on(recipe, runs / "run", World(world_size=1, local_world_size=1))
+    assert not mirroring.will_resume(recipe, runs / "run", World(world_size=1, local_world_size=1))
     with pytest.raises(StorageError, match=r"no commit at .* is whole"):
         mirrored("run")
     assert sorted(path for path in (runs / "copy").rglob("*") if path.is_file()) == before
@@ -153,9 +153,9 @@ def test_without_initial_weights_nothing_is_begun() -> None:
     begins = ResumeDecision(choice=Choice(None, 0))
     recipe = load_recipe("digits", {"model.initialize_from": "x.safetensors"}).recipe
     with pytest.raises(CheckpointError, match="initial weights were left out"):
-        mirror_restore.check_begun(True, recipe, begins)
-    mirror_restore.check_begun(False, recipe, begins)
-    mirror_restore.check_begun(True, load_recipe("digits", {}).recipe, begins)
+        mirroring.check_resumed(True, recipe, begins)
+    mirroring.check_resumed(False, recipe, begins)
+    mirroring.check_resumed(True, load_recipe("digits", {}).recipe, begins)
 
 
 def test_a_host_that_comes_back_late_deletes_no_later_copy(
@@ -172,7 +172,7 @@ def test_a_host_that_comes_back_late_deletes_no_later_copy(
             raise StorageError("cannot list: away")
         return read_commits(remote)
 
-    monkeypatch.setattr(mirror_restore, "read_commits", away_at_first)
+    monkeypatch.setattr(mirroring, "read_commits", away_at_first)
     late = mirrored("late")
     assert late.summary.step == 8
     assert steps_at(address) == there
@@ -200,23 +200,23 @@ def test_of_several_processes_only_the_first_needs_the_address(monkeypatch: pyte
     def unreachable(remote: Remote) -> Found:
         raise StorageError("no route")
 
-    monkeypatch.setattr(mirror_restore, "read_commits", unreachable)
+    monkeypatch.setattr(mirroring, "read_commits", unreachable)
     plain = load_recipe("digits", {"checkpoint.mirror": "file:///nowhere/x"}).recipe
     initial = load_recipe("digits", {"checkpoint.mirror": "file:///x", "model.initialize_from": "x"}).recipe
     two = World(world_size=2, local_world_size=2)
-    assert not mirror_restore.goes_on(plain, None, two)
+    assert not mirroring.will_resume(plain, None, two)
     # Told by the first one, when all have joined: nobody waits for one that has gone.
-    assert not mirror_restore.goes_on(initial, None, two)
+    assert not mirroring.will_resume(initial, None, two)
     with pytest.raises(StorageError):
-        mirror_restore.goes_on(plain, None, World(world_size=1, local_world_size=1))
+        mirroring.will_resume(plain, None, World(world_size=1, local_world_size=1))
 
     class Disagreeing(Collectives):
         def gather(self, value: Any) -> list[Any]:
             return [value, not value]
 
     with pytest.raises(LaunchError, match=r"others \(rank 1\)"):
-        mirror_restore.check_all_go_on(True, initial, Disagreeing(two))
-    mirror_restore.check_all_go_on(True, plain, Disagreeing(two))
+        mirroring.check_all_resume(True, initial, Disagreeing(two))
+    mirroring.check_all_resume(True, plain, Disagreeing(two))
 
 
 def test_what_lacks_of_a_complete_run_is_sent_or_told(
@@ -229,7 +229,6 @@ def test_what_lacks_of_a_complete_run_is_sent_or_told(
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(mirroring, "REQUEST_PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(mirror_restore, "REQUEST_PATIENCE_SECONDS", 0.3)
 
     class Listening(SilentDisplay):
         def message(self, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.telemetry.meter import PHASES
-from paceline.trainer.slow_ranks import Slowest, SlowRanks, find_slowest, over_ranks
+from paceline.trainer.recorder import Slowest, SlowRanks, find_slowest, over_ranks
 
 
 def seconds(**phases: float) -> list[float]:

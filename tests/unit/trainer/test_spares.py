@@ -15,7 +15,7 @@ from paceline.recipe.load import load_recipe
 from paceline.records.events import Status
 from paceline.records.run_directory import write_json
 from paceline.records.summary import Summary
-from paceline.trainer.spares import elastic_notices, wait_for_those_that_train, without_spares
+from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.world import World
 
 EIGHT_PARTS = load_recipe("digits", ["parallel.exact=true"]).recipe
@@ -29,7 +29,7 @@ def launch(rank: int, size: int, *, per_node: int = 1, comes_again: str | None =
 @pytest.mark.parametrize(("size", "trains"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (7, 4), (8, 8), (9, 8)])
 def test_as_many_train_as_can_share_the_batch(size: int, trains: int) -> None:
     for rank in range(size):
-        found = without_spares(launch(rank, size), EIGHT_PARTS)
+        found = without_standby_ranks(launch(rank, size), EIGHT_PARTS)
         if rank >= trains:
             assert found is None
             continue
@@ -38,7 +38,7 @@ def test_as_many_train_as_can_share_the_batch(size: int, trains: int) -> None:
 
 
 def test_a_machine_of_which_a_part_trains() -> None:
-    found = without_spares(launch(3, 6, per_node=3), EIGHT_PARTS)
+    found = without_standby_ranks(launch(3, 6, per_node=3), EIGHT_PARTS)
     assert found is not None
     assert found.world == World(rank=3, world_size=4, local_rank=0, local_world_size=1)
 
@@ -46,12 +46,12 @@ def test_a_machine_of_which_a_part_trains() -> None:
 @pytest.mark.parametrize("fixed", [None, "--max-restarts=3"])
 def test_a_launch_of_fixed_size_is_left_for_the_plan_to_refuse(fixed: str | None) -> None:
     given = launch(2, 3, comes_again=fixed)
-    assert without_spares(given, EIGHT_PARTS) is given
+    assert without_standby_ranks(given, EIGHT_PARTS) is given
 
 
 def test_what_the_user_is_told() -> None:
     three = launch(0, 3)
-    training = without_spares(three, EIGHT_PARTS)
+    training = without_standby_ranks(three, EIGHT_PARTS)
     assert training is not None
     (waiting,) = elastic_notices(three, training)
     assert waiting.startswith("2 of 3 processes train")
@@ -94,9 +94,7 @@ def put_summary(run_dir: Path, status: Status, step: int) -> Summary:
 def test_a_spare_waits_for_a_new_summary_of_a_complete_run(tmp_path: Path) -> None:
     put_summary(tmp_path, "completed", 10)
     ended: list[object] = []
-    waiting = threading.Thread(
-        target=lambda: ended.append(wait_for_those_that_train(tmp_path, poll_seconds=0.01)), daemon=True
-    )
+    waiting = threading.Thread(target=lambda: ended.append(wait_for_training(tmp_path, poll_seconds=0.01)), daemon=True)
     waiting.start()
     statuses: tuple[Status, ...] = ("stopped", "failed")
     for status in statuses:
@@ -111,5 +109,5 @@ def test_a_spare_waits_for_a_new_summary_of_a_complete_run(tmp_path: Path) -> No
 def test_a_run_that_was_complete_before_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     put_summary(tmp_path, "completed", 10)
     begun = time.monotonic()
-    assert wait_for_those_that_train(tmp_path, poll_seconds=0.01, patience_seconds=0.3).step == 10
+    assert wait_for_training(tmp_path, poll_seconds=0.01, patience_seconds=0.3).step == 10
     assert time.monotonic() - begun > 0.3

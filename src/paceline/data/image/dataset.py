@@ -159,6 +159,11 @@ class DatasetRequest:
         return Path(self.data.path).expanduser()
 
     @property
+    def validation_fraction(self) -> float:
+        """Share of each class held out where the data has no split of its own."""
+        return self.data.validation_fraction
+
+    @property
     def channels(self) -> int | None:
         """Channels to decode to, 1 or 3; None for what the images have."""
         return None if self.data.channels == "auto" else self.data.channels

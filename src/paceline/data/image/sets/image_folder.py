@@ -23,9 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import Fault, Probe, Problems, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Probe, Problems, StoredImages, in_splits
 from paceline.data.image.decode import image_header
+from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, entries_of, has_ending, is_folder, is_ignored, visible
 from paceline.machine import cache_folder
@@ -301,21 +303,14 @@ _HELD_OUT = ("val", "test")
 _PROBED = 256
 
 
-def open_image_folder(
-    path: str | Path, *, channels: int | None, validation_fraction: float, fault: Fault | None = None
-) -> StoredImages:
-    """List an image folder, and look at the heads of a few images.
-
-    Args:
-        path: The folder.
-        channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
-        validation_fraction: Share of each class held out where the folder has no split of its own.
-        fault: Told of everything that is laid out in another way, if the rest is wanted.
+@dataset("image_folder", keys=FILES, size=IMAGENET)
+def open_image_folder(request: DatasetRequest) -> StoredImages:
+    """List a folder of class folders, and look at the heads of a few images.
 
     Raises:
         DataError: If the folder is missing, or is laid out in another way.
     """
-    root = _existing_folder(Path(path).expanduser())
+    root, fault = _existing_folder(request.path), request.fault
     problems, left_out = Problems(), LeftOut()
     train_folder, held_out_folder = _split_folders(root, problems)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
@@ -325,7 +320,7 @@ def open_image_folder(
         _require_same_classes(train_folder, train.classes, held_out_folder, listed.listings[1].classes, problems)
     problems.tell(fault)
     probe = probe_files(root, train.names)
-    channels = channels or (1 if probe.greyscale else 3)
+    channels = request.channels or (1 if probe.greyscale else 3)
     classes, split = train.classes, ""
     if held_out_folder is not None:
         classes = tuple(sorted({*classes, *listed.listings[1].classes}))
@@ -338,7 +333,7 @@ def open_image_folder(
     return in_splits(
         [FileSource(root, each.names, each.labels_among(classes), channels) for each in listed.listings],
         split,
-        validation_fraction,
+        request.validation_fraction,
         classes=classes,
         digest=listed.digest,
         listing=listed.how,

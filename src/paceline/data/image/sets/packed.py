@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from paceline.data.image.dataset import Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places
+from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
 from paceline.plain_json import load_json
@@ -409,20 +411,16 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
     return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], places), index)
 
 
-def packed_images(path: Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
-    """Open a packed dataset as training and held-out images.
-
-    Args:
-        path: Its directory.
-        channels: What images are decoded to; None for what the source's would be.
-        validation_fraction: Share of each class held out where the source had no split of its own.
+@dataset("packed", keys=FILES, size=IMAGENET)
+def packed_images(request: DatasetRequest) -> StoredImages:
+    """Open what ``paceline pack`` wrote as training and held-out images.
 
     Raises:
         DataError: See :func:`open_packed`.
     """
-    packed = open_packed(path)
+    packed = open_packed(request.path)
     manifest, form, origin = packed.manifest, packed.manifest.form, packed.manifest.origin
-    wanted = channels or form.channels
+    wanted = request.channels or form.channels
     sources: list[SampleSource] = []
     begin = 0
     for split in SPLITS if origin.held_out else SPLITS[:1]:
@@ -440,7 +438,7 @@ def packed_images(path: Path, *, channels: int | None, validation_fraction: floa
     return in_splits(
         sources,
         origin.held_out,
-        validation_fraction,
+        request.validation_fraction,
         classes=manifest.classes,
         digest=manifest.digest,
         channels=wanted,

@@ -1,27 +1,28 @@
-"""How does a network come to be without its weights taking any memory?
+"""Build a network on torch's ``meta`` device, without memory for its weights.
 
-It is built on torch's ``meta`` device, where a tensor is a shape without numbers, and its parameters and buffers then
-become fake tensors on the CPU: they compute shapes, strides and dtypes, and nothing else. Not the other way round: many
-constructors read a number out of a tensor, which a fake tensor refuses and the real one beside it allows.
-"""
+Fake tensors need it, the plan of a very large network, and processes that each hold a shard (FSDP)."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.errors import ModelError, PacelineError
+from paceline.models.build import parameter_count
+from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.layout import lay_out
 from paceline.models.transfer import adapt
+from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.task import Task
 
 
@@ -128,3 +129,73 @@ def why_not_fake(error: Exception, where: str, name: str) -> ModelError:
         "depends on values, or uses an operator that has no shapes-only form; measure it instead, with "
         "`paceline find-batch`."
     )
+
+
+# Parameters of the largest network that is built whole to be planned: four hundred megabytes.
+_TRIED = 100_000_000
+
+
+def may_be_spread(recipe: Recipe, plan: Plan) -> bool:
+    """Whether a plan that knows no network yet may come to weights that are spread over processes."""
+    is_open = plan.strategy == "ddp" and recipe.parallel.strategy == "auto"
+    # Elsewhere processes share the host's memory, and `auto` takes replicas unless they are very large.
+    return plan.strategy == "fsdp" or (is_open and plan.device == "cuda")
+
+
+def numbers_of(network: nn.Module) -> ParameterNumbers:
+    """How many parameters it has."""
+    return ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
+
+
+def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, FirstValues]:
+    """The network as every process will have it, but without numbers, and what gives them to it.
+
+    Its first values are those of the whole network with the same seed, to the bit.
+
+    Raises:
+        NotDeferrableError: If it has to be built whole; says why.
+        PacelineError: For a mistake in the recipe.
+    """
+    if recipe.model.initialize_from is not None:
+        raise NotDeferrableError("model.initialize_from gives all of it at once")
+    if recipe.model.pretrained:
+        raise NotDeferrableError("model.pretrained gives all of it at once")
+    if plan.precision == "fp8":
+        raise NotDeferrableError("train.precision=fp8 changes its layers")
+
+    def build() -> nn.Module:
+        network = task.build_model()
+        adapt(network, task.recipe.model)
+        return network
+
+    torch.manual_seed(recipe.seed)
+    network, first_values = build_deferred(build)
+    if any(isinstance(each, _NormBase) for each in network.modules()):
+        raise NotDeferrableError("it has BatchNorm, which is tried out whole")
+    if task.begins_from_data(network):
+        raise NotDeferrableError("some of its first weights are made of the training data")
+    with torch.device("meta"):
+        task.check_network(network)
+    return network, first_values
+
+
+def network_to_plan(recipe: Recipe, task: Task, begin: Callable[[nn.Module], object]) -> nn.Module:
+    """A run's network for its plan, tried out as a run's is; a very large one without numbers, and not tried out.
+
+    Args:
+        recipe: The run's.
+        task: The run's.
+        begin: Gives a network that is tried out the weights that the run begins with.
+
+    Raises:
+        PacelineError: For a mistake in the recipe.
+    """
+    with random_states_kept():
+        shapes = build_shapes(recipe, task, channels_last=False)
+    if sum(each.numel() for each in shapes.parameters()) > _TRIED:
+        return shapes
+    network = task.build_model()
+    task.check_network(network)
+    begin(network)
+    adapt(network, recipe.model)
+    return network

@@ -1,8 +1,7 @@
-"""More processes have come than can share a step's batch: who trains, and what do the others do?
+"""Ranks that cannot share the global batch stand by.
 
-Where nodes come and go, a number that does not fit is no mistake of the user's. As many as fit train on; the others
-wait for their turn, which comes when torchrun starts all anew because a node has gone or come.
-"""
+Where nodes come and go, as many processes train as can share the batch evenly. The others wait until torchrun starts
+all again because a node has gone or come."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from paceline.records.summary import Summary
 from paceline.world import World
 
 
-def without_spares(launch: Launch, recipe: Recipe) -> Launch | None:
+def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
     """The launch of those that train; None if this process is not among them.
 
     A launch whose size is fixed stays as it is: the plan refuses one that does not fit.
@@ -61,7 +60,7 @@ def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
     return tuple(notices)
 
 
-def wait_for_those_that_train(run_dir: Path, *, poll_seconds: float = 1, patience_seconds: float = 60) -> Summary:
+def wait_for_training(run_dir: Path, *, poll_seconds: float = 1, patience_seconds: float = 60) -> Summary:
     """In a spare: wait until the run is complete. A signal ends it as any program.
 
     Args:

@@ -1,18 +1,18 @@
-"""What does one training step of a recipe do, found out without memory, data or a device?
+"""One training step of a recipe on fake tensors: without memory, data or a device.
 
-The recipe's own task, network, loss, optimizer and average are built as in a run, but of fake tensors: they have shapes
-and no numbers. A step on them does every operation of a real one and costs milliseconds for each hundred. Whoever wants
-to know something of a step (its memory, its arithmetic, its layers) watches it with a dispatch mode::
+The recipe's own task, network, loss, optimizer and average are built as in a run, but of fake tensors, which have
+shapes and no numbers. A step on them runs every operation of a real one and takes milliseconds for each hundred.
+Watch it with a dispatch mode to learn its memory, arithmetic or layers::
 
-    with fake_run(recipe, micro_batch=64) as step, FlopCounterMode() as counted:
+    with fake_step(recipe, micro_batch=64) as step, FlopCounterMode() as counted:
         step.backward(step.forward())
-        step.update()
-"""
+        step.update()"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.data.batch import Batch
@@ -29,6 +30,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, PacelineError
 from paceline.models.assumed_finds import Finds, assume_finds
 from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.flops import next_node_number
 from paceline.optim.build import build_optimizer
 from paceline.optim.clipping import Clipping
 from paceline.optim.tables import has_sparse_gradients, use_dense_gradients
@@ -36,17 +38,123 @@ from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
-from paceline.trainer.cuda_rules import CudaRules
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
-from paceline.trainer.fake_layers import ForwardLayers
-from paceline.trainer.fake_network import Faker, build_shapes, random_states_kept, unsynced, why_not_fake
+from paceline.trainer.meta_network import Faker, build_shapes, random_states_kept, unsynced, why_not_fake
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
 from paceline.world import World
 
+_HALVES = (torch.float16, torch.bfloat16)
+
+# Computed in fp32 under CUDA's autocast, and not under the CPU's (torch's documentation of torch.amp, "CUDA Ops that
+# can autocast to float32").
+_IN_FP32 = frozenset(
+    {
+        *("layer_norm", "group_norm", "norm", "normalize", "renorm", "cosine_similarity", "cdist", "dist"),
+        *("softmax", "log_softmax", "softmin", "softplus", "sum", "prod", "cumsum", "cumprod"),
+        *("exp", "expm1", "log", "log10", "log1p", "log2", "pow", "__pow__", "__rpow__", "reciprocal", "rsqrt"),
+        *("acos", "asin", "cosh", "sinh", "tan", "erfinv", "__rdiv__", "__rtruediv__"),
+        *("cross_entropy", "nll_loss", "kl_div", "l1_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"),
+        *("binary_cross_entropy_with_logits", "cosine_embedding_loss", "margin_ranking_loss", "multi_margin_loss"),
+    }
+)
+
+
+class CudaRules(TorchFunctionMode):
+    """Calls functions on CPU tensors as a CUDA device would."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, with its arguments cast, or another in its place."""
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "dropout":
+            return _dropout(func, args, given)
+        if name == "scaled_dot_product_attention":
+            # The fused kernels of a GPU drop out inside: nothing is kept for it but a seed.
+            args, given = args[:4], given | {"dropout_p": 0.0, **_causal(args)}
+        if name in _IN_FP32 and torch.is_autocast_enabled("cpu") and given.get("dtype") is None:
+            args, given = tuple(map(_float, args)), {key: _float(value) for key, value in given.items()}
+        return func(*args, **given)
+
+
+def _causal(args: tuple[Any, ...]) -> dict[str, Any]:
+    return {"is_causal": args[5]} if len(args) > 5 else {}
+
+
+def _dropout(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    # torch.dropout(input, p, train), and nn.functional's dropout(input, p=0.5, training=True, inplace=False)
+    names = ("input", "p", "training", "inplace")
+    asked = {"p": 0.5, "training": True, "inplace": False} | dict(zip(names, args, strict=False)) | given
+    training = asked.get("train", asked["training"])
+    if not training or asked["inplace"] or not 0 < asked["p"] < 1:
+        return func(*args, **given)
+    return torch.native_dropout(asked["input"], asked["p"], train=True)[0]
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
+
+
+class ForwardLayers:
+    """Follows the modules of a network by hooks, which stay.
+
+    Args:
+        network: Whose modules are told apart.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._within: list[str] = []
+        # From which number on which module was at work.
+        self._numbers, self._names = [0], [""]
+        self._owners: dict[int, str] = {}
+        for name, module in network.named_modules():
+            self._owners |= {id(each): name for each in module.parameters(recurse=False)}
+            if name:
+                module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
+                module.register_forward_hook(lambda *_: self._leave())
+
+    @property
+    def at_work(self) -> str:
+        """The innermost module that is in its forward pass; empty if none is."""
+        return self._within[-1] if self._within else ""
+
+    def of_backward(self) -> str:
+        """The module whose gradient is computed; in a second forward pass amid it, the one at work."""
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
+        if node is None or self._within:
+            return self.at_work
+        if type(node).__name__ == "AccumulateGrad":
+            return self._owners.get(id(node.variable), "")
+        place = bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001  # torch.fx asks so
+        return self._names[place - 1]
+
+    def leave_all(self) -> None:
+        """Be in no module."""
+        self._within.clear()
+        self._note()
+
+    def _enter(self, name: str) -> None:
+        self._within.append(name)
+        self._note()
+
+    def _leave(self) -> None:
+        if self._within:
+            self._within.pop()
+        self._note()
+
+    def _note(self) -> None:
+        number = next_node_number()
+        if self._numbers[-1] == number:
+            self._names[-1] = self.at_work
+        else:
+            self._numbers.append(number)
+            self._names.append(self.at_work)
+
 
 @dataclass(kw_only=True)
-class FakeRun:
+class FakeStep:
     """What a step needs, as fake tensors; a step is ``update()`` after ``backward(forward())``.
 
     Attributes:
@@ -189,7 +297,7 @@ class _Updating(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 @contextlib.contextmanager
-def fake_run(
+def fake_step(
     recipe: Recipe,
     task: Task | None = None,
     *,
@@ -197,7 +305,7 @@ def fake_run(
     processes: int = 1,
     machine: MachineFacts | None = None,
     scores: bool = False,
-) -> Iterator[FakeRun]:
+) -> Iterator[FakeStep]:
     """Build one process's step of a run on fake tensors; inside, operations on them are fake.
 
     Nothing is allocated for weights, activations or state, nothing is computed, and neither random states nor settings
@@ -210,7 +318,7 @@ def fake_run(
         micro_batch: Samples of the batch; the plan's unless given.
         processes: Processes of the run that is planned, all on one machine.
         machine: The machine asked for (see :func:`machine_with`); this one unless given.
-        scores: Whether :meth:`FakeRun.evaluate` is to score something, if the recipe does.
+        scores: Whether :meth:`FakeStep.evaluate` is to score something, if the recipe does.
 
     Raises:
         PacelineError: For the mistakes that a plan finds, and for a network that needs the numbers.
@@ -239,7 +347,7 @@ def fake_run(
             faker.network(average.module)
         finds = assume_finds(shapes, *([] if average is None else [average.module]))
         with mode:
-            yield FakeRun(
+            yield FakeStep(
                 recipe=recipe,
                 plan=plan,
                 task=task,

@@ -1,0 +1,428 @@
+"""Statistics of steps: the run's counters, losses since the last record, and model FLOPs utilisation."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data.batch import Batch, BrokenSample
+from paceline.devices import Device, recognise
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.device import describe_machine
+from paceline.errors import ModelError
+from paceline.metrics.accumulator import Metric
+from paceline.models.ceilings import Ceilings, ceilings_of
+from paceline.models.roofline import utilisation
+from paceline.records.events import MeasurementEvent
+from paceline.records.ledger import LedgerWriter
+from paceline.tasks.image_classification import ImageClassification
+from paceline.trainer.noise import NoiseMeter
+from paceline.trainer.preparation import Prepared, without_initial_weights
+
+Results = dict[str, dict[str, float]]
+"""Metric values by set of weights (``model``, ``ema``)."""
+
+
+@dataclass
+class Progress:
+    """The run's counters; a checkpoint component.
+
+    Attributes:
+        step: Optimizer steps taken.
+        skipped: Steps not taken because fp16 gradients overflowed, or a loss was no number; their samples are used up
+            all the same.
+        nonfinite: Of these, those where a loss, or a gradient's norm, was no number.
+        nonfinite_since: Step of the first of the latest evaluations whose metrics were not finite; None if they are.
+        resumes: How often the run was continued.
+        best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
+        last: Results of the last evaluation by set of weights.
+        evaluations_since_best: Evaluations without a better one, for early stopping.
+        broken_evaluation_ids: Evaluation samples known to be unreadable.
+        earlier_seconds: Time the run's earlier launches took, as far as it was saved.
+        begun: When this launch began, on ``time.perf_counter``'s clock.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    nonfinite: int = 0
+    nonfinite_since: int | None = None
+    resumes: int = 0
+    best: dict[str, Any] = field(default_factory=dict)
+    last: Results = field(default_factory=dict)
+    evaluations_since_best: int = 0
+    broken_evaluation_ids: list[int] = field(default_factory=list)
+    earlier_seconds: float = 0.0
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def position(self) -> int:
+        """Global batches used up; the position in the data."""
+        return self.step + self.skipped
+
+    @property
+    def here(self) -> dict[str, Any]:
+        """Where an event happens: its ``step`` and ``position``."""
+        return {"step": self.step, "position": self.position}
+
+    @property
+    def total_seconds(self) -> float:
+        """Time all launches took up to now."""
+        return self.earlier_seconds + self.launch_seconds
+
+    @property
+    def launch_seconds(self) -> float:
+        """Time this launch took up to now."""
+        return time.perf_counter() - self.begun
+
+    def advance(self, *, stepped: bool) -> None:
+        """Count one global batch."""
+        if stepped:
+            self.step += 1
+        else:
+            self.skipped += 1
+
+    def take_results(self, results: Results, metric: Metric) -> None:
+        """Note an evaluation, and whether it is the best so far over all sets of weights."""
+        self.last = results
+        goodness = {name: _goodness(values[metric.name], metric) for name, values in results.items()}
+        weights = max(goodness, key=lambda name: goodness[name])
+        value = results[weights][metric.name]
+        comparable = self.best and self.best["metric"] == metric.name
+        if comparable and goodness[weights] <= _goodness(self.best["value"], metric):
+            self.evaluations_since_best += 1
+            return
+        self.best = {
+            **self.here,
+            "weights": weights,
+            "metric": metric.name,
+            "value": value,
+            "results": results[weights],
+        }
+        self.evaluations_since_best = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as plain values."""
+        state = asdict(self) | {"earlier_seconds": self.total_seconds}
+        del state["begun"]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over saved counters."""
+        known = {each.name for each in fields(self)}
+        for name in state.keys() & known:
+            setattr(self, name, state[name])
+
+
+def _goodness(value: float, metric: Metric) -> float:
+    """A number that is larger for better values; what is no number is worst."""
+    if math.isnan(value):
+        return -math.inf
+    return value if metric.higher_is_better else -value
+
+
+@dataclass(frozen=True)
+class Drained:
+    """What all processes have since the last record.
+
+    Attributes:
+        loss: Mean training loss; None if every step was skipped.
+        broken: Newly broken samples.
+        seconds: What each process measured, by rank.
+    """
+
+    loss: float | None
+    broken: list[BrokenSample]
+    seconds: list[list[float]]
+
+
+class Window:
+    """Losses since the last step record, on this rank; a checkpoint component, so that no record changes by a resume.
+
+    Losses stay on the device as they are until a record is due, and are then added up one after the other in
+    float64: the sum does not depend on where a checkpoint fell.
+
+    Args:
+        collectives: The processes.
+        ledger: Where the numbers of the samples go.
+        device: Where losses are.
+        noise: What measures the gradients' noise, whose numbers travel with the losses; None for none.
+
+    Attributes:
+        grad_norm: Gradient norm of the latest step, where it was measured.
+        first_loss: Loss of the run's first micro-batch on the first rank, or of its first step where that is summed up
+            over the processes.
+        last_loss: Training loss of the latest step record.
+        worst_loss: The largest of them.
+    """
+
+    def __init__(
+        self, collectives: Collectives, ledger: LedgerWriter, device: torch.device, noise: NoiseMeter | None = None
+    ) -> None:
+        self._noise = noise
+        self._collectives = collectives
+        self._ledger = ledger
+        self._device = device
+        self._sum = 0.0
+        self._samples = 0
+        self._pending: list[tuple[torch.Tensor, int]] = []
+        self._settled = 0
+        self._combined: list[torch.Tensor] = []
+        self._gathered: list[list[Any]] = []
+        self.grad_norm: torch.Tensor | None = None
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.worst_loss = 0.0
+        self.new_broken: list[BrokenSample] = []
+        self.broken_ids: set[int] = set()
+
+    def add(self, loss: torch.Tensor, batch: Batch) -> None:
+        """Take note of one micro-batch: its loss (left on the device) and the samples it used up."""
+        self._pending.append((loss.detach(), batch.weight))
+        if batch.slice.phantom:
+            return
+        piece, broken = batch.slice, [each.id for each in batch.broken]
+        if broken:
+            self.new_broken += [each for each in batch.broken if each.id not in self.broken_ids]
+            self.broken_ids.update(broken)
+        self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
+
+    def end_step(self, *, stepped: bool, combined: torch.Tensor | None = None) -> None:
+        """Close the step; the loss of one that was skipped, which may be no number, does not count.
+
+        Args:
+            stepped: False if the optimizer did not move.
+            combined: Losses and samples over all processes, [2], if they are known: the first one writes them down.
+        """
+        if not stepped or combined is not None:
+            del self._pending[self._settled :]
+        if stepped and combined is not None and self._collectives.world.is_first:
+            self._combined.append(combined)
+        self._settled = len(self._pending)
+        if self._noise is not None:
+            self._noise.end_step(self.grad_norm, stepped=stepped)
+
+    def drain(self, seconds: Sequence[float] = ()) -> Drained:
+        """Bring together what all processes have since the last record; waits for the device.
+
+        Args:
+            seconds: What this process measured, as many numbers as every other.
+        """
+        self._add_up()
+        dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        own = [*seconds, *([] if self._noise is None else self._noise.take())]
+        world, width = self._collectives.world, len(own)
+        # Zero in the others' places: so one sum is a gathering too.
+        measured = [0.0] * (world.rank * width) + own + [0.0] * ((world.world_size - world.rank - 1) * width)
+        sums = torch.tensor(
+            [self._sum, self._samples, len(self.new_broken), *measured], dtype=dtype, device=self._device
+        )
+        total, samples, broken, *measured = self._collectives.reduce_sum(sums).tolist()
+        self._sum, self._samples = 0.0, 0
+        # Within one window two ranks may meet the same sample, in two epochs: it is one incident.
+        parts = self._collectives.gather(self.new_broken) if broken else []
+        found = [each for _, each in sorted({each.id: each for part in parts for each in part}.items())]
+        self.new_broken = []
+        self.broken_ids.update(each.id for each in found)
+        everyones = [measured[rank * width : (rank + 1) * width] for rank in range(world.world_size)]
+        if self._noise is not None:
+            self._noise.fold([each[len(seconds) :] for each in everyones])
+        told = [each[: len(seconds)] for each in everyones]
+        if samples:
+            self.last_loss = total / samples
+            self.worst_loss = max(self.worst_loss, self.last_loss)
+        return Drained(total / samples if samples else None, found, told)
+
+    def gather(self) -> None:
+        """Collect every rank's sums for :meth:`state_dict`; a collective."""
+        self._add_up()
+        mine = (self._sum, self._samples, [vars(each) for each in self.new_broken], sorted(self.broken_ids))
+        self._gathered = [list(each) for each in self._collectives.gather(mine)]
+        if self._noise is not None:
+            self._noise.gather(self._collectives)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank's sums, as they were last gathered."""
+        noise = {} if self._noise is None or not self._noise.has_measured else {"noise": self._noise.state_dict()}
+        return {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss], **noise}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's sums; in another world the first rank takes them all."""
+        world, ranks = self._collectives.world, state["ranks"]
+        if len(ranks) == world.world_size:
+            mine = [ranks[world.rank]]
+        else:
+            mine = ranks if world.is_first else []
+        self._sum = float(sum(each[0] for each in mine))
+        self._samples = sum(each[1] for each in mine)
+        self.new_broken = [BrokenSample(**broken) for each in mine for broken in each[2]]
+        self.broken_ids = {sample for each in ranks for sample in each[3]}
+        self.first_loss, self.last_loss, self.worst_loss = state.get("losses", (None, None, 0.0))
+        if self._noise is not None and "noise" in state:
+            self._noise.load_state_dict(state["noise"])
+
+    def _add_up(self) -> None:
+        if self._combined:
+            for losses, samples in torch.stack(self._combined).tolist():
+                if self.first_loss is None and samples:
+                    self.first_loss = losses / samples
+                self._sum += losses
+                self._samples += round(samples)
+            self._combined = []
+        if not self._pending:
+            return
+        values = torch.stack([loss for loss, _ in self._pending]).tolist()
+        for value, (_, weight) in zip(values, self._pending, strict=True):
+            # A weight of zero is a phantom's: its loss may be anything.
+            if self.first_loss is None and weight:
+                self.first_loss = value
+            self._sum += value * weight if weight else 0.0
+            self._samples += weight
+        self._pending, self._settled = [], 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utilisation:
+    """What a run's throughput is held against.
+
+    Attributes:
+        device: The device of each process.
+        processes: How many there are.
+        flops: Of the model's forward and backward pass of a sample, by the peak that is meant: the precision in which
+            they are computed. Empty if they could not be counted.
+        why_not: Then, why.
+        seconds: What finding out took.
+    """
+
+    device: Device
+    processes: int
+    flops: Mapping[str, float]
+    why_not: str = ""
+    seconds: float = 0.0
+
+    @property
+    def flops_per_sample(self) -> float | None:
+        """All of them; None if they could not be counted."""
+        return sum(self.flops.values()) or None
+
+    @property
+    def peak(self) -> float | None:
+        """What one device could reach at best, in FLOP/s: each part at its own dense peak; None without a count."""
+        whole = self.flops_per_sample
+        ceilings = Ceilings(self.device, "none")
+        return None if whole is None else whole / sum(each / ceilings.peak(name) for name, each in self.flops.items())
+
+    def mfu(self, samples_per_second: float | None) -> float | None:
+        """Model FLOPs utilisation at a throughput over all processes, in [0, 1]; None without either."""
+        whole, peak = self.flops_per_sample, self.peak
+        if samples_per_second is None or whole is None or peak is None:
+            return None
+        return utilisation(whole * samples_per_second, 1.0, peak, self.processes)
+
+    def for_record(self, samples_per_second: float | None) -> dict[str, float | None]:
+        """What a step record says of it; nothing if it is not known."""
+        return {} if self.flops_per_sample is None else {"mfu": self.mfu(samples_per_second)}
+
+    def event(self, here: dict[str, Any]) -> MeasurementEvent:
+        """What is said of it at the run's start."""
+        whole, peak = self.flops_per_sample, self.peak
+        if whole is None or peak is None:
+            message, metrics = f"mfu is not recorded: {self.why_not}", {}
+        else:
+            message = f"mfu: {whole / 1e9:.4g} GFLOP per sample, forward and backward, of {self._of_peaks(whole)}"
+            metrics = {"flops_per_sample": whole, "peak_flops_per_second": peak}
+        return MeasurementEvent(**here, what="flops", message=message, seconds=self.seconds, metrics=metrics)
+
+    def _of_peaks(self, whole: float) -> str:
+        ceilings = Ceilings(self.device, "none")
+        rates = {name: f"{ceilings.peak(name) / 1e12:,.4g} TFLOP/s" for name in self.flops}
+        if len(rates) == 1:
+            ((name, rate),) = rates.items()
+            return f"the dense {name} peak of {self.device.title}, {rate}"
+        parts = [f"{name} {rate} for {self.flops[name] / whole:.1%}" for name, rate in rates.items()]
+        return f"the dense peaks of {self.device.title}, each for what is computed in it: {', '.join(parts)}"
+
+
+def find_utilisation(prepared: Prepared) -> Utilisation | None:
+    """Count the FLOPs of a run's network, if its device is known; None where it is not.
+
+    Nothing that goes wrong here ends the run, nothing is computed, and neither network nor random states are touched.
+    """
+    plan = prepared.plan
+    device = recognise(plan.device_name)
+    if device is None or (plan.precision != "fp32" and device.peak(plan.precision) is None):
+        return None
+    begun = time.perf_counter()
+    flops: dict[str, float] = {}
+    why_not = _why_not(prepared)
+    if not why_not:
+        try:
+            flops = _flops_of_a_sample(prepared, device)
+        except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
+            why_not = " ".join(str(error).split())[:300] or type(error).__name__
+    return Utilisation(
+        device=device,
+        processes=plan.world_size,
+        flops=flops,
+        why_not=why_not or "nothing of it is a product",
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _why_not(prepared: Prepared) -> str:
+    """What makes the FLOPs of a sample another number from one step to the next, or not to be had without data."""
+    task, recipe = prepared.task, prepared.recipe
+    if not isinstance(task, ImageClassification) or type(task).open_pipeline is not ImageClassification.open_pipeline:
+        return "the task has a pipeline of its own, whose batches are not known without reading them"
+    if recipe.data.progressive.start_size is not None:
+        return "data.progressive changes the size of images"
+    for key, turns in (("unfreeze", prepared.plan.unfreeze_steps), ("freeze_after", prepared.plan.freeze_after_steps)):
+        if turns:
+            return f"model.{key} changes which weights are trained"
+    if recipe.distillation.teacher is not None:
+        return "distillation.teacher computes beside the model"
+    return ""
+
+
+def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
+    # Only where it is used: torch's fake tensors take their time to import.
+    from paceline.models.flops import WorkCounter
+    from paceline.trainer.fake_step import fake_step
+
+    plan = prepared.plan
+    machine = describe_machine(prepared.device, processes=plan.local_world_size)
+    # A copy, so that what the task keeps of the network that it builds stays that of the run.
+    task = copy.copy(prepared.task)
+    task.recipe = without_initial_weights(task.recipe)
+    task.build_model = partial(_built_anew, task.build_model, prepared.network)  # type: ignore[method-assign]  # of the copy
+    with fake_step(prepared.recipe, task, processes=plan.world_size, machine=machine) as step:
+        with WorkCounter(step.network) as counter:
+            step.backward(step.forward())
+        found = counter.found
+        if found.uncounted:
+            names = ", ".join(each.operator for each in found.uncounted[:3])
+            raise ModelError(f"the arithmetic of {names} is not known")
+        ceilings = ceilings_of(plan, device, found)
+        by_precision = ceilings.flops_by_precision(found.model_works)
+        for name in by_precision:
+            ceilings.peak(name)  # a network may choose numbers that the device has no units for
+        return {name: each / step.micro_batch for name, each in by_precision.items()}
+
+
+def _built_anew(build: Callable[[], nn.Module], training: nn.Module) -> nn.Module:
+    """A second network, whose numbers may be taken away.
+
+    Raises:
+        ModelError: If a task or factory keeps its network: it is the one in training.
+    """
+    network = build()
+    if {id(each) for each in training.modules()} & {id(each) for each in network.modules()}:
+        raise ModelError("the network is kept by what builds it, so that there is no second one to count on")
+    return network

@@ -1,0 +1,323 @@
+"""Before a run's first step: a warm-up pass, and the checks of the compiled network and of deterministic kernels.
+
+Nothing here moves a weight, a buffer or a random state."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.data.batch import Batch, rows_of
+from paceline.distributed.exact_buffers import buffers_kept
+from paceline.distributed.strategy import Replicas, Wish, refuse_unused
+from paceline.errors import ModelError
+from paceline.models.compiled import shape_of
+from paceline.records.events import IncidentEvent, MeasurementEvent
+from paceline.trainer.step import seed_forward
+from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.trainer.run import Run
+
+
+def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Send the first batch through forward, backward and reduction, and return the stream with it in front again.
+
+    DDP packs its gradient buckets anew after its first backward pass, in the order in which gradients arrived. With
+    three or more processes the packing decides in which order a ring adds up, and so the last bits: a resumed run
+    must have done it before its first step, as the uninterrupted one had.
+
+    Raises:
+        ModelError: If parameters took no part in the loss: other processes would wait for their gradients for ever.
+    """
+    run.pulse.enter("data_wait")
+    claim_memory(run)
+    first = next(batches, None)
+    if first is None or not run.strategy.is_rehearsed:
+        return batches if first is None else chain([first], batches)
+    _send_through(run, first)
+    # What is frozen until later, as it was in the step before: a change with the first step comes with that step.
+    if run.thawing.at(max(run.progress.step - 1, 0)):
+        _send_through(run, first)
+    return chain([first], batches)
+
+
+def claim_memory(run: Run) -> None:
+    """Send the largest micro-batch through forward and backward, where samples are of unequal length.
+
+    Memory is then claimed once, and not bit by bit as longer samples turn up; and what is too large fails at once. All
+    processes send the same one, whoever's it will be.
+    """
+    largest = run.geometry.costliest(run.progress.position, run.plan.total_steps)
+    if largest is None:
+        return
+    batches = run.pipeline.train_batches(run.geometry, largest.step, largest.step + 1, World())
+    [batch] = [each for each in batches if each.slice.logical_rank == largest.logical_rank]
+    _send_through(run, batch)
+
+
+def _send_through(run: Run, first: Batch) -> None:
+    with buffers_kept(run.network):
+        run.pulse.enter("forward", samples=first.ids)
+        seed_forward(run.recipe.seed, first.slice, run.device)
+        with run.precision.autocast():
+            loss = run.task.loss(run.strategy.model, first)
+        run.pulse.enter("backward", last=True)
+        torch.autograd.backward(run.strategy.with_vote(loss * 0, Wish, is_last=True))
+        try:
+            if run.strategy.is_rehearsed:
+                refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
+        finally:
+            run.optimizer.zero_grad(set_to_none=True)
+
+
+# fp16 loses small numbers; by this much they are raised, in both of what is compared.
+FP16_SCALE = 1024.0
+_ROUNDS = 5
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How long one thing takes beside another, measured in turns.
+
+    Attributes:
+        ratios: Seconds of the first over seconds of the second, round by round.
+    """
+
+    ratios: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.ratios)
+
+    def inverse(self) -> Comparison:
+        """The second beside the first."""
+        return Comparison(tuple(1 / each for each in self.ratios))
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f}, {len(self.ratios)} rounds)"
+
+
+class Trial:
+    """Forward and backward passes of one micro-batch that move nothing: no weight, buffer, gradient or random state."""
+
+    def __init__(self, run: Run, replicas: Replicas, batch: Batch) -> None:
+        self.run = run
+        self._replicas = replicas
+        self.batch = batch
+        self._named = {name: each for name, each in run.network.named_parameters() if each.requires_grad}
+
+    @contextmanager
+    def without_a_trace(self) -> Iterator[None]:
+        """Put buffers and random states back to where they are now, also after an error."""
+        with _random_states_kept(self.run.device), buffers_kept(self.run.network), self._replicas.aside():
+            yield
+
+    def gradients(self, model: Callable[..., Any], *, autocast: bool = True) -> Gradients:
+        """The gradient of this batch, by parameter; those that take no part are left out."""
+        run = self.run
+        seed_forward(run.recipe.seed, self.batch.slice, run.device)
+        with run.precision.autocast() if autocast else ExitStack():
+            loss = run.task.loss(model, self.batch)
+        if run.precision.scaler is not None:
+            loss = loss * FP16_SCALE
+        # Not backward(): nothing is added to anything, and no hook of a wrapper's hears of it.
+        found = torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
+        return {name: each for name, each in zip(self._named, found, strict=True) if each is not None}
+
+    def compare(self, first: Callable[[], Any], second: Callable[[], Any]) -> Comparison:
+        """Time two things in turns, both of which have been done before."""
+        return Comparison(tuple(self._seconds(first) / self._seconds(second) for _ in range(_ROUNDS)))
+
+    def _seconds(self, act: Callable[[], Any]) -> float:
+        self._settle()
+        begun = time.perf_counter()
+        act()
+        self._settle()
+        return time.perf_counter() - begun
+
+    def _settle(self) -> None:
+        if self.run.device.type != "cpu":
+            torch.get_device_module(self.run.device).synchronize()
+
+
+def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Before a run's very first step: see what the recipe asks to be seen, and return the stream untouched.
+
+    Raises:
+        ModelError: On every process, if what is compiled is not what was written.
+    """
+    asked = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
+    # A network that is spread over processes cannot be tried by itself: what determinism costs there is not measured.
+    if run.progress.position or not asked or not isinstance(run.strategy, Replicas):
+        return batches
+    first = next(batches, None)
+    if first is None:
+        return batches
+    run.pulse.enter("forward", samples=first.ids)
+    for each in asked:
+        begun = time.perf_counter()
+        found, failure = None, ""
+        try:
+            with (trial := Trial(run, run.strategy, first)).without_a_trace():
+                found = each(trial)
+        except ModelError as error:
+            failure = str(error)
+        _agree(run, failure)
+        if found is not None:
+            run.recorder.write(replace(found, seconds=time.perf_counter() - begun))
+    run.recorder.flush()
+    return chain([first], batches)
+
+
+def measure_deterministic(trial: Trial) -> MeasurementEvent:
+    """Measure what deterministic kernels cost, on the network as it is uncompiled.
+
+    Raises:
+        ModelError: If an operation has none.
+    """
+    run = trial.run
+
+    def passes() -> Gradients:
+        return trial.gradients(run.network)
+
+    def freely() -> Gradients:
+        with _any_kernels(run.device):
+            return passes()
+
+    try:
+        passes()
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
+    freely()
+    cost = trial.compare(passes, freely)
+    return MeasurementEvent(
+        **run.progress.here,
+        what="deterministic",
+        message=f"train.deterministic=true: forward and backward passes take {cost} times as long as without it",
+        seconds=0.0,
+        metrics={"slowdown": cost.median},
+    )
+
+
+@contextmanager
+def _any_kernels(device: torch.device) -> Iterator[None]:
+    """As a run computes that does not ask for determinism."""
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(mode=False)
+    torch.backends.cudnn.benchmark = device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = benchmark
+        torch.use_deterministic_algorithms(mode=True)
+
+
+@contextmanager
+def _random_states_kept(device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        index = [device.index or 0]
+        with torch.random.fork_rng(devices=index, device_type=device.type):
+            yield
+
+
+def _agree(run: Run, failure: str) -> None:
+    """Fail on every process if one does; a collective."""
+    failures: Mapping[int, str] = dict(enumerate(run.collectives.gather(failure)))
+    for rank, each in failures.items():
+        if each:
+            raise ModelError(each if len(failures) == 1 else f"rank {rank}: {each}")
+
+
+# How far a parameter's gradient may be from the uncompiled one's, in shares of its length. Where numbers are rounded
+# to 16 bits or fewer, so many times the distance between the uncompiled gradient and the one in fp32 is allowed too.
+_TOLERANCE = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2, "fp8": 5e-2}
+_ROUNDING = 4.0
+# Of the whole gradient's length: what is noise in a parameter whose gradient vanishes (a bias before a BatchNorm).
+_NEGLIGIBLE = 1e-4
+
+
+def check_compiled(trial: Trial) -> MeasurementEvent:
+    """Compare one micro-batch's gradient, compiled and not, and time both.
+
+    Raises:
+        ModelError: If they differ by more than rounding.
+    """
+    run = trial.run
+    called = run.strategy.model
+    compiled = run.compiled["model"]
+    inputs = trial.batch.inputs
+    if not compiled.compiles(shape_of((inputs,), {})):
+        message = f"model.compile: micro-batches of {rows_of(inputs)}, as the first one, run uncompiled"
+        return MeasurementEvent(**run.progress.here, what="compile", message=message, seconds=0.0)
+    found = trial.gradients(called)
+    expected = trial.gradients(run.network)
+    compiled_seconds = sum(each.seconds for each in compiled.log.graphs)
+    error = _distance(trial, found, expected)
+    speedup = trial.compare(lambda: trial.gradients(run.network), lambda: trial.gradients(called))
+    if max(speedup.ratios) < 1:
+        longer = speedup.inverse()
+        message = f"the compiled network takes {longer} times as long as uncompiled here; set model.compile=false."
+        run.recorder.write(IncidentEvent(**run.progress.here, incident="slow_compile", message=message))
+    return MeasurementEvent(
+        **run.progress.here,
+        what="compile",
+        message=(
+            f"model.compile: compiled in {compiled_seconds:.1f} s; the gradient of the first micro-batch differs from "
+            f"the uncompiled one's by {error:.1e}; forward and backward passes are {speedup} times as fast"
+        ),
+        seconds=0.0,
+        metrics={"gradient_error": error, "speedup": speedup.median},
+    )
+
+
+def _distance(trial: Trial, found: Gradients, expected: Gradients) -> float:
+    """Distance of two gradients over the length of the second.
+
+    Raises:
+        ModelError: If any parameter's differ by more than rounding.
+    """
+    run = trial.run
+    rounded = run.plan.precision != "fp32"
+    exact = trial.gradients(run.network, autocast=False) if rounded else expected
+    whole, numbers = _length(expected.values()), sum(each.numel() for each in expected.values())
+    if not math.isfinite(whole):
+        return math.nan  # nothing can be said of it; the guard against losses that are no numbers will
+    worst, at, allowed_there = 0.0, "", 1.0
+    for name in {**expected, **found}:
+        if name not in expected or name not in found:
+            worst, at, allowed_there = math.inf, name, 0.0
+            break
+        size = math.sqrt(expected[name].numel() / numbers) * whole
+        allowed = _TOLERANCE[run.plan.precision] * _length([expected[name]]) + _NEGLIGIBLE * size
+        allowed += _ROUNDING * _length([expected[name] - exact[name]])
+        off = _length([found[name] - expected[name]])
+        if not off <= allowed and not off / allowed <= worst:
+            worst, at, allowed_there = off / allowed, name, allowed / max(_length([expected[name]]), 1e-300)
+    if at:
+        raise ModelError(
+            f"model.compile=true: the compiled network's gradient of {at} is not the network's own: it is "
+            f"{worst:.1f} times as far from it as rounding explains ({allowed_there:.1e} of its length); set "
+            "model.compile=false, or find the fault with model.compile_backend=aot_eager."
+        )
+    return _length([found[name] - expected[name] for name in expected]) / max(whole, 1e-300)
+
+
+def _length(tensors: Iterable[torch.Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(each.float())) for each in tensors))
