@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import click
 from annotated_types import Ge, Gt, Le, Lt
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     FiniteRange,
     LocalPath,
@@ -33,6 +32,7 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, open_console, print_json, print_pairs, print_table
+from paceline.cli.streams import ends_in_order
 from paceline.command import JoinedProcesses, Output, Processes, RecipeName, RecipeOrRun, Runs, Shape
 from paceline.pages.shown import Result, Shown, write_result
 from paceline.recipe.load import load_recipe

@@ -18,10 +18,9 @@ from paceline.pages.page import Chart, Page, Section, Table, write_page
 from paceline.pages.shown import Shown
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
-from paceline.records.benchmark import FILE, FORMAT
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
-from paceline.report.benchmark_comparison import Comparison, compare
+from paceline.report.benchmark_comparison import FILE, FORMAT, Comparison, compare
 from paceline.units import format_bytes
 from paceline_advisor.bench.grid import measure_grid
 from paceline_advisor.bench.latency import measure_latency
