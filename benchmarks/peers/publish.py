@@ -179,7 +179,7 @@ def _ratios(table: Sequence[Row]) -> list[str]:
     lines = [f"| | {' | '.join(labels[name] for name in others)} |", "|---|" + "---|" * len(others)]
     for row in table:
         cells = " | ".join(_cell(row, name) for name in others)
-        lines.append(f"| {row.title}: {_plain(row.unit)} | {cells} |")
+        lines.append(f"| {_NAMES.get(row.workload, row.title)}: {_plain(row.unit)} | {cells} |")
     return lines
 
 
