@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "find-batch": Listed("Find the largest micro-batch that fits, by trying.", f"{_ADVISOR}.find_batch:command"),
     },
     "Verify": {
-        "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.audit:Audit"),
+        "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.report:Audit"),
         "prove": Listed(
             "Prove that a recipe computes what it says, also with your own code.",
             f"{_ADVISOR}.prove:command",
@@ -101,7 +101,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
             "paceline_course.command:command",
         ),
         "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:env"),
-        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.mlperf:command"),
+        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:mlperf"),
         "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:command"),
     },
 }

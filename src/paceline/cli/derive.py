@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import click
 from annotated_types import Ge, Gt, Le
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     FiniteRange,
     LocalPath,
@@ -31,6 +30,7 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
+from paceline.cli.streams import ends_in_order
 from paceline.command import Output, Overrides, Processes, RecipeName, RecipeOrRun, Shape
 from paceline.pages.shown import Result, Shown, write_result
 from paceline.recipe.load import load_recipe

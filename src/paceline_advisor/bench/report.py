@@ -15,9 +15,9 @@ from paceline import __version__
 from paceline.pages.page import Chart, Page, Section, write_page
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
-from paceline.records.benchmark import FILE, FORMAT
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
+from paceline.report.benchmark_comparison import FILE, FORMAT
 from paceline.units import format_bytes
 
 Row = Mapping[str, Any]

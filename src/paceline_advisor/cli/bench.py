@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     FiniteRange,
     LocalPath,
@@ -20,6 +19,7 @@ from paceline.cli.options import (
     weights_option,
 )
 from paceline.cli.output import concluded, echo, print_json, print_table
+from paceline.cli.streams import ends_in_order
 from paceline.errors import did_you_mean
 from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import LocalPath, json_option, overrides_argument, recipe_argument, refuse_idle
 from paceline.cli.output import concluded, echo, open_console, print_json
+from paceline.cli.streams import ends_in_order
 from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     LocalPath,
     choose_processes,
@@ -21,6 +20,7 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import echo, print_json, print_pairs
+from paceline.cli.streams import ends_in_order
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.units import format_bytes, format_count, parse_bytes
 

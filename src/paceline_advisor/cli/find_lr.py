@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     FiniteRange,
     LocalPath,
@@ -24,6 +23,7 @@ from paceline.cli.options import (
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
+from paceline.cli.streams import ends_in_order
 from paceline.recipe.load import load_recipe
 from paceline.units import format_count
 from paceline_advisor.formulas.lr_range import MEDIAN, NAMES

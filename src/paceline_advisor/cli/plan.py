@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import FiniteRange, json_option, overrides_argument, recipe_argument
 from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
+from paceline.cli.streams import ends_in_order
 from paceline.units import TimeSpan
 from paceline_advisor.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, recipe_argument
 from paceline.cli.output import concluded, echo, open_console, print_json
+from paceline.cli.streams import ends_in_order
 
 if TYPE_CHECKING:
     from rich.table import Table

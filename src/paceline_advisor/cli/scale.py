@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, recipe_argument, refuse_idle
 from paceline.cli.output import echo, print_json, print_table
+from paceline.cli.streams import ends_in_order
 from paceline_advisor.cli.scaling_options import figure_options, read_asked, shown_hours, where_options
 
 if TYPE_CHECKING:

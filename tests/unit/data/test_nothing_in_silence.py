@@ -19,8 +19,7 @@ from image_sets import opened_set
 
 from paceline.data.text.datasets import open_text
 from paceline.files import LeftOut
-from paceline.inference.archives import members
-from paceline.inference.sources import pictures_of
+from paceline.inference.sources import members, pictures_of
 from paceline.recipe.data import Data
 
 STEMS = ("a", "b", "7.5_cm", "v1.2.3", "UPPER", "a b", "ünï", os.fsdecode(b"caf\xe9"))

@@ -25,11 +25,10 @@ from paceline.errors import PacelineError
 from paceline.models.compiled import shape_of
 from paceline.pages.page import Chart, Tiles
 from paceline.recipe.load import load_recipe
-from paceline.report.html.outcome import outcome
+from paceline.report.html.page import outcome
 from paceline.report.html.runs import read_runs
 from paceline.report.html.training import training
-from paceline.report.watch import WatchedRun
-from paceline.report.watch_screen import row
+from paceline.report.watch import WatchedRun, row
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only
