@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, in_splits
-from paceline.data.image.sets.image_folder import probe_files
+from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.source import FileSource, Ids, Names
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below, has_ending, odd_kind
@@ -346,22 +345,18 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     classes, numbered = number_classes(labels, table)
     names = [os.fsencode(each) for each in rows.paths]
     listed = [Names.of(names[row] for row in part.tolist()) for part in parts]
-    probe = probe_files(rows.root, listed[0])
-    channels = request.channels or (1 if probe.greyscale else 3)
-    whole = [FileSource(rows.root, each, label, channels) for each, label in zip(listed, numbered, strict=True)]
+    whole = [FileSource(rows.root, each, label, 3) for each, label in zip(listed, numbered, strict=True)]
     digest = hashlib.sha256()
     for part, numbers in zip(parts, numbered, strict=True):
         lines = (b"%s\0%d\0%d\n" % (names[row], sizes[row], label) for row, label in zip(part, numbers, strict=True))
         digest.update(b"".join(lines) + b"\0")
     digest.update("\0".join(classes).encode())
-    return in_splits(
+    return file_splits(
+        request,
         whole,
         rows.parts.told,
-        request.validation_fraction,
         classes=classes,
         digest=digest.hexdigest(),
-        channels=channels,
-        probe=probe,
     )
 
 

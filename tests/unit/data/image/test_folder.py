@@ -12,7 +12,7 @@ from image_sets import opened_set
 from PIL import Image
 
 from paceline.data.image.dataset import StoredImages
-from paceline.data.image.sets.image_folder import EXTENSIONS
+from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
 
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, StoredImages, in_splits
-from paceline.data.image.mapped import MappedBytes, MappedSource, Places, mapped_files, probe
+from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
+from paceline.data.image.mapped import MappedBytes, MappedSource, PlacedNames, Places, mapped_files
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import open_parquet, read_schema
 from paceline.data.image.source import Ids, Names
@@ -55,17 +55,6 @@ class Columns(NamedTuple):
     image: str
     label: str
     classes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _RowName:
-    """Names rows for people: the file that the image came from, if that is known, or the row."""
-
-    names: Names
-    root: str
-
-    def __call__(self, sample: int) -> str:
-        return f"{self.names.text(sample)} in {self.root}"
 
 
 def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFaceFiles | None:
@@ -192,17 +181,12 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     digest = hashlib.sha256(json.dumps([columns.image, columns.label, columns.classes]).encode())
     splits = [train_split] if held_out_split is None else [train_split, held_out_split]
     sources = [_read_split(files, columns, split, digest) for split in splits]
-    found = probe(sources[0])
-    for source in sources:
-        source.channels = request.channels or (1 if found.greyscale else 3)
-    return in_splits(
+    return file_splits(
+        request,
         sources,
         held_out,
-        request.validation_fraction,
         classes=columns.classes,
         digest=digest.hexdigest(),
-        channels=sources[0].channels,
-        probe=found,
         left_out=left_out.told(),
     )
 
@@ -240,7 +224,7 @@ def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: A
     for part in (length, labels, names.ends, names.blob):
         digest.update(np.ascontiguousarray(part).tobytes())
     places = Places(file=np.repeat(np.arange(len(rows)), [len(each[0]) for each in rows]), begin=begin, length=length)
-    return MappedSource(MappedBytes(mapped_ones, places), labels, 3, _RowName(names, str(files.root)))
+    return MappedSource(MappedBytes(mapped_ones, places), labels, 3, PlacedNames(names, (str(files.root),)))
 
 
 def _rows(path: Path, columns: Columns) -> tuple[Ids, Ids, Ids, list[str | None]]:

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import DatasetRequest, Probe, Problems, StoredImages, in_splits
-from paceline.data.image.decode import image_header
+from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
 from paceline.dataset_registry import dataset
@@ -300,7 +299,6 @@ def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 _HELD_OUT = ("val", "test")
-_PROBED = 256
 
 
 @dataset("image_folder", keys=FILES, size=IMAGENET)
@@ -319,8 +317,6 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     if held_out_folder is not None:
         _require_same_classes(train_folder, train.classes, held_out_folder, listed.listings[1].classes, problems)
     problems.tell(fault)
-    probe = probe_files(root, train.names)
-    channels = request.channels or (1 if probe.greyscale else 3)
     classes, split = train.classes, ""
     if held_out_folder is not None:
         classes = tuple(sorted({*classes, *listed.listings[1].classes}))
@@ -330,15 +326,13 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         for entry in visible(folder):
             if not is_folder(entry):
                 left_out.add("files outside the class folders", os.path.relpath(entry.path, root))
-    return in_splits(
-        [FileSource(root, each.names, each.labels_among(classes), channels) for each in listed.listings],
+    return file_splits(
+        request,
+        [FileSource(root, each.names, each.labels_among(classes), 3) for each in listed.listings],
         split,
-        request.validation_fraction,
         classes=classes,
         digest=listed.digest,
         listing=listed.how,
-        channels=channels,
-        probe=probe,
         left_out=left_out.told(),
     )
 
@@ -371,19 +365,6 @@ def unread_entries(path: str | Path) -> Iterator[str]:
         for each in visible(folder):
             if is_folder(each):
                 yield from (entry.path for entry in entries_of(Path(each.path)) if is_ignored(entry.name))
-
-
-def probe_files(root: Path, names: Names) -> Probe:
-    """Look at the heads of at most 256 files spread evenly over the folder, which takes milliseconds."""
-    chosen = range(0, len(names), -(-len(names) // _PROBED) or 1)
-    paths = [os.path.join(root, os.fsdecode(names[index])) for index in chosen]
-    heads = [head for head in map(image_header, paths) if head is not None]
-    sizes = {size for size, _ in heads}
-    return Probe(
-        count=len(heads),
-        size=sizes.pop() if len(sizes) == 1 else None,
-        greyscale=bool(heads) and all(grey for _, grey in heads),
-    )
 
 
 def _existing_folder(root: Path) -> Path:

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
 from paceline.dataset_registry import dataset
@@ -285,21 +285,10 @@ class PackedIndex:
         return len(self.label)
 
 
-@dataclass(frozen=True)
-class _SampleName:
-    """Names samples of a packed dataset for people."""
-
-    names: Names
-    root: str
-
-    def __call__(self, sample: int) -> str:
-        return f"{self.names.text(sample)} in {self.root}"
-
-
 class PackedFiles(MappedSource):
     """The image files of one split."""
 
-    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: _SampleName) -> None:
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: PlacedNames) -> None:
         super().__init__(content, index.label.copy(), channels, name)
         self._height, self._width = index.height, index.width
 
@@ -311,7 +300,7 @@ class PackedFiles(MappedSource):
 class PackedPixels:
     """The images of one split that are stored as pixels: nothing is decoded."""
 
-    def __init__(self, content: MappedBytes, index: PackedIndex, channels: tuple[int, int], name: _SampleName) -> None:
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: tuple[int, int], name: PlacedNames) -> None:
         """Take what the index says; ``channels`` are those stored, and those wanted."""
         self.labels: Ids = index.label.copy()
         self._content = content
@@ -426,7 +415,7 @@ def packed_images(request: DatasetRequest) -> StoredImages:
     for split in SPLITS if origin.held_out else SPLITS[:1]:
         end = begin + manifest.samples.get(split, 0)
         index, content = packed.index.part(begin, end), packed.content.part(begin, end)
-        name = _SampleName(index.name, str(packed.root))
+        name = PlacedNames(index.name, (str(packed.root),))
         if form.mode == "raw":
             sources.append(PackedPixels(content, index, (form.channels, wanted), name))
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
-from paceline.data.image.mapped import MappedFile, mapped_files, probe
+from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits, probe
+from paceline.data.image.decode import BrokenImageError
+from paceline.data.image.mapped import EncodedImages, MappedFile, mapped_files
 from paceline.data.image.sets import IMAGENET, TABLE
-from paceline.data.image.source import Ids, Image, Names, SubsetSource
+from paceline.data.image.source import Ids, Names, SubsetSource
 from paceline.data.image.tables import (
     TEST,
     TRAIN,
@@ -109,7 +108,7 @@ def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{str(path)!r} cannot be read ({' '.join(str(error).split())}): download or make it again.")
 
 
-class ParquetSource:
+class ParquetSource(EncodedImages):
     """The images of some parquet files; keeps the row groups that were read last."""
 
     def __init__(self, paths: Sequence[Path], leaf: str, labels: Ids, names: Sequence[str]) -> None:
@@ -141,9 +140,6 @@ class ParquetSource:
         # Number and length in memory of the group that came to most; images that repeat are stored once in a file.
         self._largest = (0, 0)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def encoded(self, sample: int) -> memoryview:
         """Return the content of image file ``sample``; raises BrokenImageError."""
         group = self._group_of(sample)
@@ -154,17 +150,6 @@ class ParquetSource:
         if content is None:
             raise BrokenImageError(self.path(sample), "its row has no image")
         return memoryview(content)
-
-    def read(self, sample: int) -> Image:
-        """Decode image ``sample``; raises BrokenImageError."""
-        try:
-            return decode(bytes(self.encoded(sample)), self.channels)
-        except BrokenImageError as error:
-            raise BrokenImageError(self.path(sample), error.reason) from error
-
-    def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""
-        return upright_size(io.BytesIO(self.encoded(sample)))
 
     def path(self, sample: int) -> str:
         """Return the sample's name, and the file that it lies in."""

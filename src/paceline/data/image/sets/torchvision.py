@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits, probe
 from paceline.data.image.decode import BrokenImageError, pixels_of
 from paceline.data.image.sets import PART
 from paceline.data.image.sets.archives import downloading
-from paceline.data.image.sets.image_folder import probe_files
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
@@ -57,8 +56,8 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
     labels = [_labels(each, name) for each in splits]
     classes = _classes(splits[0], labels, data.options)
     found = [_source(each, label, root) for each, label in zip(splits, labels, strict=True)]
-    probe = _probe(found[0], root)
-    channels = request.channels or (1 if probe.greyscale else 3)
+    probed = _probe(found[0])
+    channels = request.channels or (1 if probed.greyscale else 3)
     whole = [_as_seen(each, channels) for each in found]
     return in_splits(
         whole,
@@ -67,7 +66,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
         classes=classes,
         digest=_digest(found, splits, root),
         channels=channels,
-        probe=probe,
+        probe=probed,
         listing=_told(whole[0]),
         left_out=_left_out(found, name, root),
     )
@@ -350,10 +349,9 @@ def _pixels(image: Any, channels: int) -> Image:
     raise ValueError(f"it hands out {type(image).__name__}, and no image of Pillow's")
 
 
-def _probe(source: Made, root: Path | None) -> Probe:
+def _probe(source: Made) -> Probe:
     if isinstance(source, FileSource):
-        assert root is not None
-        return probe_files(root, source.names)
+        return probe(source)
     if isinstance(source, ArraySource):
         return Probe(len(source), (source.images.shape[1], source.images.shape[2]), source.images.shape[-1] == 1)
     chosen = np.unique(np.linspace(0, len(source) - 1, 16).astype(np.int64)).tolist()

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import DatasetRequest, StoredImages, in_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places, mapped_files, probe
+from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places, mapped_files
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
 from paceline.data.image.tables import as_label, files_ending_in, number_classes
@@ -142,23 +142,11 @@ _OTHER = "members that are neither an image nor a label of one"
 
 
 @dataclass(frozen=True)
-class _TarName:
-    """Names samples in tars for people."""
-
-    names: Names
-    files: tuple[str, ...]
-    file: Ids
-
-    def __call__(self, sample: int) -> str:
-        return f"{self.names.text(sample)} in {self.files[self.file[sample]]}"
-
-
-@dataclass(frozen=True)
 class _Part:
     """The samples of some tars."""
 
     content: MappedBytes
-    name: _TarName
+    name: PlacedNames
     labels: list[int | str]
     lengths: Ids
 
@@ -178,21 +166,17 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
     train = _read(train_tars, left_out)
     parts = [train] if not held_out_tars else [train, _read(held_out_tars, left_out)]
     classes, labels = number_classes([part.labels for part in parts], str(request.path))
-    found = probe(MappedSource(train.content, labels[0], 3, train.name))
-    channels = request.channels or (1 if found.greyscale else 3)
     digest = hashlib.sha256()
     for part in parts:
         for sample, label in enumerate(part.labels):
             digest.update(f"{part.name.names.text(sample)}\0{part.lengths[sample]}\0{label}\n".encode())
         digest.update(b"\0")
-    return in_splits(
-        [MappedSource(part.content, each, channels, part.name) for part, each in zip(parts, labels, strict=True)],
+    return file_splits(
+        request,
+        [MappedSource(part.content, each, 3, part.name) for part, each in zip(parts, labels, strict=True)],
         held_out,
-        request.validation_fraction,
         classes=classes,
         digest=digest.hexdigest(),
-        channels=channels,
-        probe=found,
         left_out=left_out.told(),
     )
 
@@ -267,7 +251,7 @@ def _read(tars: Sequence[Path], left_out: LeftOut) -> _Part:
         )
     table = np.array(rows, dtype=np.int64)
     places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
-    told = _TarName(Names.of(names), tuple(str(tar) for tar in tars), places.file)
+    told = PlacedNames(Names.of(names), tuple(str(tar) for tar in tars), places.file)
     return _Part(MappedBytes(files, places), told, labels, places.length)
 
 
