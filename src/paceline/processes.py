@@ -79,6 +79,8 @@ class Ending:
 class ProcessGroup:
     """Child processes that end together. Leaving the ``with`` block kills those that are left, and their descendants.
 
+    If all have ended well, a descendant in a session of its own is spared: a program may detach an upload on purpose.
+
     Each child has its own session, so that a terminal's signals reach it only through this process. Descendants that
     have changed their parent or session are found on Linux; elsewhere only those in a child's process group.
 
@@ -175,8 +177,8 @@ class ProcessGroup:
         """Return the ids of all living processes of this group: children and their descendants (Linux)."""
         return set(_marked(self._mark))
 
-    def kill(self) -> None:
-        """Kill every child with all its descendants, and reap the children."""
+    def kill(self, *, detached: bool = True) -> None:
+        """Kill every child with its descendants, ``detached`` ones in sessions of their own too; reap the children."""
         for child in self.children:
             # The id of a child that was reaped may be another process's by now; its descendants are found below.
             if child.code is None or not can_find_descendants():
@@ -185,17 +187,23 @@ class ProcessGroup:
                 child.process.kill()
             child.process.wait()
         # A process that is being forked meanwhile is found by the next look.
-        while members := self.members():
+        while members := {pid for pid in self.members() if detached or not self._is_detached(pid)}:
             for pid in members:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_KILL_POLL_SECONDS)
 
+    def _is_detached(self, pid: int) -> bool:
+        try:
+            return os.getsid(pid) not in {child.process.pid for child in self.children}
+        except ProcessLookupError:
+            return True
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self.kill(detached=any(child.code not in self.good_codes for child in self.children))
 
 
 @contextmanager

@@ -139,3 +139,22 @@ def test_children_are_ended_and_reaped_if_a_later_one_cannot_start() -> None:
         with pytest.raises(FileNotFoundError):
             group.start(["/no/such/program"])
     assert [child.process.returncode for child in group.children] == [-signal.SIGKILL]
+
+
+@LINUX_ONLY
+def test_what_a_child_that_ended_well_has_detached_goes_on(tmp_path: Path) -> None:
+    program = """
+import subprocess, sys
+for name, detached in (("detached", True), ("attached", False)):
+    started = subprocess.Popen([sys.executable, "-c", {forever!r}], start_new_session=detached)
+    open({folder!r} + "/" + name, "w").write(str(started.pid))
+"""
+    with ProcessGroup() as group:
+        start(group, program.format(forever=FOR_EVER, folder=str(tmp_path)))
+        assert group.wait(30).failed == ()
+    detached, attached = (int((tmp_path / name).read_text()) for name in ("detached", "attached"))
+    assert_gone(attached)
+    try:
+        os.kill(detached, 0)
+    finally:
+        os.kill(detached, signal.SIGKILL)
