@@ -19,21 +19,22 @@ from hardware import write_result
 
 from paceline.metrics.intervals import share_interval
 from paceline.report.benchmark_comparison import compare
-from paceline_advisor.bench.grid import Asked, measure_grid
+from paceline_advisor.bench.grid import measure_grid
 from paceline_advisor.bench.report import BenchReport
+from paceline_advisor.commands import Bench
 
 RECIPE = "digits"
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     """One result."""
-    asked = Asked(
+    asked = Bench(
         recipe=RECIPE,
         overrides=("parallel.threads=1",),
         parts=("together",),
         rounds=options.rounds,
         launches=options.launches,
-        block_seconds=options.seconds,
+        seconds=options.seconds,
     )
     loaded, rows = measure_grid(asked, lambda _: None)
     BenchReport(kind="throughput", name=loaded.name, recipe=loaded.recipe, settings={}, rows=rows, notes=()).write(

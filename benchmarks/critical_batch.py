@@ -30,15 +30,15 @@ from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 from paceline_advisor.bench.target import Target
 from paceline_advisor.commands import NoiseScale, SweepBatch
-from paceline_advisor.tuning.batch_sweep.report import (
+from paceline_advisor.tuning.batch_sweep import (
     COLUMNS,
     RuleResult,
     SweepReport,
     conclude,
     knee_in_words,
+    sweep,
     table_rows,
 )
-from paceline_advisor.tuning.batch_sweep.sweep import sweep
 from paceline_advisor.tuning.noise_scale import NoiseReport, measure_noise
 
 OVERRIDES = (

@@ -18,9 +18,10 @@ import numpy as np
 from hardware import write_result
 from PIL import Image
 
+from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.findings import Gain
-from paceline_advisor.doctor.measuring import Pace, measure
-from paceline_advisor.doctor.study import Asked, examine
+from paceline_advisor.doctor.improving import measure
+from paceline_advisor.doctor.study import examine
 
 WIDE = (
     *("model.name=small_resnet", "model.options={width: 32, stages: 2}", "data.image_size=32", "data.classes=10"),
@@ -51,10 +52,10 @@ def folder(root: Path) -> Path:
     return root
 
 
-def confirm(name: str, asked: Asked, pace: Pace) -> list[dict[str, Any]]:
+def confirm(name: str, asked: Doctor, **pace: Any) -> list[dict[str, Any]]:
     """Measure a recipe's changes twice."""
     diagnosis = examine(asked, lambda _: None)
-    first, second = (measure(diagnosis, pace, lambda line: print(f"  {line}", file=sys.stderr)) for _ in range(2))
+    first, second = (measure(diagnosis, lambda line: print(f"  {line}", file=sys.stderr), **pace) for _ in range(2))
     again = {each.name: each.gain for each in second.findings}
     rows = []
     for finding in first.findings:
@@ -85,14 +86,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--block-seconds", type=float, default=2.0)
     chosen = parser.parse_args()
-    pace = Pace(rounds=chosen.rounds, block_seconds=chosen.block_seconds)
+    pace = {"rounds": chosen.rounds, "block_seconds": chosen.block_seconds}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         photos = folder(Path(scratch) / "photos")
         for name, (recipe, overrides) in CASES.items():
             print(name, file=sys.stderr)
             path = (f"data.path={photos}",) if recipe == "image_folder" else ()
-            rows += confirm(name, Asked(recipe=recipe, overrides=(*overrides, *path)), pace)
+            rows += confirm(name, Doctor(recipe=recipe, overrides=(*overrides, *path)), **pace)
     inside = sum(row["inside"] for row in rows)
     lines = [
         f"{inside} of {len(rows)} gains, measured again, lie in the interval of the first measurement.",

@@ -25,8 +25,8 @@ from paceline.trainer.fake_step import fake_step
 from paceline.units import format_bytes
 from paceline_advisor.memory.measured import measured_peaks
 from paceline_advisor.memory.replay import peak_of
-from paceline_advisor.memory.surroundings import with_libraries
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, without_collection
+from paceline_advisor.memory.variants import with_libraries
 
 
 def compared(case: Case, device: torch.device) -> list[dict[str, Any]]:

@@ -22,10 +22,9 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from paceline.checkpoint.weights import read_weights
-from paceline.inference import int8
+from paceline.inference import export_onnx
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.export_onnx import OnnxSession, session
-from paceline.inference.int8 import SampleImages, calibration_images
+from paceline.inference.export_onnx import OnnxSession, SampleImages, calibration_images, session
 from paceline.inference.predict import load_predictor
 
 CALIBRATIONS = {"min-max": CalibrationMethod.MinMax, "entropy": CalibrationMethod.Entropy}
@@ -70,7 +69,7 @@ def measure(run: Path, scratch: Path) -> dict[str, Any]:
         quantize_static(
             prepared,
             path,
-            int8.Reader(images),
+            export_onnx.Reader(images),
             quant_format=QuantFormat.QDQ,
             per_channel=True,
             reduce_range=reduced,

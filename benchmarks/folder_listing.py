@@ -16,7 +16,10 @@ from pathlib import Path
 
 from hardware import spread, write_result
 
-from paceline.data.image.sets.image_folder import cache_file, open_image_folder
+from paceline.data.image.dataset import DatasetRequest
+from paceline.data.image.datasets import open_stored
+from paceline.data.image.sets.image_folder import cache_file
+from paceline.recipe.data import Data
 
 
 def make_tree(root: Path, files: int, classes: int) -> None:
@@ -31,7 +34,9 @@ def make_tree(root: Path, files: int, classes: int) -> None:
 def seconds(root: Path) -> tuple[float, str]:
     """Open the folder; how long it took, and what was said of it."""
     begin = time.perf_counter()
-    how = open_image_folder(root, channels=3, validation_fraction=0).listing
+    how = open_stored(
+        DatasetRequest(data=Data(dataset="image_folder", path=str(root), channels=3, validation_fraction=0))
+    ).listing
     return time.perf_counter() - begin, how
 
 

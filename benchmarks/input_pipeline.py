@@ -43,13 +43,16 @@ def _source(setting: Setting) -> tuple[Any, Any, Iterator[Any]]:
     """The files, how they are shown, and slices without end."""
     import torch
 
-    from paceline.data.image.sets.image_folder import open_image_folder
+    from paceline.data.image.dataset import DatasetRequest
+    from paceline.data.image.datasets import open_stored
     from paceline.data.image.transforms import View
     from paceline.data.slices import SampleSlice
-    from paceline.recipe.data import Augment
+    from paceline.recipe.data import Augment, Data
 
     torch.set_num_threads(1)
-    source = open_image_folder(setting.folder, channels=3, validation_fraction=0).train
+    source = open_stored(
+        DatasetRequest(data=Data(dataset="image_folder", path=str(setting.folder), channels=3, validation_fraction=0))
+    ).train
     view = View(image_size=setting.size, channels=3, augment=Augment(crop="random_resized", flip=0.5))
 
     def slices() -> Iterator[SampleSlice]:

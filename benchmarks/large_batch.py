@@ -25,8 +25,8 @@ import torch
 from hardware import spread, write_result
 
 import paceline
-from paceline_advisor.landscape.opening import Selection
-from paceline_advisor.landscape.study import LandscapeRequest, explore
+from paceline_advisor.commands import Landscape
+from paceline_advisor.landscape.study import explore
 
 SMALL, LARGE, RATE = 32, 256, 0.1
 # Samples of each split over which sharpness is sought; accuracies too.
@@ -70,10 +70,8 @@ def variants(epochs: int) -> dict[str, dict[str, Any]]:
 
 def look(run: Path) -> dict[str, float]:
     """The figures of one run."""
-    asked = LandscapeRequest(
-        targets=(run,), selection=Selection(samples=SAMPLES), measure=("sharpness", "curvature"), tolerance=0.02
-    )
-    (found,) = explore(asked).runs
+    asked = Landscape(runs=(str(run),), samples=SAMPLES, measure=("sharpness", "curvature"), tolerance=0.02)
+    (found,) = explore(asked, print).runs
     assert found.curvature is not None
     assert found.gap is not None
     return {

@@ -17,11 +17,19 @@ from scaling_tables import CONVNETS, GOYAL_EFFICIENCY, GOYAL_STEP_SECONDS, LATER
 from paceline.clusters import CLUSTERS
 from paceline.devices import find_device
 from paceline.recipe.load import load_recipe
-from paceline_advisor.formulas.overlap import Gradient, Unit
-from paceline_advisor.formulas.parallel_step import HOST_SECONDS, Host, Network, OneDevice, Prediction, Way, predict
-from paceline_advisor.scaling.loops import LOOPS
+from paceline_advisor.formulas.parallel_step import (
+    HOST_SECONDS,
+    Gradient,
+    Host,
+    Network,
+    OneDevice,
+    Prediction,
+    Unit,
+    Way,
+    predict,
+)
 from paceline_advisor.scaling.network import describe
-from paceline_advisor.scaling.study import fabric_of
+from paceline_advisor.scaling.study import LOOPS, fabric_of
 
 # How often a step's host waits for its device, in fp32 and with a loss scaler: read in the loops, not fitted. Eager
 # PyTorch waits for the loss or a synchronize in each step, and once more for the scaler; TensorFlow's session hands

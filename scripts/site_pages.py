@@ -164,5 +164,5 @@ def _python() -> Iterator[str]:
     for name in paceline.__all__:
         if not name.startswith("__"):
             # What the advisor offers is documented where it is written.
-            home = "paceline_advisor.tuning.lr_range.study" if name == "find_lr" else "paceline"
+            home = "paceline_advisor.tuning.lr_range" if name == "find_lr" else "paceline"
             yield f"::: {home}.{name}\n"

@@ -11,7 +11,8 @@ forked from the launcher in the same way, where it has one thread. With ``REAL_P
 A command is really started, by ``subprocess``, whenever what a fork cannot reproduce matters to it: other options of
 the interpreter, other programs, ``preexec_fn``, and variables that Python or a library reads as it starts
 (``_READ_AT_START``). Tests about start-up itself, such as what is imported, how long it takes, or limits on memory, use
-``subprocess`` directly. Children share the hash seed of their server. See docs/decisions/0074-packages-commands-and-tests.md.
+``subprocess`` directly. Children share the hash seed of their server.
+See docs/decisions/0074-packages-commands-and-tests.md.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _INTRODUCTION = """\
 
 Each trainer runs the same training: network, images, batch, precision, threads, update rule. Each program follows its
 library's documentation (timm: its parts in the order of its training script; fastai: torch's loader, autocast and DDP
-within its `Learner`) in an environment of its own. Programs take turns in a random order per round; ratios are within
+within its `Learner`) in a separate environment. Programs take turns in a random order per round; ratios are within
 a round, and figures are medians over rounds. Paceline runs as its command does, with records, ledger and clock, but
 without progress bar, TensorBoard and report, which are also off in the others.
 
@@ -179,7 +179,7 @@ def _ratios(table: Sequence[Row]) -> list[str]:
     lines = [f"| | {' | '.join(labels[name] for name in others)} |", "|---|" + "---|" * len(others)]
     for row in table:
         cells = " | ".join(_cell(row, name) for name in others)
-        lines.append(f"| {row.title}: {_plain(row.unit)} | {cells} |")
+        lines.append(f"| {_NAMES.get(row.workload, row.title)}: {_plain(row.unit)} | {cells} |")
     return lines
 
 

@@ -29,7 +29,7 @@ _HOMES = {
     "Recipe": "paceline.recipe.schema",
     "Task": "paceline.tasks.task",
     "TrainResult": "paceline.trainer.train",
-    "find_lr": "paceline_advisor.tuning.lr_range.study",
+    "find_lr": "paceline_advisor.tuning.lr_range",
     "load_recipe": "paceline.recipe.load",
     "train": "paceline.training",
 }

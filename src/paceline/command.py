@@ -17,15 +17,17 @@ has such a method ``run(log)`` itself.
 
 A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
 ``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``
-are the help; ``Ge``, ``Gt`` and ``Le`` are the range; :class:`Shape` says what the type cannot.
+are the help; ``Ge``, ``Gt``, ``Le`` and ``Lt`` are the range; :class:`Shape` says what the type cannot. Options that do
+not go together are refused in ``__post_init__``, before anything is written or started.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge
 
@@ -42,8 +44,10 @@ class Shape:
         name: Long option, if it is not the field's name.
         hidden: Left out of the help.
         required: An option although it has no default.
-        argument: An argument although it is a list: one or more values.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
+        argument: An argument although it is a list or has a default; a list takes all words that are left.
+        only: The field of the option that this one belongs to: without it, it is refused as having no effect.
+        without: Fields of options with which it has no effect and is refused.
     """
 
     metavar: str | None = None
@@ -52,28 +56,56 @@ class Shape:
     required: bool = False
     argument: bool = False
     parse: Callable[[str], Any] | None = None
+    only: str | None = None
+    without: tuple[str, ...] = ()
 
 
 # Fields that many commands have. Where a recipe is read, `--trust-code` is an option too.
 RecipeName = Annotated[str, Shape(metavar="RECIPE")]
 RecipeOrRun = Annotated[str, Shape(metavar="RECIPE|RUN")]
-Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...")]
+Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...", argument=True)]
+
+
+def _path_word(text: str) -> str:
+    if not text:
+        raise ValueError("the path is empty")
+    return os.path.expanduser(text)
+
+
+Runs = Annotated[tuple[str, ...], Shape(metavar="RUN... [KEY=VALUE]...", argument=True, parse=_path_word)]
+Weights = Annotated[
+    Literal["auto", "model", "ema"], "Which set of weights; auto takes the moving average where there is one."
+]
 Processes = Annotated[
     int | None,
     Ge(1),
     Shape(metavar="N"),
     "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Run it alone, not under torchrun or srun.",
 ]
+JoinedProcesses = Annotated[
+    int | None,
+    Ge(1),
+    Shape(metavar="N"),
+    "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Leave it out under torchrun or Slurm.",
+]
 Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ranks share, made by the launcher
 Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]
 
 
-def command(name: str, *, runs: str | None = None) -> Callable[[_T], _T]:
-    """Declare a dataclass as the command of that name, run by the function ``runs`` (``module:function``)."""
+def command(name: str, *, runs: str | None = None, files: tuple[str, ...] = ()) -> Callable[[_T], _T]:
+    """Declare a dataclass as the command of that name.
+
+    Args:
+        name: What follows ``paceline``.
+        runs: The function that carries it out, as ``module:function``; the dataclass's method ``run`` if None.
+        files: What it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
+            ``write(folder)``.
+    """
 
     def declare(kind: _T) -> _T:
         kind.__paceline_command__ = name
         kind.__paceline_runs__ = runs
+        kind.__paceline_files__ = files or (f"{name}.json", f"{name}.html")
         return kind
 
     return declare

@@ -66,7 +66,7 @@ def dataset(name: str, *, keys: Sequence[str] = (), size: Size | None = None) ->
 def dataset_names() -> tuple[str, ...]:
     """Names of all data sets: our own first, then those of other packages, which are not imported for this."""
     _load_ours()
-    return tuple(dict.fromkeys((*_entries, *(each.name for each in entry_points(group=ENTRY_POINTS)))))
+    return tuple(dict.fromkeys((*sorted(_entries), *(each.name for each in entry_points(group=ENTRY_POINTS)))))
 
 
 def find_dataset(name: str) -> DatasetEntry | None:
@@ -98,7 +98,7 @@ class DatasetsUsing(Sequence[str]):
     @property
     def _names(self) -> tuple[str, ...]:
         _load_ours()
-        return (*(each.name for each in _entries.values() if self._key in each.keys), *self._others)
+        return (*sorted(name for name, each in _entries.items() if self._key in each.keys), *self._others)
 
     def __contains__(self, name: object) -> bool:
         if name in self._others:

@@ -1,20 +1,675 @@
-"""Options of the commands that study a recipe or a run."""
+"""Commands of the advisor: each dataclass holds the options of one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
-from annotated_types import Ge
+import click
+from annotated_types import Ge, Gt, Lt
 
-from paceline.command import Output, Overrides, Processes, RecipeName, RecipeOrRun, Scratch, Shape, command
-from paceline.units import Duration
+from paceline.command import (
+    JoinedProcesses,
+    Output,
+    Overrides,
+    Processes,
+    RecipeName,
+    RecipeOrRun,
+    Runs,
+    Scratch,
+    Shape,
+    Weights,
+    command,
+)
+from paceline.errors import PacelineError, RecipeError, did_you_mean
+from paceline.recipe.load import refuse_training_overrides
+from paceline.recipe.running import Parallel
+from paceline.recipe.training import Train
+from paceline.units import Duration, TimeSpan, parse_bytes
+from paceline_advisor.apply import check_new
+
+if TYPE_CHECKING:
+    from paceline_advisor.formulas.learning_rate import Sweep
+
+# ------------------------------------------------------------------------------------------------ before a run
+
+
+@command("estimate", runs="paceline_advisor.memory.estimate:estimate")
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Estimate training memory on any GPU, whether or not you have it.
+
+    The memory of the steps and of the evaluation is shown by cause, and which batches fit which GPUs. The steps run on
+    fake tensors: nothing is trained, and no GPU is needed. Data are not read; where data.path is not set, data of a
+    usual kind are assumed. PYTORCH_ALLOC_CONF is followed.
+
+    Exits with 1 if the run does not fit.
+
+    Examples:
+      paceline estimate resnet50 --device h100
+      paceline estimate deit_small --device a100-40gb --processes 8 batch.micro_size=128
+      paceline estimate digits --device cpu --json
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    device: Annotated[
+        str | None, Shape(metavar="NAME"), "A known GPU (h100, a100-80gb, …) or cpu (default: what a run would use)."
+    ] = None
+    processes: Annotated[
+        int | None,
+        Ge(1),
+        "Ranks of the run that is estimated; none is started (default: one per GPU, 1 on a CPU or with --device).",
+    ] = None
+    expandable_segments: Annotated[bool, "As with PYTORCH_ALLOC_CONF=expandable_segments:True."] = False
+
+
+@command("find-batch", runs="paceline_advisor.memory.find_batch:find_batch")
+@dataclass(frozen=True, kw_only=True)
+class FindBatch:
+    """Find the largest micro-batch that fits, by trying.
+
+    A size fits if it survives two whole steps and an evaluation on all ranks. Sizes are doubled and then bisected; each
+    is a real run in processes of its own, with optimizer state and moving average, on a few samples that are repeated.
+    The global batch and the learning rate stay: smaller micro-batches are accumulated. The estimate of
+    `paceline estimate` is printed next to the measurement.
+
+    Examples:
+      paceline find-batch resnet50 data.path=IMAGENET
+      paceline find-batch digits --processes 2 --memory 1GiB --apply smaller.yaml
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    processes: Annotated[
+        int | None,
+        Ge(1),
+        "Start N ranks on this machine (default: one per GPU, 1 on a CPU). Run it alone, not under torchrun or srun.",
+    ] = None
+    memory: Annotated[
+        int | None,
+        Shape(metavar="SIZE", parse=parse_bytes),
+        "What each process may take, for example 4GiB (default: a whole GPU, or its share of the free main memory).",
+    ] = None
+    apply: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe with the micro-batch found."] = None
+
+    def __post_init__(self) -> None:
+        check_new(self.apply)
+
+
+@command("find-lr", runs="paceline_advisor.tuning.lr_range:measure")
+@dataclass(frozen=True, kw_only=True)
+class FindLr:
+    """Find a learning rate by a range test.
+
+    RECIPE is a shipped name, a YAML file, or a run directory, whose recipe is tested. The first steps are trained with
+    a learning rate that rises from step to step, until the loss diverges. Five rules read a rate off the curve; the
+    middle one of three of them is the suggestion, unless you choose another. The test runs in a temporary directory
+    and touches nothing else.
+
+    From trained weights, add model.initialize_from=RUN.
+
+    Exits with 1 if the curve has no such point as --suggestion names.
+
+    Examples:
+      paceline find-lr digits
+      paceline find-lr image_folder data.path=photos model.pretrained=true --highest 1 --output lr
+      paceline find-lr mine.yaml --processes 2 --suggestion steepest --apply better.yaml
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    processes: JoinedProcesses = None
+    lowest: Annotated[float, Gt(0), "Learning rate of the first step."] = 1e-7
+    highest: Annotated[float, Gt(0), "Learning rate of the last step."] = 10.0
+    steps: Annotated[int, "Optimizer steps of the test."] = 100
+    shape: Annotated[Literal["exponential", "linear"], "How the rate rises."] = "exponential"
+    smoothing: Annotated[float, Ge(0), Lt(1), "Weight of the past in the smoothed loss."] = 0.98
+    divergence: Annotated[
+        float, Gt(1), Shape(metavar="FACTOR"), "End where the smoothed loss exceeds its best by this factor."
+    ] = 4.0
+    suggestion: Annotated[
+        Literal["median", "trough", "valley", "steepest", "minimum", "slide"], "Which suggestion --apply writes."
+    ] = "median"
+    apply: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe with that learning rate."] = None
+    output: Output = None
+
+    @property
+    def sweep(self) -> Sweep:
+        """How the test is done."""
+        from paceline_advisor.formulas.learning_rate import Sweep
+
+        return Sweep(
+            lowest=self.lowest,
+            highest=self.highest,
+            steps=self.steps,
+            shape=self.shape,
+            smoothing=self.smoothing,
+            divergence=self.divergence,
+        )
+
+    def __post_init__(self) -> None:
+        check_new(self.apply)
+        _ = self.sweep  # which refuses what does not fit together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Options of `scale` and `plan`: where, and what one device does there."""
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    batch_per_gpu: Annotated[
+        int | None,
+        Ge(1),
+        "Give each GPU N samples, so that the step grows with their number (weak scaling), as published tables do. "
+        "Without it the recipe's global batch is shared out (strong scaling).",
+    ] = None
+    cluster: Annotated[
+        str | None,
+        Shape(metavar="NAME|FILE"),
+        "dgx-1, dgx-2, dgx-a100, dgx-h100, 8xh200, p4d, ethernet-10g, ... or a YAML file of your own "
+        "(docs/guide/scaling.md); this machine if left out.",
+    ] = None
+    price_per_gpu_hour: Annotated[
+        float | None, Gt(0), Shape(metavar="DOLLARS"), "In place of the cluster's, if any."
+    ] = None
+    samples: Annotated[int | None, Ge(1), "Training samples of an epoch, where the data are not here."] = None
+    throughput: Annotated[float | None, Gt(0), Shape(metavar="RATE"), "One GPU's samples per second."] = None
+    step_seconds: Annotated[float | None, Gt(0), Shape(metavar="S"), "One GPU's step, in place of --throughput."] = None
+    one_gpu_batch: Annotated[
+        int | None, Ge(1), "Samples of the step that figure was measured with; larger shares become several passes."
+    ] = None
+    loop: Annotated[
+        Literal["paceline", "nvidia-convnets"],
+        "Whose training loop: ours, or NVIDIA's published one, to check its tables.",
+    ] = "paceline"
+    cpu_ms_per_sample: Annotated[
+        float | None,
+        Ge(0),
+        Shape(metavar="MS"),
+        "Time of one core for reading and augmenting a sample; 0 if that is not done on cores.",
+    ] = None
+
+    @property
+    def has_figure(self) -> bool:
+        """Whether the user gives the speed of one device."""
+        return self.throughput is not None or self.step_seconds is not None
+
+    def scale(self, sizes: tuple[int, ...]) -> Scale:
+        """What to predict on so many devices, with every strategy."""
+        return Scale(**{each.name: getattr(self, each.name) for each in fields(Cluster)}, world_sizes=sizes)
+
+    def __post_init__(self) -> None:
+        if self.one_gpu_batch is not None and not self.has_figure:
+            raise RecipeError("--one-gpu-batch belongs to --throughput or --step-seconds; give one of them too.")
+        if self.throughput is not None and self.step_seconds is not None:
+            raise RecipeError("--throughput and --step-seconds say the same thing; give one of them.")
+        if self.step_seconds is not None and self.one_gpu_batch is None and self.batch_per_gpu is None:
+            raise RecipeError("--step-seconds: a step of how many samples? Give --one-gpu-batch too.")
+
+
+@command("scale", runs="paceline_advisor.scaling.study:scale")
+@dataclass(frozen=True, kw_only=True)
+class Scale(Cluster):
+    """Predict scaling over GPUs, and measure it where possible.
+
+    Samples per second, efficiency, hours and cost are predicted with DDP and FSDP. The prediction starts from one
+    device's figure: yours (--throughput, --step-seconds), or measured here if the cluster is this machine or has its
+    GPU, or else the bound that the GPU's peak and memory set. What the other devices add is computed from the
+    cluster's links, the network's layers and the host's work. The range shows half and twice these costs, with the
+    model's mean error on tables it had not seen.
+
+    Examples:
+      paceline scale digits --world-sizes 1,2 --measure
+      paceline scale resnet50 --cluster dgx-a100 --throughput 2470 --batch-per-gpu 256
+      paceline scale resnet50 --cluster my-cluster.yaml --step-seconds 0.11 --one-gpu-batch 256 --world-sizes 8,64
+    """
+
+    world_sizes: Annotated[
+        tuple[int, ...], Ge(1), Shape(metavar="N,..."), "Numbers of GPUs; of processes, where there are none."
+    ] = (1, 2, 4, 8)
+    strategy: Annotated[Literal["both", "ddp", "fsdp"], "Which to predict."] = "both"
+    measure: Annotated[bool, "Run the recipe here in these sizes too, and print what was predicted."] = False
+    rounds: Annotated[int | None, Ge(1), "Turns of each measurement (default: 5)."] = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of devices, ascending."""
+        return tuple(sorted(set(self.world_sizes)))
+
+    @property
+    def strategies(self) -> tuple[Literal["ddp", "fsdp"], ...]:
+        """The strategies to predict."""
+        return ("ddp", "fsdp") if self.strategy == "both" else (self.strategy,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounds is not None and self.has_figure and not self.measure:
+            raise RecipeError("--rounds has no effect here: nothing is measured without --measure. Leave it out.")
+
+
+@command("plan", runs="paceline_advisor.scaling.planning:plan_training")
+@dataclass(frozen=True, kw_only=True)
+class Plan(Cluster):
+    """Choose the number of GPUs for a deadline or a budget.
+
+    The fewest GPUs that meet a deadline, or the fastest training within a budget, with its strategy, global batch,
+    learning rate, hours and cost. Deadline and budget are compared with the upper end of the prediction's range.
+    Nothing is changed: the recipe's batch and learning rate stay unless you ask for a rule. Passes are as large as the
+    GPU's memory allows, by what `paceline estimate` says.
+
+    Exits with 1 if no configuration meets the target (the closest is shown), and without a figure of one GPU, as a
+    bound decides nothing.
+
+    Examples:
+      paceline plan resnet50 --cluster dgx-a100 --throughput 2470 --one-gpu-batch 256 --deadline 3h
+      paceline plan resnet50 --cluster p4d --throughput 2300 --one-gpu-batch 256 --budget 150
+      paceline plan resnet50 --cluster p4d --throughput 2300 --batch-per-gpu 256 --lr-rule linear --deadline 1h
+    """
+
+    deadline: Annotated[
+        TimeSpan | None,
+        Shape(metavar="TIME", parse=TimeSpan.parse),
+        "When training must be over: 8h, 90 minutes, 2d.",
+    ] = None
+    budget: Annotated[float | None, Gt(0), Shape(metavar="DOLLARS"), "What it may cost."] = None
+    most_gpus: Annotated[int, Ge(1), "Most GPUs to consider."] = 256
+    lr_rule: Annotated[
+        Literal["none", "linear", "sqrt"],
+        "What a grown batch makes of the learning rate; none leaves it to the recipe's optimizer.lr_scaling.",
+    ] = "none"
+
+    @property
+    def deadline_hours(self) -> float | None:
+        """The deadline in hours."""
+        return None if self.deadline is None else self.deadline.seconds / 3600
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.deadline is None and self.budget is None:
+            raise RecipeError("plan for what? Give --deadline, for example 8h, or --budget in dollars, or both.")
+        if self.lr_rule != "none" and self.batch_per_gpu is None:
+            raise RecipeError(
+                f"--lr-rule={self.lr_rule} has no effect while the global batch stays; give --batch-per-gpu, with "
+                "which the batch grows, or leave it out."
+            )
+
+
+@command("formulas", runs="paceline_advisor.formulas.catalogue:look_up")
+@dataclass(frozen=True, kw_only=True)
+class Formulas:
+    """Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.
+
+    Without arguments NAME is described, and without NAME all are listed. Several values of one argument are separated
+    by commas. Results are in the units that names end with; those that end with none are shares, ratios or counts.
+
+    Examples:
+      paceline formulas
+      paceline formulas zero_bytes
+      paceline formulas zero_bytes parameters=7.5e9 stage=2 devices=64
+      paceline formulas olympic_mean values=12.0191,12.0239,12.0339,12.04,12.0224
+    """
+
+    name: Annotated[str | None, Shape(metavar="[NAME]", argument=True)] = None
+    arguments: Overrides = ()
+
+
+# ------------------------------------------------------------------------------------------------ what slows a run
+
+
+@command("doctor", runs="paceline_advisor.doctor.improving:diagnose")
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Find what limits a run's speed, and measure each change.
+
+    RECIPE may be a run directory. The doctor examines the recipe and its plan, the network's modules on tensors without
+    content, and what your own code does in one micro-batch of a few samples, on the CPU; detection images are small
+    there. Each finding has its evidence (values, layers, lines of code), the reason with its source, and what to
+    change. Nothing is trained, written or changed, but FILE.
+
+    Exits with 1 if something breaks, slows or spoils a run.
+
+    Examples:
+      paceline doctor digits
+      paceline doctor resnet50 --device a100
+      paceline doctor mine.yaml data.workers=4 --measure --apply better.yaml
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    device: Annotated[
+        str | None,
+        Shape(metavar="NAME"),
+        "Judge for this device (a100, t4, cpu, …), whether or not it is here (default: the one here).",
+    ] = None
+    processes: Annotated[
+        int | None,
+        Ge(1),
+        "Judge a run of N processes (default: 1, or 2 where parallel.strategy needs several).",
+    ] = None
+    measure: Annotated[bool, "Measure the gain of each change, in short bursts in turns."] = False
+    rounds: Annotated[int, Ge(4), Shape(only="measure"), "Turns of each change with --measure."] = 8
+    apply: Annotated[
+        Path | None,
+        Shape(metavar="FILE"),
+        "Write the recipe with the changes that train the same thing and go together; with --measure, those that "
+        "gained.",
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_new(self.apply)
+
+
+def _names(key: str, section: type[Any]) -> Callable[[str], str]:
+    """Read a value of a recipe's key that has a few: an unknown one would only be a row without a figure."""
+    known = get_args(get_type_hints(section)[key])
+
+    def parse(word: str) -> str:
+        if word not in known:
+            raise ValueError(f"{word!r} is not a {key}.{did_you_mean(word, known)} Choose from {', '.join(known)}")
+        return word
+
+    return parse
+
+
+def _batch_size(word: str) -> int:
+    if not word.isdecimal() or not int(word):
+        raise ValueError(f"{word!r} is not a batch size; give whole numbers, for example 32,64,128")
+    return int(word)
+
+
+@command(
+    "recipe",
+    runs="paceline_advisor.bench.report:bench",
+    files=("benchmark.json", "benchmark.md", "benchmark.html"),
+)
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure how fast a recipe trains or answers, and compare.
+
+    Training is measured over batch sizes, devices, precisions and back-ends. Each combination is a run of its own in a
+    temporary directory; runs take turns, up to four at a time. `together` is training as it is, `compute` trains on
+    the same batch again and again, `data` only loads the batches. What cannot run is a row with the reason.
+
+    With --inference the latency of the network is measured by batch size and in MLPerf's scenarios; RECIPE may then be
+    a run or a weights file. With --to several runs train until a metric is reached, with their time and cost.
+
+    `paceline bench compare A B` tells whether B is slower than A: see its --help.
+
+    Exits with 1 if nothing could be measured.
+
+    Examples:
+      paceline bench digits --batch-sizes 32,64,128
+      paceline bench resnet50 data.path=imagenet --precisions fp32,bf16 --backends pytorch,dali --output before
+      paceline bench runs/photos --inference --devices cpu,cuda
+      paceline bench cifar10_fast data.path=cifar --to top1_accuracy=94 --runs 5 --price-per-hour 3
+      paceline bench compare before after
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    batch_sizes: Annotated[
+        tuple[int, ...],
+        Shape(metavar="N,...", parse=_batch_size, without=("to",)),
+        "Global batch sizes (default: the recipe's).",
+    ] = ()
+    devices: Annotated[
+        tuple[str, ...],
+        Shape(metavar="NAME,...", parse=_names("device", Parallel), without=("to",)),
+        "cpu, cuda, ... (default: the recipe's).",
+    ] = ()
+    precisions: Annotated[
+        tuple[str, ...],
+        Shape(metavar="NAME,...", parse=_names("precision", Train), without=("to",)),
+        "fp32, bf16, ... (default: the recipe's).",
+    ] = ()
+    backends: Annotated[
+        tuple[str, ...],
+        Shape(metavar="NAME,...", without=("inference", "to")),
+        "Who reads the samples: pytorch, dali, ... (default: the recipe's).",
+    ] = ()
+    parts: Annotated[
+        tuple[Literal["together", "compute", "data"], ...],
+        Shape(metavar="NAME,...", without=("inference", "to")),
+        "together, compute, data.",
+    ] = ("together", "compute", "data")
+    rounds: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Turns of each combination."] = 5
+    seconds: Annotated[float, Ge(0.01), Shape(without=("to",)), "How long a turn is timed."] = 2.0
+    launches: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Repeat all of it in new processes."] = 1
+    processes: Annotated[int, Ge(1), Shape(without=("inference",)), "Ranks of each run."] = 1
+    inference: Annotated[bool, "Measure how fast the network answers; RECIPE may be a run then."] = False
+    weights: Annotated[Weights, Shape(only="inference")] = "auto"
+    to: Annotated[
+        str | None, Shape(metavar="METRIC=VALUE"), "Train until an evaluation is as good: top1_accuracy=94."
+    ] = None
+    runs: Annotated[int, Ge(1), Shape(only="to"), "Runs with --to, a seed each."] = 5
+    price_per_hour: Annotated[float | None, Ge(0), Shape(only="to"), "Of the machine, for what --to costs."] = None
+    output: Annotated[Path | None, Shape(metavar="DIR"), "Write JSON, Markdown and a plot there."] = None
+
+    def __post_init__(self) -> None:
+        if self.inference and self.to is not None:
+            raise RecipeError("--inference and --to measure two different things; give one of them.")
+
+
+@command("compare", runs="paceline_advisor.bench.report:compare_results")
+@dataclass(frozen=True, kw_only=True)
+class BenchCompare:
+    """Tell whether B is slower than A: two results of `paceline bench --output`, or two run directories.
+
+    A is what it was, B what it is now.
+
+    Exits with 1 if anything is slower by more than the tolerance beyond doubt. Where the evidence does not suffice, it
+    is said and the exit code is 0.
+
+    Examples:
+      paceline bench compare before after
+      paceline bench compare runs/monday runs/tuesday --tolerance 2
+    """
+
+    a: Path
+    b: Path
+    tolerance: Annotated[float, Ge(0), Shape(metavar="PERCENT"), "By how much B may be slower."] = 5.0
+    confidence: Annotated[
+        float, Gt(50), Lt(100), Shape(metavar="PERCENT"), "That two equal things pass, all lines together."
+    ] = 95.0
+
+
+class _BenchGroup(click.Group):
+    """`bench RECIPE` measures, `bench compare A B` compares: the first word says which."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the name of the command in front that the words leave out."""
+        if not args or args[0] not in (*self.commands, "--help", "-h"):
+            args = ["recipe", *args]
+        elif args[0] in ("--help", "-h"):
+            args = ["recipe", "--help"]
+        return super().parse_args(ctx, args)
+
+
+def bench() -> click.Group:
+    """Return `bench` with its two commands."""
+    from paceline.cli.derive import click_command
+
+    made = _BenchGroup("bench", short_help="Measure how fast a recipe trains or answers, and compare.")
+    for each in (Bench, BenchCompare):
+        made.add_command(click_command(each))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ is it right?
+
+
+@command("prove", runs="paceline_advisor.prove.study:prove")
+@dataclass(frozen=True, kw_only=True)
+class Prove:
+    """Prove that a recipe computes what it says, also with your own code.
+
+    The recipe is trained for a few steps in several ways and compared with plain PyTorch. One process with one batch a
+    step, with micro-batches, and several processes must learn the same; the order of samples, learning rate, moving
+    average, modes, dropout, buffers and metrics must be what the recipe says. It runs on the CPU, in float64 where the
+    network can, in a temporary directory; nothing of yours is written.
+
+    Exits with 1 if a check failed.
+
+    Examples:
+      paceline prove digits
+      paceline prove digits task=mine:MyTask --processes 4
+      paceline prove image_folder data.path=photos --json
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    processes: Annotated[int, Ge(1), "Compare with a run of N processes; 1 leaves that out."] = 2
+
+
+@command("drill", runs="paceline_advisor.drill.study:drill")
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """Kill and disturb runs of a recipe, and check that nothing is lost.
+
+    Short runs are killed, stopped, starved and spoiled, and each is compared with an undisturbed one. Everything
+    happens in a temporary directory; nothing of yours is written. With several processes the runs are exact, so that
+    their number may change.
+
+    Exits with 1 if a fault cost anything.
+
+    Examples:
+      paceline drill digits
+      paceline drill image_folder data.path=photos --processes 2
+      paceline drill digits --only kill-all,disk-full --keep
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    processes: Annotated[int, Ge(1), "Ranks of a run."] = 1
+    steps: Annotated[int, Ge(1), "Length of a run."] = 40
+    only: Annotated[tuple[str, ...], Shape(metavar="NAME[,NAME]..."), "Try these faults only."] = ()
+    keep: Annotated[bool, "Keep the scratch directory, and print its path."] = False
+
+
+# ------------------------------------------------------------------------------------------------ studies
+
+Measure = Literal["curve", "surface", "trajectory", "sharpness", "curvature", "line"]
+
+
+def _samples(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdecimal() or int(text) < 2:
+        raise ValueError(f"{text!r} is not a number of samples; give a whole number of at least 2, or all")
+    return int(text)
+
+
+@command("landscape", runs="paceline_advisor.landscape.study:explore")
+@dataclass(frozen=True, kw_only=True)
+class Landscape:
+    """Plot the loss around a run's weights, and measure sharpness.
+
+    RUN is a run directory, a checkpoint or a safetensors file; of two, the way from one to the other is drawn too.
+    Curves and surfaces go along random directions, scaled filter by filter; a trajectory goes through a run's
+    checkpoints; sharpness is Keskar's, curvature the largest eigenvalue of the Hessian. Nothing in a run directory is
+    changed. Several processes share the points.
+
+    Examples:
+      paceline landscape runs/digits --output landscapes/digits
+      paceline landscape runs/small-batch runs/large-batch
+      paceline landscape runs/digits --measure sharpness,curvature --samples all --processes 2
+    """
+
+    runs: Runs
+    measure: Annotated[
+        tuple[Measure, ...],
+        Shape(metavar="WHAT,..."),
+        "Some of curve, surface, trajectory, sharpness, curvature, and line (between two runs). By default all of one "
+        "run; of several, sharpness and curvature, and of two the line.",
+    ] = ()
+    split: Annotated[
+        Literal["train", "validation"],
+        "Whose loss. Training samples are processed as held-out ones are, without augmentation.",
+    ] = "train"
+    samples: Annotated[
+        int | None,
+        Shape(metavar="N|all", parse=_samples),
+        "Most samples of each split, always the same for a seed.",
+    ] = 1024
+    batch_norm: Annotated[
+        Literal["recomputed", "stored"] | None,
+        "Statistics of each batch, as in training (the default), or those that the run stored.",
+    ] = None
+    points: Annotated[int, Ge(3), "Points of a curve or of the line."] = 21
+    grid: Annotated[int, Ge(3), "Points of a surface's side."] = 11
+    reach: Annotated[
+        float,
+        Gt(0),
+        Shape(name="--range", metavar="LENGTH"),
+        "How far curves and surfaces go; at 1, each filter has moved by its own norm.",
+    ] = 1.0
+    epsilon: Annotated[
+        tuple[float, ...], Gt(0), Lt(1), Shape(metavar="SIZE,..."), "Sizes of the box of Keskar's sharpness."
+    ] = (1e-3, 5e-4)
+    iterations: Annotated[int, Ge(1), "Of L-BFGS-B, from each start."] = 10
+    subspace: Annotated[
+        int | None, Ge(1), Shape(metavar="P"), "Keep that search in a random subspace of P dimensions."
+    ] = None
+    products: Annotated[int, Ge(2), "Most Hessian-vector products."] = 40
+    tolerance: Annotated[
+        float, Gt(0), Shape(metavar="SHARE"), "Largest residual of the top eigenvalue, as a share of it."
+    ] = 0.01
+    seed: Annotated[int, Ge(0), "Of directions and samples."] = 0
+    weights: Weights = "auto"
+    best: Annotated[bool, "Use the best checkpoint of a run directory instead of the newest."] = False
+    processes: JoinedProcesses = None
+    output: Output = None
+
+    @property
+    def targets(self) -> tuple[Path, ...]:
+        """The runs among the words."""
+        return tuple(Path(each) for each in self.runs if "=" not in each or Path(each).exists())
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The overrides among the words."""
+        return tuple(each for each in self.runs if Path(each) not in self.targets)
+
+    def asks_for(self, what: Measure) -> bool:
+        """Whether something is to be computed, by name or by default."""
+        one: tuple[Measure, ...] = ("curve", "surface", "trajectory", "sharpness", "curvature")
+        several: tuple[Measure, ...] = ("sharpness", "curvature", "line")
+        return what in (self.measure or (one if len(self.targets) == 1 else several))
+
+    def __post_init__(self) -> None:
+        targets, asked = self.targets, {*self.measure}
+        if not targets:
+            raise PacelineError(
+                "no run was named, only overrides; give a run directory, a checkpoint or a weights file."
+            )
+        refuse_training_overrides(self.overrides)
+        for target in targets:
+            if self.output is not None and self.output.resolve().is_relative_to(target.resolve()):
+                raise PacelineError(
+                    f"--output={self.output} is inside the run '{target}', which is only read; give another folder."
+                )
+        if "line" in asked and len(targets) != 2:
+            count = "1 run was" if len(targets) == 1 else f"{len(targets)} runs were"
+            raise PacelineError(f"--measure line is the way from one run to another, and {count} given; give two.")
+        unused = {
+            "--points": self.points != Landscape.points and not {"curve", "line"} & asked,
+            "--grid": self.grid != Landscape.grid and not {"surface", "trajectory"} & asked,
+            "--range": self.reach != Landscape.reach and not {"curve", "surface"} & asked,
+            "--epsilon": self.epsilon != Landscape.epsilon and "sharpness" not in asked,
+            "--subspace": self.subspace is not None and "sharpness" not in asked,
+        }
+        if asked and (option := next((each for each, is_unused in unused.items() if is_unused), None)):
+            raise PacelineError(f"{option} has no effect on --measure {','.join(self.measure)}; leave it out.")
 
 
 @command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise")
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """Measure the gradient noise scale of a recipe or a run: how large a batch pays.
+    """Measure the gradient noise scale: how large a batch still pays.
 
     A run is measured at each of its checkpoints. Nothing is trained and the run is not touched: gradients of parts of a
     batch are compared with those of the whole batch. The critical batch size, beyond which a larger batch costs more
@@ -35,10 +690,10 @@ class NoiseScale:
     scratch: Scratch = None
 
 
-@command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep.report:sweep_batch")
+@command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep:sweep_batch")
 @dataclass(frozen=True, kw_only=True)
 class SweepBatch:
-    """Train to a target with several batch sizes, and fit where larger ones stop paying.
+    """Train to a target with several batch sizes; fit where larger ones stop paying.
 
     Each run is a training of its own in a scratch directory, until the first evaluation that meets the target. Up to
     the knee a larger batch saves steps nearly in proportion; beyond it, it costs samples. The law of both is fitted to
@@ -78,7 +733,7 @@ class SweepBatch:
 @command("roofline", runs="paceline_advisor.roofline.study:roofline")
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Compare a training step with what a device can do, layer by layer.
+    """Compare a training step with a device's limits, layer by layer.
 
     The step runs on fake tensors: nothing is computed and no data is read. Times are lower bounds of each operator by
     itself, so a real step takes longer. --json holds all layers.

@@ -43,7 +43,8 @@ def proof(
     tiny_task: Callable[..., Callable[[Any], Any]],
 ) -> Callable[..., dict[str, Any]]:
     """``proof(make_network=..., overrides={...})``: the checks of a proof by name; other names change the tiny task."""
-    from paceline_advisor.prove.study import Asked, prove
+    from paceline_advisor.commands import Prove
+    from paceline_advisor.prove.study import prove
 
     def run(
         *, task: Callable[[Any], Any] | None = None, overrides: Mapping[str, Any] | None = None, **changes: Any
@@ -55,7 +56,7 @@ def proof(
         monkeypatch.setattr("tempfile.tempdir", None)
         asked = {"task": "planted:task", "train.ema": 0.9, **(overrides or {})}
         pairs = tuple(f"{key}={value}" for key, value in asked.items())
-        report = prove(Asked(recipe=str(tiny_recipe), overrides=pairs, processes=1), lambda _: None)
+        report = prove(Prove(recipe=str(tiny_recipe), overrides=pairs, processes=1), lambda _: None)
         assert list(tmp_path.glob("paceline-*")) == []
         return {check.name: check for check in report.checks}
 

@@ -15,9 +15,19 @@ from paceline.pages.shown import write_result
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline_advisor.bench.target import Target, TargetRun
 from paceline_advisor.commands import SweepBatch
-from paceline_advisor.tuning.batch_sweep.in_place import run_in_place
-from paceline_advisor.tuning.batch_sweep.report import conclude, knee_in_words, table_rows
-from paceline_advisor.tuning.batch_sweep.sweep import RUNS_FILE, SweepRun, Swept, rates_of, steps_to, sweep, with_batch
+from paceline_advisor.tuning.batch_sweep import (
+    RUNS_FILE,
+    SweepRun,
+    Swept,
+    conclude,
+    knee_in_words,
+    rates_of,
+    run_in_place,
+    steps_to,
+    sweep,
+    table_rows,
+    with_batch,
+)
 
 QUICK = (
     "model.options.width=4",
@@ -141,7 +151,7 @@ def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: p
             raise DataError("no more shared memory")
         return run_in_place(loaded, target, folder)
 
-    monkeypatch.setattr("paceline_advisor.tuning.batch_sweep.sweep.run_in_place", limited)
+    monkeypatch.setattr("paceline_advisor.tuning.batch_sweep.run_in_place", limited)
     report = conclude(sweep(asked(tmp_path, lr_rules=("constant",))))
     assert [(row.reached, row.steps is None) for row in report.rules[0].rows] == [(1, False), (0, True)]
     assert any("no more shared memory" in note for note in report.notes)

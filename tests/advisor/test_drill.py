@@ -8,13 +8,14 @@ import pytest
 
 from paceline.errors import LaunchError, PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
+from paceline_advisor.commands import Drill
 from paceline_advisor.drill.faults import _copy_of_a_class, all_faults
 from paceline_advisor.drill.ground import Ground
-from paceline_advisor.drill.study import SHORTEST, Asked, drill, shortened
+from paceline_advisor.drill.study import SHORTEST, drill, shortened
 
 
 def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -> None:
-    asked = Asked(recipe="digits", steps=40)
+    asked = Drill(recipe="digits", steps=40)
     recipe = load_recipe("digits", shortened(asked)).recipe
     assert (str(recipe.train.duration.value), recipe.train.duration.unit) == ("40.0", "steps")
     assert (recipe.checkpoint.every.value, recipe.checkpoint.keep) == (4, 3)
@@ -26,38 +27,38 @@ def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -
 
 
 def test_a_warm_up_of_epochs_is_shortened_with_the_run() -> None:
-    asked = Asked(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
+    asked = Drill(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
     warmup = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe.schedule.warmup
     assert (warmup.value, warmup.unit) == (4, "steps")
 
 
 def test_what_the_recipe_switches_off_stays_off() -> None:
-    asked = Asked(recipe="digits", overrides=("evaluate.every=off", "checkpoint.keep=7"))
+    asked = Drill(recipe="digits", overrides=("evaluate.every=off", "checkpoint.keep=7"))
     recipe = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe
     assert recipe.evaluate.every is None
     assert recipe.checkpoint.keep == 7
 
 
 def test_several_processes_are_drilled_exactly() -> None:
-    asked = Asked(recipe="digits", processes=2)
+    asked = Drill(recipe="digits", processes=2)
     assert load_recipe("digits", shortened(asked)).recipe.parallel.exact
 
 
 def test_a_run_too_short_to_be_disturbed_is_refused() -> None:
     with pytest.raises(RecipeError, match=f"at least {SHORTEST} steps"):
-        shortened(Asked(recipe="digits", steps=SHORTEST - 1))
+        shortened(Drill(recipe="digits", steps=SHORTEST - 1))
 
 
 def test_an_unknown_fault_is_refused_by_name() -> None:
     with pytest.raises(RecipeError, match=r"there is no fault 'kill-al'\. Did you mean 'kill-all'"):
-        drill(Asked(recipe="digits", only=("kill-al",)), lambda _: None)
+        drill(Drill(recipe="digits", only=("kill-al",)), lambda _: None)
 
 
 def test_a_rank_of_a_launch_cannot_drill(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="started as one of several"):
-        drill(Asked(recipe="digits"), lambda _: None)
+        drill(Drill(recipe="digits"), lambda _: None)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")

@@ -17,11 +17,11 @@ import torch
 
 import paceline
 from paceline.errors import DataError, PacelineError, RecipeError, TrainingError
+from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline.world import STOP_SIGNALS
-from paceline_advisor.tuning.lr_range.report import sparkline, write_report
-from paceline_advisor.tuning.lr_range.study import find_lr
-from paceline_advisor.tuning.lr_range.sweep import Sweep, as_tested
+from paceline_advisor.formulas.learning_rate import Sweep
+from paceline_advisor.tuning.lr_range import as_tested, find_lr, sparkline
 
 # Dropout, BatchNorm, augmentation, accumulation, an average, clipping: whatever could be disturbed.
 SENSITIVE = {
@@ -258,12 +258,12 @@ def test_a_recipe_with_the_rate_says_so(find: Callable[..., Any], tmp_path: Path
 
 def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> None:
     found = find(steps=60, highest=1.0, lowest=1e-5)
-    document, page = write_report(tmp_path, found)
+    document, page = write_result(tmp_path, "find-lr", found)
     told = json.loads(document.read_text())
     assert told["losses"] == list(found.losses)
     assert told["suggestions"]["valley"]["lr"] == found.suggestions["valley"].lr
     text = page.read_text()
-    assert "Learning rates for tiny" in text
+    assert "Range test of tiny" in text
     assert "smoothed" in text
     assert len(sparkline(found)) == 40
 

@@ -23,10 +23,11 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.plan import DataFacts
 from paceline.tasks.build import build_task
 from paceline.world import World
+from paceline_advisor.commands import Prove
 from paceline_advisor.prove.notes import Orders
 from paceline_advisor.prove.reference import difference
 from paceline_advisor.prove.runs import Sizes
-from paceline_advisor.prove.study import Asked, prove
+from paceline_advisor.prove.study import prove
 from paceline_advisor.prove.witness import REFERENCE, Witness
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -274,7 +275,7 @@ def test_the_examples_are_proved(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(module.RECIPE)
     overrides = () if task is None else (f"task={name}:{task}",)
-    report = prove(Asked(recipe=str(recipe), overrides=overrides, processes=1), lambda _: None)
+    report = prove(Prove(recipe=str(recipe), overrides=overrides, processes=1), lambda _: None)
     assert failed({check.name: check for check in report.checks}) == set()
     assert report.passed
 
@@ -309,7 +310,7 @@ def test_a_rank_of_a_launch_cannot_prove(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="a proof starts processes of its own"):
-        prove(Asked(recipe="digits"), lambda _: None)
+        prove(Prove(recipe="digits"), lambda _: None)
 
 
 def test_a_run_that_takes_no_step_is_an_error(proof: Callable[..., Any]) -> None:
@@ -354,7 +355,7 @@ def test_what_is_rehearsed_is_not_taken_for_training(
     recipe.write_text(DOCUMENTS.replace("PATH", str(tmp_path / "books")))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    asked = Asked(recipe=str(recipe), overrides=(f"batch.balance={str(balance).lower()}",), processes=1)
+    asked = Prove(recipe=str(recipe), overrides=(f"batch.balance={str(balance).lower()}",), processes=1)
     checks = {check.name: check for check in prove(asked, lambda _: None).checks}
     assert [check for check in checks.values() if check.verdict == "failed"] == []
     assert {checks[name].verdict for name in ("order", "samples", "gradient", "tail")} == {"passed"}

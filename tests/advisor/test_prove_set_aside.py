@@ -14,8 +14,7 @@ from paceline.data.batch import Batch
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.tasks.task import Task
-from paceline_advisor.prove.bare import set_aside
-from paceline_advisor.prove.runs import Sizes, shortened
+from paceline_advisor.prove.runs import Sizes, set_aside, shortened
 from paceline_advisor.prove.witness import Witness
 
 PROVED: dict[str, dict[str, Any]] = {

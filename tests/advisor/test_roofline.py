@@ -16,10 +16,8 @@ from paceline.models.ceilings import Ceilings
 from paceline.models.flops import StepWork, Work
 from paceline.models.operator_work import Product
 from paceline_advisor.commands import Roofline
-from paceline_advisor.roofline.bounds import layer_bounds
-from paceline_advisor.roofline.shapes import shape_findings
-from paceline_advisor.roofline.study import choose, roofline
-from paceline_advisor.roofline.this_cpu import this_cpu
+from paceline_advisor.roofline.report import layer_bounds, shape_findings
+from paceline_advisor.roofline.study import choose, roofline, this_cpu
 
 A100 = find_device("a100")
 
@@ -152,9 +150,9 @@ def test_unknown_devices_are_answered_with_the_known_ones() -> None:
 
 def test_this_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("paceline_advisor.roofline.this_cpu._SECONDS", 0.01)
-    monkeypatch.setattr("paceline_advisor.roofline.this_cpu._SIZE", 128)
-    monkeypatch.setattr("paceline_advisor.roofline.this_cpu._COPIED_BYTES", 2**20)
+    monkeypatch.setattr("paceline_advisor.roofline.study._SECONDS", 0.01)
+    monkeypatch.setattr("paceline_advisor.roofline.study._SIZE", 128)
+    monkeypatch.setattr("paceline_advisor.roofline.study._COPIED_BYTES", 2**20)
     state = torch.get_rng_state()
     first = this_cpu()
     assert torch.equal(state, torch.get_rng_state())

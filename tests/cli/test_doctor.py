@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.recipe.load import load_recipe
-from paceline_advisor.cli.doctor import _runs_here
+from paceline_advisor.doctor.improving import runs_here
 
 SMALL = (
     "model.options={width: 64, stages: 1}",
@@ -85,8 +85,8 @@ def test_a_run_that_was_made(paceline_here: Callable[..., Any], finished: Path) 
 
 
 def test_the_device_that_is_here_may_be_named_to_measure_on() -> None:
-    assert _runs_here("cpu", load_recipe("digits", ["parallel.device=cpu"]).recipe)
-    assert not _runs_here("a100", load_recipe("digits", ["parallel.device=cpu"]).recipe)
+    assert runs_here("cpu", load_recipe("digits", ["parallel.device=cpu"]).recipe)
+    assert not runs_here("a100", load_recipe("digits", ["parallel.device=cpu"]).recipe)
 
 
 @pytest.mark.parametrize(

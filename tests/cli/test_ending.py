@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.ending import ends_in_order
+from paceline.cli.streams import ends_in_order
 
 SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 

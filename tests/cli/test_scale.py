@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline_advisor.cli.scaling_options import shown_hours
+from paceline_advisor.scaling.study import shown_hours
 
 SMALL = ("digits", "model.options={width: 4, stages: 1}")
 GIVEN = ("--throughput", "1000", "--cluster", "dgx-a100")
@@ -95,8 +95,8 @@ def test_a_cluster_of_ones_own(paceline_here: Callable[..., Any], tmp_path: Path
 
 
 SCALE_MISTAKES = {
-    "sizes that are no numbers": (("--world-sizes", "1,two"), ("'1,two'", "1,2,4,8")),
-    "a size of nothing": (("--world-sizes", "0,1"), ("'0,1'",)),
+    "sizes that are no numbers": (("--world-sizes", "1,two"), ("'two'", "integer")),
+    "a size of nothing": (("--world-sizes", "0,1"), ("0 is not in the range",)),
     "an unknown cluster": (("--cluster", "dgx-a10", "--throughput", "1"), ("'dgx-a10'", "Did you mean 'dgx-a100'")),
     "a file that is not there": (("--cluster", "no.yaml", "--throughput", "1"), ("no.yaml", "cannot be read")),
     "two figures": (("--throughput", "1", "--step-seconds", "1"), ("--throughput and --step-seconds",)),

@@ -27,10 +27,9 @@ from paceline.recipe.training import Batch
 from paceline.units import Duration
 from paceline_advisor.bench.interleaved import for_bursts
 from paceline_advisor.formulas.parallel_step import Host, Prediction, Way, predict
-from paceline_advisor.scaling.here import probe
-from paceline_advisor.scaling.measure import Trials, measure
+from paceline_advisor.scaling.here import Trials, measure, probe
 from paceline_advisor.scaling.network import describe
-from paceline_advisor.scaling.shares import Share
+from paceline_advisor.scaling.room import Share
 from paceline_advisor.scaling.study import fabric_of
 
 SOURCES = Path(__file__).parents[2] / "src"

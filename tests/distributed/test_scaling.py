@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline_advisor.formulas.links import Fabric
+from paceline_advisor.formulas.scaling import Fabric
 
 _module = importlib.util.spec_from_file_location("paceline_test_shaped", Path(__file__).with_name("shaped.py"))
 assert _module is not None

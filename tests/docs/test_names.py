@@ -21,7 +21,7 @@ from paceline.recipe import layers
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records import events
-from paceline.records.summary import LedgerFacts, Summary
+from paceline.records.reader import LedgerFacts, Summary
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

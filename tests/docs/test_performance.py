@@ -88,7 +88,7 @@ def test_the_page_names_who_is_ahead_and_who_failed(publish: Any) -> None:
     text = publish.page(RESULTS)
     table, _, rest = text.partition("## Where another is ahead")
     ahead, _, figures = rest.partition("## In figures")
-    assert "| loop overhead: a small network: milliseconds a step | 2.00 | **0.90** | — |" in table
+    assert "| small network, batch 64: milliseconds a step | 2.00 | **0.90** | — |" in table
     assert "time for the same images | 1.01 | failed | 2.00 |" in table
     assert "milliseconds a step**: timm 1.0.31 0.90 (0.89 to 0.95), in 3 of 3 rounds." in ahead
     assert "images" not in ahead, "who takes more is not ahead"

@@ -99,7 +99,7 @@ def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses
     )
     assert set(COMMANDS) <= pages[site / "commands.html"].places
     names = {f"paceline.{name}" for name in paceline.__all__ if not name.startswith("__")}
-    names = {name if name != "paceline.find_lr" else "paceline_advisor.tuning.lr_range.study.find_lr" for name in names}
+    names = {name if name != "paceline.find_lr" else "paceline_advisor.tuning.lr_range.find_lr" for name in names}
     assert names <= pages[site / "python.html"].places
     assert "paceline.Task.loss" in pages[site / "python.html"].places
     assert "optimizer" in pages[site / "recipe-reference.html"].places

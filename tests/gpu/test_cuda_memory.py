@@ -15,11 +15,10 @@ from paceline.devices import recognise
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_step import fake_step
-from paceline_advisor.formulas.caching_allocator import MIB
-from paceline_advisor.memory.job import Job
-from paceline_advisor.memory.settings import allocator_settings
+from paceline_advisor.memory.allocator import MIB
+from paceline_advisor.memory.find_batch import TrialGround
+from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import STEP, trace_steps, without_collection
-from paceline_advisor.memory.trials import TrialGround
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,21 +20,30 @@ from paceline.metrics.critical_batch import (
     steps_ratio,
 )
 from paceline.models.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
-from paceline_advisor.formulas.checks import contradicts, is_superlinear
 from paceline_advisor.formulas.memory import adam_mixed_precision_bytes, zero_bytes
-from paceline_advisor.formulas.mlperf import images_per_second, olympic_mean, reference_convergence_ratio
-from paceline_advisor.formulas.rates import linear_rate, nvidia_rate, nvidia_warmup, nvidia_weight_decay
-from paceline_advisor.formulas.scaling import efficiency_of_step_growth, speedup, time_saved, time_speedup
-from paceline_advisor.formulas.tiles import tile_count, wave_count
-from paceline_advisor.formulas.time import (
+from paceline_advisor.formulas.scaling import (
+    contradicts,
     cost,
     dawnbench_seconds,
+    efficiency_of_step_growth,
+    images_per_second,
+    is_superlinear,
+    linear_rate,
     minutes,
     nvidia_printed_hours,
+    nvidia_rate,
+    nvidia_warmup,
+    nvidia_weight_decay,
+    olympic_mean,
     progressive_resizing_minutes,
+    reference_convergence_ratio,
+    speedup,
     steps,
+    time_saved,
+    time_speedup,
     training_hours,
 )
+from paceline_advisor.formulas.tiles import tile_count, wave_count
 from paceline_advisor.formulas.transformer import flops_per_token, mfu, selective_recompute_saving
 
 # A longer list of the same kind, in JSON, may be named here: then none of its identifiers may be missing below.

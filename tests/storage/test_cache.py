@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import StorageError
-from paceline.storage.cache import Cache
-from paceline.storage.local_copies import local_copy
-from paceline.storage.remote import Remote
-from paceline.storage.retries import Retries
+from paceline.storage.cache import Cache, local_copy
+from paceline.storage.remote import Remote, Retries
 
 
 def quiet(_: str) -> None:
@@ -114,7 +112,7 @@ def test_requests_that_fail_now_and_then_are_tried_again_and_told(s3: Any, put: 
 def test_the_copy_unused_for_longest_goes_first(s3: Any, put: Any, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from paceline.storage.cache import Cache; from paceline.storage.local_copies import local_copy\n"
+        "from paceline.storage.cache import Cache; from paceline.storage.cache import local_copy\n"
         f"cache = Cache(Path({str(tmp_path)!r}), 2500)\n"
         "for each in sys.argv[1:]: local_copy('s3://bucket/' + each, cache=cache, say=lambda _: None)\n"
     )
@@ -142,7 +140,7 @@ def test_a_copy_that_is_read_is_not_evicted(s3: Any, put: Any, tmp_path: Path) -
 def test_several_processes_copy_once(s3: Any, put: Any, tmp_path: Path) -> None:
     for number in range(5):
         put(f"shared/{number}.bin", bytes([number]) * 10_000)
-    program = "from paceline.storage.local_copies import local_copy; print(local_copy('s3://bucket/shared'))"
+    program = "from paceline.storage.cache import local_copy; print(local_copy('s3://bucket/shared'))"
     started = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         for _ in range(3)

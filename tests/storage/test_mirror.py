@@ -12,8 +12,7 @@ import torch
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, read_commits
 from paceline.checkpoint.store import Best, CheckpointStore, read_components
 from paceline.errors import CheckpointError, StorageError
-from paceline.storage.remote import Remote
-from paceline.storage.retries import Retries
+from paceline.storage.remote import Remote, Retries
 
 
 class Home:

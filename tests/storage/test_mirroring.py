@@ -21,8 +21,7 @@ from paceline.checkpoint.mirror import Found, Mirror, Sendable, read_commits
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import StorageError
 from paceline.recipe.running import Checkpoint
-from paceline.storage.remote import Remote
-from paceline.storage.retries import Retries
+from paceline.storage.remote import Remote, Retries
 from paceline.trainer import mirroring
 from paceline.trainer.mirroring import Mirroring
 from paceline.units import TimeSpan

@@ -74,6 +74,6 @@ def test_checking_a_recipe_loads_no_torch() -> None:
     code = (
         "import sys; from paceline.recipe.load import load_recipe; "
         "load_recipe('image_folder', ['data.dataset=csv', 'data.path=x', 'data.label_column=y']); "
-        "assert 'paceline.data.image.sets.ours' in sys.modules; assert 'torch' not in sys.modules"
+        "assert 'paceline.data.image.sets.csv' in sys.modules; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -35,8 +35,7 @@ from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
-from paceline.storage.at_once import run_at_once
-from paceline.storage.remote import Remote
+from paceline.storage.remote import Remote, run_at_once
 from paceline.units import format_bytes
 
 _FORMAT_VERSION = 1

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import json_option, overrides_argument, trust_recipe_option
 from paceline.cli.output import concluded, open_console, print_json
+from paceline.cli.streams import ends_in_order
 from paceline.escaping import one_line
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ class Listed(NamedTuple):
     reference: str
 
 
-_ADVISOR = "paceline_advisor.cli"
+_ADVISOR = "paceline_advisor.commands"
 _OURS = "paceline.cli"
 GROUPS: dict[str, dict[str, Listed]] = {
     "Train": {
@@ -49,45 +49,41 @@ GROUPS: dict[str, dict[str, Listed]] = {
     "Before a run": {
         "estimate": Listed(
             "Estimate training memory on any GPU, whether or not you have it.",
-            f"{_ADVISOR}.estimate:command",
+            f"{_ADVISOR}:Estimate",
         ),
-        "plan": Listed("Choose the number of GPUs for a deadline or a budget.", f"{_ADVISOR}.plan:command"),
-        "scale": Listed("Predict scaling over GPUs, and measure it where possible.", f"{_ADVISOR}.scale:command"),
+        "plan": Listed("Choose the number of GPUs for a deadline or a budget.", f"{_ADVISOR}:Plan"),
+        "scale": Listed("Predict scaling over GPUs, and measure it where possible.", f"{_ADVISOR}:Scale"),
     },
     "Advise": {
-        "doctor": Listed("Find what limits a run's speed, and measure each change.", f"{_ADVISOR}.doctor:command"),
-        "find-lr": Listed("Find a learning rate by a range test.", f"{_ADVISOR}.find_lr:command"),
-        "find-batch": Listed("Find the largest micro-batch that fits, by trying.", f"{_ADVISOR}.find_batch:command"),
+        "doctor": Listed("Find what limits a run's speed, and measure each change.", f"{_ADVISOR}:Doctor"),
+        "find-lr": Listed("Find a learning rate by a range test.", f"{_ADVISOR}:FindLr"),
+        "find-batch": Listed("Find the largest micro-batch that fits, by trying.", f"{_ADVISOR}:FindBatch"),
     },
     "Verify": {
-        "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.audit:Audit"),
+        "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.report:Audit"),
         "prove": Listed(
             "Prove that a recipe computes what it says, also with your own code.",
-            f"{_ADVISOR}.prove:command",
+            f"{_ADVISOR}:Prove",
         ),
-        "drill": Listed(
-            "Kill and disturb runs of a recipe, and check that nothing is lost.", f"{_ADVISOR}.drill:command"
-        ),
+        "drill": Listed("Kill and disturb runs of a recipe, and check that nothing is lost.", f"{_ADVISOR}:Drill"),
     },
     "Study": {
-        "bench": Listed("Measure how fast a recipe trains or answers, and compare.", f"{_ADVISOR}.bench:command"),
-        "roofline": Listed(
-            "Compare a training step with a device's limits, layer by layer.", "paceline_advisor.commands:Roofline"
-        ),
+        "bench": Listed("Measure how fast a recipe trains or answers, and compare.", f"{_ADVISOR}:bench"),
+        "roofline": Listed("Compare a training step with a device's limits, layer by layer.", f"{_ADVISOR}:Roofline"),
         "noise-scale": Listed(
             "Measure the gradient noise scale: how large a batch still pays.",
-            "paceline_advisor.commands:NoiseScale",
+            f"{_ADVISOR}:NoiseScale",
         ),
         "sweep-batch": Listed(
             "Train to a target with several batch sizes; fit where larger ones stop paying.",
-            "paceline_advisor.commands:SweepBatch",
+            f"{_ADVISOR}:SweepBatch",
         ),
         "landscape": Listed(
             "Plot the loss around a run's weights, and measure sharpness.",
-            f"{_ADVISOR}.landscape:command",
+            f"{_ADVISOR}:Landscape",
         ),
         "formulas": Listed(
-            "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.", f"{_ADVISOR}.formulas:command"
+            "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.", f"{_ADVISOR}:Formulas"
         ),
     },
     "More": {
@@ -101,7 +97,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
             "paceline_course.command:command",
         ),
         "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:env"),
-        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.mlperf:command"),
+        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:mlperf"),
         "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:command"),
     },
 }
@@ -134,8 +130,8 @@ def command_of(name: str) -> click.Command:
         found = pkgutil.resolve_name(COMMANDS[name].reference)
     else:
         found = load_reference(added_commands()[name], PacelineError)
-    if isinstance(found, click.Command):
-        return found
-    from paceline.cli.derive import click_command
+    if isinstance(found, type):
+        from paceline.cli.derive import click_command
 
-    return click_command(found)
+        return click_command(found)
+    return found if isinstance(found, click.Command) else found()

@@ -7,7 +7,10 @@ bash, which takes `optimizer.lr=0.1` for three words, is asked for the whole lin
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 from click.shell_completion import (
@@ -128,3 +131,142 @@ def command(shell: str, as_json: bool) -> None:
         print_json({"shell": shell, "script": script})
     else:
         echo(script, nl=False)
+
+
+Offer = Callable[[str], Iterator["CompletionItem[str]"]]
+UNFINISHED = "unfinished"
+"""The kind of an item after which the same word goes on: a key before its value, a folder."""
+
+
+def teach(command: click.Command) -> None:
+    """Let a command's parameters, and those of the commands inside it, offer what is meant for them, in place."""
+    for parameter in command.params:
+        offer = _OFFERS.get((command.name or "", parameter.name or "")) or _OFFERS.get(("", parameter.name or ""))
+        if offer is not None:
+            parameter.type = _Offering(offer)
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            teach(inner)
+
+
+class _Offering(click.types.StringParamType):
+    """Takes any text, and offers some."""
+
+    name = "text"
+
+    def __init__(self, offer: Offer) -> None:
+        self._offer = offer
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        """What may follow what is typed."""
+        return [item for item in self._offer(incomplete) if item.value.startswith(incomplete)]
+
+
+def recipes(incomplete: str) -> Iterator[CompletionItem[str]]:
+    """Shipped recipes, YAML files, and run directories, whose recipe can be repeated."""
+    yield from _recipe_names(incomplete)
+    yield from _files(incomplete, suffix=".yaml")
+
+
+def _recipe_names(_: str) -> Iterator[CompletionItem[str]]:
+    from paceline.recipe.load import shipped_recipes
+
+    for name, path in shipped_recipes().items():
+        with path.open(encoding="utf-8") as file:
+            yield CompletionItem(name, help=file.readline().removeprefix("#").strip())
+
+
+def overrides(incomplete: str) -> Iterator[CompletionItem[str]]:
+    """Keys of a recipe, and after a key the values it can have, where these are few, or a path."""
+    from paceline.recipe.schema import Recipe
+
+    key, typed, value = incomplete.partition("=")
+    kinds = dict(_keys(Recipe, ""))
+    if not typed:
+        yield from (CompletionItem(f"{name}=", type=UNFINISHED) for name in kinds)
+    elif key.endswith("path"):
+        yield from (CompletionItem(f"{key}={item.value}", type=item.type) for item in _files(value))
+    elif key in kinds:
+        yield from (CompletionItem(f"{key}={value}") for value in _values(kinds[key]))
+
+
+def runs(incomplete: str) -> Iterator[CompletionItem[str]]:
+    """Run directories here, below `runs/`, and wherever what is typed leads."""
+    if not incomplete and Path("runs").is_dir():
+        yield from (item for item in _files("runs/", suffix=None) if item.type != UNFINISHED)
+    yield from _files(incomplete, suffix=None)
+
+
+def targets(incomplete: str) -> Iterator[CompletionItem[str]]:
+    """Run directories, and files of weights."""
+    yield from runs(incomplete)
+    yield from (item for item in _files(incomplete, suffix=".safetensors") if item.value.endswith(".safetensors"))
+
+
+def _action(_: str) -> Iterator[CompletionItem[str]]:
+    yield CompletionItem("show")
+
+
+def _recipe_or_run(incomplete: str) -> Iterator[CompletionItem[str]]:
+    yield from _recipe_names(incomplete)
+    yield from runs(incomplete)
+
+
+# By command and parameter; a parameter of any command where none is named.
+_OFFERS: dict[tuple[str, str], Offer] = {
+    ("", "recipe"): recipes,
+    ("", "overrides"): overrides,
+    ("", "run"): runs,
+    ("", "runs"): runs,
+    ("", "run_dir"): runs,
+    ("", "target"): targets,
+    ("mlperf", "targets"): runs,
+    ("noise-scale", "target"): _recipe_or_run,
+    ("recipes", "action"): _action,
+    ("recipes", "name"): _recipe_names,
+}
+
+
+def _keys(section: type[Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their annotations."""
+    from paceline.recipe.layers import field_types, named_choices, subsection
+
+    for name, kind in field_types(section).items():
+        inner = subsection(section, name)
+        if inner is None:
+            yield f"{path}{name}", named_choices(section, name) or kind
+        else:
+            yield from _keys(inner, f"{path}{name}.")
+
+
+def _values(kind: Any) -> Iterator[str]:
+    """What an annotation names one by one."""
+    if isinstance(kind, tuple):  # of a key that takes any text, what is known
+        yield from (str(each) for each in kind if ":" not in str(each))
+    elif kind is bool:
+        yield from ("true", "false")
+    elif get_origin(kind) is Literal:
+        yield from map(str, get_args(kind))
+    elif get_origin(kind) is Annotated:
+        yield from _values(get_args(kind)[0])
+    elif get_origin(kind) in (Union, UnionType):
+        for part in get_args(kind):
+            yield from ["off"] if part is type(None) else _values(part)
+
+
+def _files(incomplete: str, suffix: str | None = "") -> Iterator[CompletionItem[str]]:
+    """Folders, run directories among them, and files of that ending, where what is typed leads; None for no file."""
+    above, begun = os.path.split(incomplete)
+    try:
+        entries = sorted(os.scandir(Path(above or ".").expanduser()), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.startswith(".") and not begun.startswith("."):
+            continue
+        path = os.path.join(above, entry.name)  # as it is typed: with ~, and without ./
+        if entry.is_dir():
+            is_run = (Path(entry.path) / "recipe.yaml").is_file()
+            yield CompletionItem(path, help="run") if is_run else CompletionItem(f"{path}/", type=UNFINISHED)
+        elif suffix is not None and entry.name.endswith(suffix):
+            yield CompletionItem(path)

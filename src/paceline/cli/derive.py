@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import pkgutil
@@ -15,9 +16,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import click
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import (
     FiniteRange,
     LocalPath,
@@ -27,17 +27,19 @@ from paceline.cli.options import (
     json_option,
     launch,
     present_gpus,
+    refuse_idle,
     trust_recipe_option,
     usable_gpus,
 )
-from paceline.cli.output import concluded, echo, print_json, print_pairs, print_table
-from paceline.command import Output, Overrides, Processes, RecipeName, RecipeOrRun, Shape
+from paceline.cli.output import concluded, echo, open_console, print_json, print_pairs, print_table
+from paceline.cli.streams import ends_in_order
+from paceline.command import JoinedProcesses, Output, Processes, RecipeName, RecipeOrRun, Runs, Shape
 from paceline.pages.shown import Result, Shown, write_result
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import make_folder
 from paceline.units import Duration
 
-_READ_A_RECIPE = (RecipeName, RecipeOrRun)
+_READ_A_RECIPE = (RecipeName, RecipeOrRun, Runs)
 # An option `--output` of this shape is the folder that the result is written into; of any other, it is the command's.
 (_FOLDER,) = (each for each in get_args(Output) if isinstance(each, Shape))
 
@@ -51,6 +53,7 @@ class _Command(click.Command):
 
 
 _WORDS = "paceline.words"
+_WIDTH = 120  # columns, where rich's tables go into a file
 
 
 def click_command(kind: type[Any]) -> click.Command:
@@ -78,20 +81,17 @@ def click_command(kind: type[Any]) -> click.Command:
 
 def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     """Derive an argument or option from a field."""
-    kind, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-    shape = next((each for each in extras if isinstance(each, Shape)), Shape())
+    kind, extras, shape = _parts(annotation)
     help_text = " ".join(each for each in extras if isinstance(each, str))
     if get_origin(kind) in (Union, UnionType):
         kind = next(each for each in get_args(kind) if each is not NoneType)
-    is_list = get_origin(kind) is tuple and annotation != Overrides
+    is_list = get_origin(kind) is tuple
     one = get_args(kind)[0] if get_origin(kind) is tuple else kind
     click_type = _click_type(one, extras, shape)
-    if annotation == Overrides:
-        return click.Argument([name], nargs=-1, metavar=shape.metavar)
-    if shape.argument:
-        return click.Argument([name], type=click_type, nargs=-1, required=True, metavar=shape.metavar)
-    if default is MISSING and not shape.required:
-        return click.Argument([name], type=click_type, metavar=shape.metavar)
+    if shape.argument or (default is MISSING and not shape.required):
+        nargs = -1 if is_list else 1
+        required = default is MISSING
+        return click.Argument([name], type=click_type, nargs=nargs, metavar=shape.metavar, required=required)
     option = shape.name or f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.Option([option, name], is_flag=True, help=help_text, hidden=shape.hidden)
@@ -101,10 +101,16 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
         type=_CommaList(click_type) if is_list else click_type,
         show_default=",".join(map(str, default)) if is_list and is_shown else is_shown,
         **({"required": True} if default is MISSING else {"default": default}),
-        metavar=shape.metavar or ("N" if one is int else None),
+        metavar=shape.metavar or {int: "N", float: "X"}.get(one),
         help=help_text,
         hidden=shape.hidden,
     )
+
+
+def _parts(annotation: Any) -> tuple[Any, Sequence[Any], Shape]:
+    """Return an annotation's type, what else it holds, and its shape."""
+    kind, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    return kind, extras, next((each for each in extras if isinstance(each, Shape)), Shape())
 
 
 def _click_type(kind: Any, extras: Sequence[Any], shape: Shape) -> click.ParamType[Any]:
@@ -117,6 +123,8 @@ def _click_type(kind: Any, extras: Sequence[Any], shape: Shape) -> click.ParamTy
                 bounds |= {"min": gt, "min_open": True}
             case Le(le):
                 bounds["max"] = le
+            case Lt(lt):
+                bounds |= {"max": lt, "max_open": True}
     if shape.parse is not None:
         return _Parsed(shape.parse)
     if get_origin(kind) is Literal:
@@ -168,22 +176,28 @@ class _CommaList(click.ParamType[Any]):
 def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     """Run a command, in as many ranks as it asks for, and show its result."""
     hints = get_type_hints(kind, include_extras=True)
-    is_folder = _FOLDER in get_args(hints.get("output"))
-    output: Path | None = values["output"] if is_folder else None
+    _refuse_idle(hints, values)
+    asked = kind(**values)
+    output: Path | None = values["output"] if _FOLDER in get_args(hints.get("output")) else None
     if output is not None:
-        make_folder(output, *(f"{kind.__paceline_command__}.{ending}" for ending in ("json", "html")))
-    if hints.get("processes") == Processes and (code := _launched(values)) is not None:
+        make_folder(output, *kind.__paceline_files__)
+    if hints.get("processes") in (Processes, JoinedProcesses) and (code := _launched(values)) is not None:
         return code
     run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # a user's own code may print
-        result: Result = run(kind(**values), lambda line: echo(line, err=True) if is_first_process() else None)
+        result: Result = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
     shown = result.__paceline__()
     code = concluded(passed=shown.ok is True)
     if not is_first_process():
         return code
     if shown.ok and shown.ok is not True:
         echo(f"paceline: {shown.ok}", err=True)
-    written = [] if output is None else write_result(output, kind.__paceline_command__, result)
+    written: list[Path] = []
+    if output is not None:
+        write = getattr(result, "write", None) or functools.partial(
+            write_result, name=kind.__paceline_command__, result=result
+        )
+        written = write(output)
     if as_json:
         print_json(result.to_json())
         return code
@@ -193,6 +207,18 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     return code
 
 
+def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse options that were typed and have no effect beside, or without, another one."""
+    context = click.get_current_context()
+    for name, annotation in hints.items():
+        shape = _parts(annotation)[2]
+        if shape.only is not None and not values[shape.only]:
+            refuse_idle(context, name, f"it is for --{shape.only.replace('_', '-')}")
+        for other in shape.without:
+            if values[other]:
+                refuse_idle(context, name, f"with --{other.replace('_', '-')} it says nothing")
+
+
 def _launched(values: dict[str, Any]) -> int | None:
     """Start the ranks that a command asks for, and return their exit code; None if this process does the work."""
     context = click.get_current_context()
@@ -200,8 +226,14 @@ def _launched(values: dict[str, Any]) -> int | None:
         if "scratch" in values and values["scratch"] is None:
             raise click.UsageError(f"{context.info_name} starts its ranks itself: run it alone, with --processes N.")
         return None
-    recipe = load_recipe(values.get("target") or values["recipe"], values["overrides"]).recipe
-    gpus = usable_gpus(recipe.parallel.device, present_gpus()) if values["processes"] is None else 0
+    if named := values.get("target") or values.get("recipe"):
+        recipe = load_recipe(named, values["overrides"]).recipe
+        gpus = usable_gpus(recipe.parallel.device, present_gpus()) if values["processes"] is None else 0
+        count = choose_processes(values["processes"], gpus, recipe)
+    else:
+        count = choose_processes(values["processes"], 1)
+    if count.notice:
+        echo(f"note: {count.notice}", err=True)
     words: list[str] = context.meta[_WORDS]
     kept = [
         word
@@ -211,12 +243,14 @@ def _launched(values: dict[str, Any]) -> int | None:
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         scratch = ["--scratch", folder] if "scratch" in values else []
         name = str(context.info_name)
-        return launch(choose_processes(values["processes"], gpus, recipe), [name, *scratch, *kept])
+        return launch(count, [name, *scratch, *kept])
 
 
 def _print(shown: Shown) -> None:
     """Print texts, tables and pairs; charts and folded tables are for the page."""
-    from paceline.pages.page import Table, Text
+    from rich.text import Text as RichText
+
+    from paceline.pages.page import Block, Table, Text
 
     if shown.title:
         echo(shown.title + (f": {shown.subtitle}" if shown.subtitle else ""))
@@ -231,7 +265,12 @@ def _print(shown: Shown) -> None:
                     tuple(block.columns), (tuple(row) for row in block.rows), indent="  " if shown.title else ""
                 )
             case Text():
-                for paragraph in block.paragraphs:
-                    echo(f"  {paragraph}")
+                echo("\n".join(f"  {paragraph}" for paragraph in block.paragraphs))
             case Mapping():
                 print_pairs(block)
+            case Block():
+                pass
+            case _:
+                console = open_console(soft_wrap=isinstance(block, RichText))
+                console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
+                console.print(block)

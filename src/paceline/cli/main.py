@@ -40,7 +40,7 @@ class _LazyGroup(click.Group):
         with loading():
             command = command_of(cmd_name)
         if _COMPLETING in os.environ:
-            from paceline.cli.offers import teach
+            from paceline.cli.completion import teach
 
             teach(command)
         return command

@@ -16,7 +16,7 @@ import click
 from paceline.distributed.environment import read_launch
 from paceline.machine import available_cores
 from paceline.references import trusting_code
-from paceline.storage.local_copies import local_path
+from paceline.storage.cache import local_path
 
 if TYPE_CHECKING:
     from paceline.distributed.restarts import Restarts

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from paceline.cli.ending import ends_in_order
 from paceline.cli.options import FiniteRange, LocalPath, json_option, refuse_idle
 from paceline.cli.output import concluded, echo, print_json
+from paceline.cli.streams import ends_in_order
 from paceline.files import LeftOut
 from paceline.machine import available_cores
 from paceline.units import format_bytes, format_count, format_seconds

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +22,17 @@ from paceline.cli.options import (
     trust_code_option,
     weights_option,
 )
-from paceline.cli.output import echo, print_json
-from paceline.cli.predict_clicks import answer_clicks
-from paceline.cli.predict_images import ImagesAsked, answer_images
+from paceline.cli.output import concluded, echo, print_json
+from paceline.escaping import one_line
+from paceline.loading import loading
 
 if TYPE_CHECKING:
-    from paceline.inference.text import TextPredictor
+    from paceline.files import LeftOut
+    from paceline.inference.answers import Answer, Seen
+    from paceline.inference.clicks import ClickPredictor
 
 _LABELS = 3
+_LINES = (".tsv", ".txt", ".gz", ".jsonl")
 
 
 @click.command("predict")
@@ -83,10 +91,6 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
       paceline predict runs/bert --prompt "The f[MASK]r statement"
       paceline predict runs/boxes new-photos --draw found
     """
-    top_k, draw = given.pop("top_k"), given.pop("draw")
-    of_images = {name: given.pop(name) for name in ("output", "batch_size", "stdin_image")}
-    writing = {name: given.pop(name) for name in ("tokens", "temperature", "seed")}
-    asked = {name: value for name, value in writing.items() if value is not None}
     if prompt is None and not sources:
         raise click.UsageError(
             "Missing argument 'SOURCE...': images to label or to find objects in, or lines of samples (.tsv, "
@@ -94,52 +98,179 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
         )
     if prompt is not None and sources:
         raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
-    if prompt is None and asked:
-        raise click.UsageError(f"--{next(iter(asked))} says how to write, and without --prompt nothing is written.")
-    typed = {"draw": draw, **of_images}
-    idle = [name.replace("_", "-") for name, value in typed.items() if value]
-    if prompt is None:
-        code = answer_clicks(target, sources, as_json=as_json, idle=idle, **given)
-        images = ImagesAsked(sources=sources, top_k=top_k, draw=draw, as_json=as_json, **of_images)
-        return answer_images(target, images, **given) if code is None else code
-    if idle:
-        raise click.UsageError(f"--{idle[0]} is for images, and --prompt is for language models: give one of them.")
-    return _write(target, prompt, asked, top_k, given, as_json=as_json)
-
-
-def _write(
-    target: Path, prompt: str, asked: dict[str, Any], top_k: int | None, given: dict[str, Any], *, as_json: bool
-) -> int:
-    from paceline.distributed.device import choose_device
-    from paceline.inference.text import Sampling, load_text_predictor
-    from paceline.world import World
-
-    predictor = load_text_predictor(target, device=choose_device("auto", World()), **given)
-    if predictor.is_masked:
-        if asked:
-            raise click.UsageError(f"--{next(iter(asked))} says how to write, and this model finds hidden tokens.")
-        _fill(predictor, prompt, _LABELS if top_k is None else top_k, as_json=as_json)
+    writing = {name: each for name in ("tokens", "temperature", "seed") if (each := given.pop(name)) is not None}
+    top_k = given.pop("top_k")
+    of_images = {name: given.pop(name) for name in ("draw", "output", "batch_size", "stdin_image")}
+    idle = [name.replace("_", "-") for name, value in of_images.items() if value]
+    with loading():
+        from paceline.distributed.device import choose_device
+        from paceline.world import World
+    where = {**given, "device": choose_device("auto", World())}
+    if prompt is not None:
+        if idle:
+            raise click.UsageError(f"--{idle[0]} is for images, and --prompt is for language models: give one of them.")
+        _answer_prompt(target, prompt, writing, top_k, where, as_json=as_json)
         return 0
-    sampling = Sampling(top_k=top_k, **asked)
-    ids = list(predictor.write(prompt, sampling))
-    text = predictor.tokenizer.decode([*predictor.tokenizer.encode(prompt).tolist(), *ids])
-    if as_json:
-        print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
-    else:
-        echo(text)
-    return 0
+    if writing:
+        raise click.UsageError(f"--{next(iter(writing))} says how to write, and without --prompt nothing is written.")
+    if all(each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in sources):
+        from paceline.inference.clicks import load_click_predictor
+
+        if (clicks := load_click_predictor(target, **where)) is not None:
+            if idle:
+                raise click.UsageError(
+                    f"--{idle[0]} is for images, and these weights are about lines of samples: leave it out."
+                )
+            return _answer_lines(clicks, sources, as_json=as_json)
+    return _answer_images(target, sources, where, top_k=top_k, as_json=as_json, **of_images)
 
 
-def _fill(predictor: TextPredictor, prompt: str, top_k: int, *, as_json: bool) -> None:
-    filled = predictor.fill(prompt, top_k=top_k)
+def _answer_prompt(
+    target: Path, prompt: str, writing: dict[str, Any], top_k: int | None, where: dict[str, Any], *, as_json: bool
+) -> None:
+    """Write on from a prompt, or fill in its hidden tokens."""
+    from paceline.inference.text import Sampling, load_text_predictor
+
+    predictor = load_text_predictor(target, **where)
+    if not predictor.is_masked:
+        sampling = Sampling(top_k=top_k, **writing)
+        ids = list(predictor.write(prompt, sampling))
+        text = predictor.tokenizer.decode([*predictor.tokenizer.encode(prompt).tolist(), *ids])
+        if as_json:
+            print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
+        else:
+            echo(text)
+        return
+    if writing:
+        raise click.UsageError(f"--{next(iter(writing))} says how to write, and this model finds hidden tokens.")
+    filled = predictor.fill(prompt, top_k=top_k or _LABELS)
     if as_json:
         print_json({"prompt": prompt, **dataclasses.asdict(filled)})
         return
     echo(filled.text)
     for guess in filled.guesses:
-        echo(_answers(tuple(map(repr, guess.texts)), guess.probabilities))
+        pairs = zip(guess.texts, guess.probabilities, strict=True)
+        echo("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
 
 
-def _answers(labels: tuple[str, ...], probabilities: tuple[float, ...]) -> str:
-    pairs = zip(labels, probabilities, strict=True)
-    return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
+def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json: bool) -> int:
+    """Say with which probability each line is clicked on; 1 if one of them is wrong."""
+    code = 0
+    rows = []
+    for each in (answer for source in sources for answer in predictor.predict(source)):
+        if each.error is not None:
+            code = concluded(passed=False)
+        if as_json:
+            rows.append(dataclasses.asdict(each))
+        else:
+            said = f"wrong: {each.error}" if each.probability is None else f"{100 * each.probability:.1f} %"
+            echo(one_line(f"{each.path}:{each.line}  {said}"))
+    if as_json:
+        print_json(rows)
+    return code
+
+
+def _answer_images(
+    target: Path,
+    sources: Sequence[Path],
+    where: dict[str, Any],
+    *,
+    top_k: int | None,
+    draw: Path | None,
+    output: Path | None,
+    as_json: bool,
+    **reading: Any,
+) -> int:
+    """Answer for every image; 1 if one of them could not be read."""
+    with loading():
+        from paceline.files import LeftOut
+        from paceline.inference.answer_files import check_output
+        from paceline.inference.answers import BATCH, answers_ahead
+        from paceline.inference.predict import open_predictor
+        from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
+
+    is_one, batch_size = reading["stdin_image"], reading["batch_size"]
+    if is_one and [str(each) for each in sources] != [STANDARD_INPUT]:
+        raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
+    if output is not None:
+        check_output(output)
+    left_out = LeftOut()
+    pictures = [picture_from_standard_input()] if is_one else pictures_of(sources, left_out)
+    predictor = open_predictor(target, **where)
+    if draw is not None and not predictor.finds_boxes:
+        raise click.UsageError("--draw draws the objects that a detector finds, and these weights label images.")
+    if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
+        raise click.UsageError(
+            f"--batch-size={batch_size} has no effect: a detector looks at one picture at a time, since larger ones "
+            "in a batch would change its answer. Leave it out."
+        )
+    answers = answers_ahead(
+        predictor,
+        pictures,
+        top_k=top_k or predictor.usual_top_k,
+        batch_size=batch_size or BATCH,
+        seen=None if draw is None else _drawer(draw, predictor.classes),
+    )
+    with contextlib.closing(answers):
+        if output is not None:
+            code = _to_file(answers, output, left_out, boxes=predictor.finds_boxes, as_json=as_json)
+        else:
+            code = _to_screen(answers, as_json=as_json)
+    for sentence in left_out.told():
+        echo(f"note: {sentence}", err=True)
+    return code
+
+
+def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
+    """Return what writes copies with the answers drawn into them."""
+    from paceline.inference.detection import CopyNames
+
+    names = CopyNames()
+
+    def draw(prepared: Any, answer: Answer) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        answer.drawn(prepared, classes).save(folder / names.of(answer.path))
+
+    return draw
+
+
+def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
+    """Print a line for each image, or one JSON list, row by row: thousands of answers need no memory."""
+    from paceline.records.run_directory import encode_json
+
+    code, before = 0, "["
+    for answer in answers:
+        if answer.error is not None:
+            code = concluded(passed=False)
+        if not as_json:
+            echo(one_line(f"{answer.path}  {answer.described()}"))
+            continue
+        row = json.dumps(json.loads(encode_json(answer.row())), indent=2)
+        echo(f"{before}\n{textwrap.indent(row, '  ')}", nl=False)
+        before = ","
+    if as_json:
+        echo("[]" if before == "[" else "\n]")
+    return code
+
+
+def _to_file(answers: Iterator[Answer], output: Path, left_out: LeftOut, *, boxes: bool, as_json: bool) -> int:
+    """Write the answers, and say of which images there is none."""
+    from paceline.inference.answer_files import answer_file
+    from paceline.inference.answers import BATCH
+
+    images, unreadable = 0, []
+    with answer_file(output, boxes=boxes) as file:
+        while batch := list(islice(answers, BATCH)):
+            images += len(batch)
+            for each in (answer for answer in batch if answer.error is not None):
+                unreadable.append({"path": str(each.path), "error": each.error})
+                if not as_json:
+                    echo(one_line(f"{each.path}  {each.described()}"))
+            file.write(each.row() for each in batch)
+    code = concluded(passed=not unreadable)
+    if as_json:
+        told = {"images": images, "unreadable": unreadable, "left_out": left_out.told()}
+        print_json({"output": str(output), **told})
+    else:
+        echo(f"{images:,} images, {len(unreadable):,} of them unreadable: {output}")
+    return code

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import TextIO
 
 _READ, _WRITE = os.O_RDONLY, os.O_WRONLY
@@ -98,3 +102,27 @@ def with_output(code: int) -> int:
         lead_nowhere(sys.stdout)
     lost = isinstance(sys.stdout, StandardStream) and sys.stdout.is_lost and not sys.stdout.is_optional
     return code or int(lost)
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def ends_in_order() -> Iterator[None]:
+    """Take a request to end (SIGTERM), or a terminal that is closed (SIGHUP), as an exit; SIGINT is one in Python.
+
+    What was to be ignored, as SIGHUP under ``nohup``, still is.
+    """
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    heard = [number for number in _SIGNALS if previous[number] != signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, previous[number])
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -41,8 +41,7 @@ def command(runs: tuple[Path, ...], interval: float, as_json: bool) -> int:
       paceline watch runs/*
       paceline watch runs/mine --json
     """
-    from paceline.report.watch import WatchedRun
-    from paceline.report.watch_screen import ending_of
+    from paceline.report.watch import WatchedRun, ending_of
 
     watched = [WatchedRun(run) for run in runs]
     if as_json:
@@ -72,7 +71,7 @@ def _until_over(watched: list[WatchedRun], interval: float, show: Callable[[], N
 
 
 def _print(watched: list[WatchedRun], interval: float) -> None:
-    from paceline.report.watch_screen import line_of
+    from paceline.report.watch import line_of
 
     def show() -> None:
         for run in watched:
@@ -86,7 +85,7 @@ def _print(watched: list[WatchedRun], interval: float) -> None:
 def _draw(watched: list[WatchedRun], interval: float) -> None:
     from rich.live import Live
 
-    from paceline.report.watch_screen import screen, table
+    from paceline.report.watch import screen, table
 
     console = open_console(markup=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from PIL import Image
+
+from paceline.data.image.decode import BrokenImageError
+from paceline.inference.sources import PictureFile
+from paceline.machine import available_cores
 
 Prepared = Any
 """One image as a predictor wants it, with its size in memory as ``nbytes``; only the predictor that made it looks
@@ -115,3 +122,74 @@ class ImagePredictor(Protocol):
     def unreadable(self, path: Path, reason: str) -> Answer:
         """The answer for an image that cannot be read."""
         ...
+
+
+BATCH = 64
+"""Images answered at once, unless told otherwise."""
+
+Seen = Callable[[Prepared, Answer], None]
+
+
+def answers_ahead(
+    predictor: ImagePredictor,
+    pictures: Iterable[PictureFile],
+    *,
+    top_k: int,
+    batch_size: int = BATCH,
+    seen: Seen | None = None,
+) -> Generator[Answer, None, None]:
+    """Yield one answer for each picture, in order; an unreadable one is an answer too.
+
+    Args:
+        predictor: Answers.
+        pictures: The files; they are asked for as they are needed.
+        top_k: Most labels of each.
+        batch_size: Images answered at once; fewer where the predictor says so.
+        seen: Told of each image that could be read, and its answer.
+    """
+    batch_size = min(batch_size, predictor.largest_batch or batch_size)
+    threads = available_cores()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder")
+    waiting: deque[tuple[PictureFile, Future[Prepared]]] = deque()
+    source = iter(pictures)
+    try:
+        while True:
+            for picture in islice(source, 2 * batch_size + threads - len(waiting)):
+                waiting.append((picture, pool.submit(_prepared, predictor, picture)))
+            if not waiting:
+                return
+            batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+            yield from _answered(predictor, batch, top_k, seen)
+            batch.clear()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _prepared(predictor: ImagePredictor, picture: PictureFile) -> Prepared:
+    return predictor.prepare(picture.read())
+
+
+def _answered(
+    predictor: ImagePredictor,
+    batch: Iterable[tuple[PictureFile, Future[Prepared]]],
+    top_k: int,
+    seen: Seen | None,
+) -> Iterator[Answer]:
+    prepared: list[Prepared] = []
+    outcomes: list[tuple[PictureFile, str | None]] = []
+    for picture, decoding in batch:
+        try:
+            prepared.append(decoding.result())
+            outcomes.append((picture, None))
+        except BrokenImageError as error:
+            outcomes.append((picture, error.reason))
+    answers = iter(zip(prepared, predictor.answer(prepared, top_k), strict=True) if prepared else ())
+    for picture, reason in outcomes:
+        if reason is not None:
+            yield predictor.unreadable(picture.path, reason)
+            continue
+        image, answer = next(answers)
+        answer = answer.at(picture.path)
+        if seen is not None:
+            seen(image, answer)
+        yield answer

@@ -15,12 +15,10 @@ from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.state import WRAPPERS, without_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, check_finite, check_target, check_tensors, read_weights
 from paceline.errors import CheckpointError, PacelineError, RecipeError
-from paceline.inference.export_onnx import need_onnx, write_onnx
-from paceline.inference.export_program import InBfloat16, write_program
-from paceline.inference.exportable import Exportable, open_exportable, preprocessing
+from paceline.inference.atomic_output import check_output, put_in_place
+from paceline.inference.export_onnx import Trial, calibration_images, need_onnx, quantised, write_onnx
+from paceline.inference.exportable import Exportable, InBfloat16, open_exportable, preprocessing, write_program
 from paceline.inference.hub_export import write_hub_folder
-from paceline.inference.int8 import Trial, calibration_images, quantised
-from paceline.inference.placing import check_output, put_in_place
 from paceline.recipe.load import Overrides
 
 FORMATS = {"timm": "", "safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}

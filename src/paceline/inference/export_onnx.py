@@ -7,14 +7,24 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import ModelError, PacelineError
-from paceline.inference.exportable import OUTPUT, Exportable, parameter_bytes
+from paceline.checkpoint.weights import SavedWeights
+from paceline.data.image.source import SampleSource
+from paceline.data.image.transforms import evaluation_image
+from paceline.data.pipeline import Normalize, Placement
+from paceline.errors import DataError, ModelError, PacelineError, RecipeError
+from paceline.inference.exportable import OUTPUT, Exportable, first_line, parameter_bytes
+from paceline.inference.predict import trained_task
+from paceline.recipe.load import Overrides, set_by, stored_recipe
+from paceline.recipe.named_code import refuse_foreign_code
+from paceline.tasks.image_classification import ImageClassification
 
 _LARGEST_BYTES = 1_900_000_000  # protobuf's limit is 2 GiB, for one file with everything in it
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
@@ -85,12 +95,6 @@ def _translated(exportable: Exportable) -> Any:
     return program.model_proto
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error that says something, shortened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}"
-
-
 def write_metadata(model: Any, metadata: Mapping[str, str]) -> None:
     """Put a description into an ONNX model, in place of the one it has."""
     del model.metadata_props[:]
@@ -141,3 +145,153 @@ def quiet() -> Iterator[None]:
     finally:
         for each, level in zip(loggers, before, strict=True):
             each.setLevel(level)
+
+
+CALIBRATION_IMAGES = 512
+HELD_OUT_IMAGES = 2000
+_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What rounding cost.
+
+    Attributes:
+        images: Held-out images that both networks were scored on; 0 if there are none.
+        before: Top-1 accuracy in fp32, in percent; None without images.
+        after: In int8.
+        calibration_images: Training images that the ranges of activations come from.
+    """
+
+    images: int
+    before: float | None
+    after: float | None
+    calibration_images: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleImages:
+    """Some images of a data set, shown as in evaluation.
+
+    Attributes:
+        calibration: Of the training split, uint8 [N, C, H, W].
+        held_out: Of the held-out ones, uint8 [M, C, H, W].
+        labels: Of the held-out ones, int64 [M].
+        normalize: Makes of them what the network takes.
+    """
+
+    calibration: Tensor
+    held_out: Tensor
+    labels: Tensor
+    normalize: Normalize
+
+    def batches(self, images: Tensor) -> Iterator[Tensor]:
+        """Yield images normalised, float32 [32 or fewer, C, H, W]."""
+        for part in torch.split(images, _BATCH):
+            yield self.normalize(part).contiguous()
+
+
+def calibration_images(
+    saved: SavedWeights, overrides: Overrides, *, trust_code: bool, most: int = HELD_OUT_IMAGES
+) -> SampleImages:
+    """Read some images of the data that weights were trained on.
+
+    Args:
+        saved: The weights.
+        overrides: Changes to the recipe's ``data`` section: where the data are now.
+        trust_code: Whether the weights' recipe may name code to import.
+        most: Held-out images to read.
+
+    Raises:
+        PacelineError: If they are not images, or not where the recipe says.
+    """
+    data, where = saved.described("data"), str(saved.path)
+    if other := [key for key in set_by(overrides) if not key.startswith("data.")]:
+        raise RecipeError(f"override '{other[0]}' has no effect: only data.* says which images are looked at.")
+    recipe = stored_recipe(saved.described("recipe"), where, overrides)
+    refuse_foreign_code(saved.described("recipe"), recipe, where, trusted=trust_code)
+    seen: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}
+    seen |= {key: data[key] for key in ("image_size", "channels") if key in data}
+    task = trained_task(saved, trust_code=trust_code)(replace(recipe, data=replace(recipe.data, **seen)))
+    if not isinstance(task, ImageClassification):
+        raise RecipeError(f"--quantize int8 is for image classification; {where} has task={recipe.task}.")
+    try:
+        found = task.dataset
+    except PacelineError as error:
+        raise DataError(f"--quantize int8 needs images of the run: {error} Set data.path=FOLDER.") from error
+    if list(found.classes) != data["class_names"]:
+        raise DataError(f"--quantize int8: the data's classes differ from those of {where}; use the run's data.")
+    size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
+
+    def shown(source: SampleSource, most: int) -> tuple[Tensor, list[int]]:
+        ids = np.unique(np.linspace(0, max(0, len(source) - 1), min(most, len(source))).astype(int)).tolist()
+        images = [evaluation_image(source.read(each), size, crop, recipe.data.interpolation) for each in ids]
+        return torch.stack(images) if images else torch.empty((0, found.channels, size, size), dtype=torch.uint8), ids
+
+    held_out, ids = shown(found.validation, most)
+    return SampleImages(
+        calibration=shown(found.train, CALIBRATION_IMAGES)[0],
+        held_out=held_out,
+        labels=torch.as_tensor(found.validation.labels[ids]),
+        normalize=Normalize(found.mean, found.std, Placement(device=torch.device("cpu"))),
+    )
+
+
+class Reader:
+    """Hands out calibration batches as ONNX Runtime asks for them."""
+
+    def __init__(self, images: SampleImages) -> None:
+        self._batches = images.batches(images.calibration)
+
+    def get_next(self) -> dict[str, Any] | None:
+        """Return the next batch by the input's name; None after the last."""
+        batch = next(self._batches, None)
+        return None if batch is None else {"images": batch.numpy()}
+
+
+def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> Trial:
+    """Write an ONNX network in int8, and compare it with the one in fp32 on held-out images.
+
+    Args:
+        whole: The network in fp32; a second file is written next to it meanwhile.
+        path: The new file.
+        images: To find ranges on, and to compare on.
+        metadata: Kept in the file.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    prepared = whole.with_name(f"{whole.stem}-prepared{whole.suffix}")
+    try:
+        with quiet():
+            quant_pre_process(whole, prepared, skip_symbolic_shape=True)
+            # Its other defaults are QDQ format and min-max ranges: see decision 56.
+            quantize_static(
+                prepared,
+                path,
+                Reader(images),
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+            )
+    finally:
+        prepared.unlink(missing_ok=True)
+    model = onnx.load(path)
+    write_metadata(model, metadata)
+    onnx.checker.check_model(model, full_check=True)
+    path.write_bytes(model.SerializeToString())
+
+    def accuracy(file: Path) -> float | None:
+        if len(images.labels) == 0:
+            return None
+        network = session(file)
+        answers = torch.cat([network((batch,)).argmax(dim=1) for batch in images.batches(images.held_out)])
+        return 100 * float((answers == images.labels).double().mean())
+
+    return Trial(
+        images=len(images.labels),
+        before=accuracy(whole),
+        after=accuracy(path),
+        calibration_images=len(images.calibration),
+    )

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
+from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
-from paceline.errors import ModelError
+from paceline.checkpoint.weights import ROUNDED, SavedWeights
+from paceline.errors import ModelError, RunDirectoryError
 from paceline.inference.exportable import Exportable
-from paceline.inference.model_card import CARD, model_card
+from paceline.models.digest import weights_sha256
+from paceline.records.reader import NO_METRICS, read_environment, read_events
+from paceline.records.run_directory import RunDirectory
+from paceline.units import metric_unit
 
 # What a user who goes on from the folder needs of timm's own description of an architecture.
 _KEPT = ("first_conv", "classifier", "fixed_input_size", "min_input_size")
@@ -129,3 +137,206 @@ def _from_folder(folder: Path) -> Callable[[tuple[Tensor, ...]], Tensor]:
         return found
 
     return answers
+
+
+CARD = "README.md"
+
+_STEP = re.compile(r"step-(\d+)")
+_NOT_KNOWN = "not known"
+_VERSIONS = ("paceline", "torch", "timm", "python")
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a run directory says of weights; nothing where there is no such directory.
+
+    Attributes:
+        run: Its name.
+        step: Of the checkpoint.
+        evaluation: The event of the evaluation of these weights at that step.
+        environment: ``environment.json``.
+    """
+
+    run: str | None = None
+    step: int | None = None
+    evaluation: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the evaluation."""
+        return {
+            key: value
+            for key, value in self.evaluation.items()
+            if key not in NO_METRICS and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+
+
+def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, run: Path) -> str:
+    """The card as Markdown, with the front matter that the hub reads.
+
+    Args:
+        saved: The weights.
+        architecture: timm's name.
+        weights_file: The safetensors file that was written.
+        run: What the user exported.
+    """
+    data = saved.described("data")
+    origin = _origin(saved, run)
+    parts = [
+        # The hub shows these numbers without a word around them, so only where they are those of this very file.
+        _front_matter(architecture, data, origin if ROUNDED not in saved.metadata else replace(origin, evaluation={})),
+        f"# {architecture} for {len(data['class_names'])} classes",
+        _introduction(origin),
+        _about(saved, architecture, data, origin),
+        _how_good(saved, origin),
+        _how_to_load(data),
+        _hashes(saved, weights_file),
+        _recipe(saved),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _origin(saved: SavedWeights, target: Path) -> _Origin:
+    """Look for the run directory around the weights; a lone file has none."""
+    steps = [match for part in saved.path.parts if (match := _STEP.fullmatch(part))]
+    step = int(steps[-1][1]) if steps else None
+    folder = (
+        target
+        if RunDirectory(target).exists()
+        else next((each for each in saved.path.parents if RunDirectory(each).exists()), None)
+    )
+    if folder is None or step is None:
+        return _Origin(step=step)
+    try:
+        found = [
+            event
+            for event in read_events(RunDirectory(folder).events, kinds=("evaluation",))
+            if event.get("step") == step and event.get("weights") == saved.weights
+        ]
+        environment = read_environment(RunDirectory(folder))
+    except RunDirectoryError:
+        return _Origin(folder.resolve().name, step)
+    return _Origin(folder.resolve().name, step, found[-1] if found else {}, environment)
+
+
+def _front_matter(architecture: str, data: Mapping[str, Any], origin: _Origin) -> str:
+    matter: dict[str, Any] = {
+        "library_name": "timm",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", "timm", "paceline"],
+        "license": "unknown",
+    }
+    if origin.metrics:
+        dataset = str(data.get("dataset", "unknown"))
+        metrics = [
+            {"type": "accuracy" if key == "top1_accuracy" else key, "name": key, "value": value}
+            for key, value in origin.metrics.items()
+        ]
+        task = {"type": "image-classification"}
+        result = {"task": task, "dataset": {"name": dataset, "type": dataset}, "metrics": metrics}
+        matter["model-index"] = [{"name": architecture, "results": [result]}]
+    return f"---\n{yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)}---"
+
+
+def _versions(origin: _Origin) -> dict[str, str]:
+    found = origin.environment.get("versions", origin.environment)
+    return {key: str(found[key]) for key in _VERSIONS if isinstance(found, Mapping) and key in found}
+
+
+def _introduction(origin: _Origin) -> str:
+    version = _versions(origin).get("paceline")
+    return (
+        f"Trained with Paceline{f' {version}' if version else ''}, exported with `paceline export --format timm`. What "
+        "is not known is said to be so; nothing else is claimed."
+    )
+
+
+def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: _Origin) -> str:
+    named = ["not known"] if data.get(UNNAMED) else data["class_names"]
+    rows = {
+        "Architecture": f"`{architecture}` of timm",
+        "Weights": f"{saved.weights}{' (a moving average over training)' if saved.weights == 'ema' else ''}",
+        **({"Stored": f"matrices and filters rounded to {kept}"} if (kept := saved.metadata.get(ROUNDED)) else {}),
+        "Run and step": f"{origin.run or _NOT_KNOWN}, step {_NOT_KNOWN if origin.step is None else origin.step}",
+        "Data": f"{data.get('dataset') or _NOT_KNOWN}",
+        "Digest of the data": f"`{data['digest']}`" if data.get("digest") else _NOT_KNOWN,
+        "Classes": _shortened([str(each) for each in named]),
+        "Trained at, shown at": f"{data['image_size']}, {data.get('evaluation_size', data['image_size'])} pixels",
+        "Versions": ", ".join(f"{key} {value}" for key, value in _versions(origin).items()) or _NOT_KNOWN,
+        "Licence of the data and of the weights": f"{_NOT_KNOWN} to Paceline; whoever publishes them must say",
+        "Intended use, limits, biases": f"{_NOT_KNOWN} to Paceline",
+    }
+    return "## What it is\n\n" + _table(rows)
+
+
+def _how_good(saved: SavedWeights, origin: _Origin) -> str:
+    if not origin.metrics:
+        return (
+            "## How good it is\n\nNot known: no evaluation of these weights at this step was found beside them. "
+            "`paceline evaluate FOLDER data.path=...` scores them."
+        )
+    rows = {key: f"{value:.2f} %" if metric_unit(key) else f"{value:.4f}" for key, value in origin.metrics.items()}
+    samples = origin.evaluation.get("samples", _NOT_KNOWN)
+    split = origin.evaluation.get("split", "validation")
+    kept = saved.metadata.get(ROUNDED)
+    before = "" if kept is None else f", before they were rounded to {kept}, which may change it"
+    return (
+        f"## How good it is\n\nThe {saved.weights} weights on {samples} held-out samples ({split}), each scored once, "
+        f"at step {origin.step}{before}:\n\n{_table(rows)}"
+    )
+
+
+def _how_to_load(data: Mapping[str, Any]) -> str:
+    mode = "L" if data["channels"] == 1 else "RGB"
+    size = data.get("evaluation_size", data["image_size"])
+    test = "" if size == data["image_size"] else ", use_test_size=True"
+    notes = []
+    if data.get("native_size") == [size, size]:
+        notes.append(f"The images that it was trained on are {size}x{size} and are not cropped.")
+    if "evaluation_multiple" in data:
+        notes.append("In the run, images kept their aspect ratio in evaluation; timm shows squares.")
+    return f"""## How to load it
+
+```python
+import timm
+import torch
+from PIL import Image
+
+model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()
+config = timm.data.resolve_model_data_config(model{test})
+transform = timm.data.create_transform(**config, is_training=False)
+with torch.inference_mode():
+    logits = model(transform(Image.open("photo.jpg").convert("{mode}"))[None])
+print(model.pretrained_cfg["label_names"][logits.argmax()])
+```
+
+With Paceline: `paceline predict FOLDER photo.jpg`, `paceline evaluate FOLDER`, `model.initialize_from=FOLDER`.
+{" ".join(notes)}""".rstrip()
+
+
+def _hashes(saved: SavedWeights, weights_file: Path) -> str:
+    rows = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file).sha256}`"}
+    if ROUNDED not in saved.metadata:
+        key = "ema_sha256" if saved.weights == "ema" else "weights_sha256"
+        rows[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"
+    return "## Hashes\n\n" + _table(rows)
+
+
+def _recipe(saved: SavedWeights) -> str:
+    recipe = yaml.safe_dump(saved.described("recipe"), sort_keys=False, allow_unicode=True, width=120)
+    return f"## Recipe\n\nThe whole recipe, as resolved for the run:\n\n```yaml\n{recipe}```"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    lines = [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
+    return "\n".join(["| | |", "|---|---|", *lines])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _shortened(names: list[str], most: int = 20) -> str:
+    more = f", … ({len(names)} in all)" if len(names) > most else ""
+    return ", ".join(json.dumps(each, ensure_ascii=False)[1:-1] for each in names[:most]) + more

@@ -19,8 +19,7 @@ from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError, RecipeError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
-from paceline.inference.labelling import ImageLabeller, Shown, class_names
-from paceline.inference.onnx_predictor import OnnxPredictor
+from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Shown, class_names
 from paceline.models.build import check_takes
 from paceline.models.digest import weights_sha256
 from paceline.recipe.load import stored_recipe

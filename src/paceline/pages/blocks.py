@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from paceline.escaping import html_text
 
@@ -20,6 +20,7 @@ _MISSING = "–"
 _PICTURE = re.compile(r"^data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+$")
 
 
+@runtime_checkable
 class Block(Protocol):
     """Something that a section is made of."""
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.pages.page import Block, Page, Section, Table, Text, write_page
 from paceline.records.run_directory import write_json
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +21,15 @@ class Shown:
     Attributes:
         title: Heading; empty where the first block needs none.
         subtitle: What was measured: recipe, sizes.
-        blocks: Lines, texts, tables, and mappings of names to values, in order. A terminal leaves out charts and folded
-            tables.
+        blocks: Lines, texts, tables, mappings of names to values, and for a terminal alone anything that rich can
+            print, in order. A terminal leaves out charts and folded tables.
         on_page: Further blocks of the page.
         ok: True, or why the command exits with 1: a sentence for standard error, empty if the blocks say it.
     """
 
     title: str = ""
     subtitle: str = ""
-    blocks: Sequence[Block | Mapping[str, Any] | str]
+    blocks: Sequence[Block | Mapping[str, Any] | RenderableType]
     on_page: Sequence[Block] = ()
     ok: bool | str = True
 
@@ -37,8 +40,8 @@ class Result(Protocol):
     def __paceline__(self) -> Shown:
         """Return what a person sees."""
 
-    def to_json(self) -> Mapping[str, Any]:
-        """Return the result as one JSON object."""
+    def to_json(self) -> Mapping[str, Any] | Sequence[Any]:
+        """Return the result as one JSON document."""
 
 
 def write_result(folder: Path, name: str, result: Result) -> list[Path]:
@@ -52,7 +55,7 @@ def write_result(folder: Path, name: str, result: Result) -> list[Path]:
         elif isinstance(block, Mapping):
             rows = [(key, str(value)) for key, value in block.items()]
             blocks.append(Table(columns=("", ""), rows=rows, caption=shown.title))
-        else:
+        elif isinstance(block, Block):
             blocks.append(block)
     section = Section(title=shown.title, blocks=(*blocks, *shown.on_page))
     page = Page(title=shown.title, subtitle=shown.subtitle, sections=(section,))

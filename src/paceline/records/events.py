@@ -8,10 +8,19 @@ keys, so that a task may bring numbers of its own.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
+
+from paceline.errors import RunDirectoryError
+from paceline.plain_json import load_json
+from paceline.records.run_directory import cannot, encode_json, refuse_odd_record, sync_directory, write_text
 
 Numbers = Mapping[str, float | None]
 Status = Literal["completed", "stopped", "failed"]
@@ -271,3 +280,156 @@ EVENT_KINDS: tuple[str, ...] = tuple(
         FinishEvent,
     )
 )
+
+
+def detach(path: Path) -> None:
+    """Give a file that has several names (``cp -al``, ``ln``) an inode of its own, so that the others keep theirs.
+
+    Call it before a file is appended to or cut in place. A file with one name, or none, is left as it is.
+
+    Raises:
+        RunDirectoryError: If the disk refuses; the file is then as it was.
+    """
+    try:
+        if not path.is_file() or path.stat().st_nlink == 1:
+            return
+        target = path.resolve()
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            shutil.copyfile(target, temporary)
+            shutil.copymode(target, temporary)
+            with temporary.open("r+b") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise cannot("copy", path, error) from error
+
+
+class AppendFile:
+    """A file that is only appended to; what is written is buffered until :meth:`flush`.
+
+    A file with several names is copied first (:func:`detach`).
+
+    Args:
+        path: The file, made if need be with its folder, whose parent is there.
+        buffering: Bytes of the buffer; -1 for the system's choice.
+
+    Raises:
+        RunDirectoryError: If the file cannot be opened; later, if the disk refuses a write.
+    """
+
+    def __init__(self, path: Path, *, buffering: int = -1) -> None:
+        self._path = path
+        refuse_odd_record(path)
+        detach(path)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            self._file = path.open("ab", buffering=buffering)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise cannot("open", path, error) from error
+
+    def write(self, content: bytes) -> None:
+        """Add bytes to the end."""
+        try:
+            self._file.write(content)
+        except OSError as error:
+            raise cannot("write", self._path, error) from error
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Hand everything to the operating system; with ``durable`` wait until the disk has it."""
+        try:
+            self._file.flush()
+            if durable:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise cannot("write", self._path, error) from error
+
+    def close(self) -> None:
+        """Flush durably and close; closing twice is harmless."""
+        if self._file.closed:
+            return
+        try:
+            self.flush(durable=True)
+        finally:
+            # Of the file only the descriptor is left to close: what could not be written would be tried once more.
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventWriter(AppendFile):
+    """Appends events to a file, one JSON object per line.
+
+    Events are buffered: flushing at every log record lets readers follow the run, and a kill loses at most what
+    came after it. Call :func:`truncate_after` first when the file is there already.
+    """
+
+    def append(self, event: Event | Mapping[str, Any]) -> None:
+        """Add one event.
+
+        Raises:
+            ValueError: If a mapping lacks ``event`` or ``step``.
+        """
+        document = event.to_json() if isinstance(event, Event) else event
+        if "event" not in document or "step" not in document:
+            raise ValueError(f"an event has the keys 'event' and 'step', found {sorted(document)}")
+        self.write(encode_json(document).encode("utf-8") + b"\n")
+
+
+def truncate_after(path: Path, position: int) -> int:
+    """Remove events later than ``position`` in the data, and a last line torn by a kill; return how many went.
+
+    The file is replaced as a whole, or keeps its content. A file that does not exist stays so.
+
+    Raises:
+        RunDirectoryError: If a line other than the last is no event.
+    """
+    refuse_odd_record(path)
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    kept: list[bytes] = []
+    for number, line in enumerate(lines, start=1):
+        event = parse_line(line, path, number, is_last=number == len(lines))
+        if event is not None and event.get("position", event["step"]) <= position:
+            kept.append(line)
+    if len(kept) < len(lines):
+        write_text(path, b"".join(kept).decode("utf-8"))
+    else:
+        detach(path)  # the run that continues holds it open before it appends
+    return len(lines) - len(kept)
+
+
+def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[str, Any] | None:
+    """Return a line's event, or None for a last line without its end, as a kill leaves it.
+
+    Raises:
+        RunDirectoryError: If any other line is no event.
+    """
+    torn = is_last and not line.endswith(b"\n")
+    if torn:
+        return None
+    try:
+        event = load_json(line)
+        if isinstance(event["step"], int) and isinstance(event["event"], str):
+            return dict(event)
+    except (ValueError, TypeError, KeyError):
+        pass  # told below, together with objects that lack the keys
+    raise RunDirectoryError(
+        f"Line {number} of '{path}' is no event: found {line[:60]!r}. The file is damaged; restore it from a "
+        "copy, or start the run in another directory."
+    )

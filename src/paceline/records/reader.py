@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,8 @@ import yaml
 from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
 from paceline.plain_yaml import BoundedLoader
-from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record
-from paceline.records.summary import Summary
-from paceline.records.writer import parse_line
+from paceline.records.events import Status, parse_line
+from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record, write_json
 
 # Words in the names of what a clock decides.
 _CLOCK_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "slowest")
@@ -151,3 +152,174 @@ def _mapping(document: Any, path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise RunDirectoryError(f"'{path}' is damaged: it should hold an object, found {type(document).__name__}.")
     return document
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerFacts:
+    """What the ledger proves about the training samples.
+
+    Attributes:
+        epochs_complete: Epochs in which every sample was used exactly once (or found to be unreadable).
+        duplicates: Uses of a sample beyond the first within an epoch, over all epochs.
+        missing: Samples left out of an epoch that is over, over all epochs.
+        broken: Times a sample could not be read.
+    """
+
+    epochs_complete: int
+    duplicates: int
+    missing: int
+    broken: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The outcome of a run, written at every stop.
+
+    Attributes:
+        status: ``completed``, ``stopped`` (run the same command to go on) or ``failed``.
+        step: Optimizer steps done.
+        epoch: Epoch of the last step, counted from 1; 0 before the first step.
+        samples: Samples seen in training.
+        world_size: Number of processes of the last launch.
+        weights_sha256: Digest of the model's weights; None if a run failed whose weights are spread over processes.
+        ema_sha256: Digest of the averaged weights; None without EMA.
+        metrics: The last evaluation's numbers by name; under ``best`` and ``last`` those evaluations in full.
+        train_seconds: Time spent in steps over all launches, without evaluation, saving and starting up.
+        total_seconds: Time the processes ran, over all launches.
+        throughput_samples_per_second: Over all steps but each launch's warm-up; None if there were no others.
+        throughput_tokens_per_second: Likewise, padding left out; None too where samples have no tokens.
+        data_wait_fraction: Share of step time spent waiting for data, in [0, 1]; None likewise.
+        phase_fractions: Share of each phase of a step, likewise; those that cannot be told are left out.
+        mfu: Model FLOPs utilisation at that throughput, in [0, 1]; None where the device's peak or the FLOPs are not
+            known.
+        peak_memory_bytes: Of the first rank: device memory allocated, or resident memory on a CPU; None where the
+            device does not say (Metal).
+        parameters: Number of the model's trainable parameters.
+        ledger: What the ledger proves; None if it was not counted.
+        resumes: How often the run was resumed.
+        details: Whatever else is worth keeping.
+    """
+
+    status: Status
+    step: int
+    epoch: int
+    samples: int
+    world_size: int
+    weights_sha256: str | None
+    ema_sha256: str | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    train_seconds: float
+    total_seconds: float
+    throughput_samples_per_second: float | None
+    throughput_tokens_per_second: float | None = None
+    data_wait_fraction: float | None
+    mfu: float | None = None
+    peak_memory_bytes: int | None
+    parameters: int
+    ledger: LedgerFacts | None
+    resumes: int = 0
+    phase_fractions: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object written to ``summary.json``."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Summary:
+        """Read the object back; keys a later version may have added are ignored.
+
+        Raises:
+            RunDirectoryError: If a key is missing.
+        """
+        known = {name: document[name] for name in (one.name for one in fields(cls)) if name in document}
+        ledger = known.get("ledger")
+        try:
+            known["ledger"] = None if ledger is None else LedgerFacts(**ledger)
+            summary = cls(**known)
+        except TypeError as error:
+            raise RunDirectoryError(f"summary.json is damaged: {error}.") from error
+        for name, kind in (("step", int), ("samples", int), ("metrics", Mapping), ("details", Mapping)):
+            if not isinstance(found := getattr(summary, name), kind):
+                raise RunDirectoryError(f"summary.json is damaged: found {name}={str(found)[:80]}.")
+        return summary
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What ``run.json`` holds.
+
+    Attributes:
+        id: Random; also in the manifest of each of the run's checkpoints.
+        has_checkpoint: Whether a checkpoint was ever whole. From then on the run never begins again by itself.
+    """
+
+    id: str
+    has_checkpoint: bool = False
+
+    @classmethod
+    def new(cls) -> Identity:
+        """Return the identity of a run that begins."""
+        return cls(secrets.token_hex(16))
+
+
+def read_identity(directory: RunDirectory) -> Identity | None:
+    """Return a run's identity; None where ``run.json`` is missing, as in runs of earlier versions, or damaged.
+
+    Raises:
+        RunDirectoryError: If it cannot be read.
+    """
+    try:
+        document = read_json(directory.identity)
+    except RunDirectoryError as error:
+        absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, absent):
+            raise
+        return None
+    found, has_checkpoint = document.get("id"), document.get("has_checkpoint")
+    return Identity(found, has_checkpoint) if isinstance(found, str) and isinstance(has_checkpoint, bool) else None
+
+
+def write_identity(directory: RunDirectory, identity: Identity) -> None:
+    """Write ``run.json`` durably, unless it says the same already.
+
+    Raises:
+        RunDirectoryError: If the disk refuses.
+    """
+    if read_identity(directory) != identity:
+        write_json(directory.identity, asdict(identity))
+
+
+def had_checkpoint(directory: RunDirectory) -> bool:
+    """Whether a checkpoint of the run was ever whole.
+
+    Without ``run.json`` the events tell. An event of a single checkpoint does not count: it is written before the
+    checkpoint is.
+
+    Raises:
+        RunDirectoryError: If the events have to be read and are damaged.
+    """
+    identity = read_identity(directory)
+    if identity is not None:
+        return identity.has_checkpoint
+    if not directory.events.exists():
+        return False
+    events = list(read_events(directory.events, kinds={"checkpoint", "resume", "finish"}))
+    # Each save waits for the one before, and a run that does not fail ends after its last one.
+    return sum(event["event"] == "checkpoint" for event in events) > 1 or any(
+        event["event"] == "resume" or event.get("status") in ("completed", "stopped") for event in events
+    )
+
+
+def forget_evaluations_after(directory: RunDirectory, position: int) -> None:
+    """Remove what is told of an evaluation later than ``position``: the run that goes on will make it again."""
+    for path in (directory.confusion, directory.examples):
+        if not path.is_file():
+            continue
+        try:
+            told = read_json(path)
+            is_later = int(told["position"]) > position
+        except (RunDirectoryError, KeyError, TypeError, ValueError):
+            is_later = True  # half a file of another disk: nobody could read it
+        if is_later:
+            path.unlink(missing_ok=True)

@@ -22,9 +22,15 @@ from paceline.data.order import StepGeometry
 from paceline.errors import RunDirectoryError
 from paceline.pages.blocks import Table
 from paceline.pages.shown import Shown
-from paceline.records.ledger import LedgerEntry, ledger_files, read_ledger
-from paceline.records.ledger_count import EpochCount, LedgerSummary, count_epochs
-from paceline.records.lengths import read_lengths
+from paceline.records.ledger import (
+    EpochCount,
+    LedgerEntry,
+    LedgerSummary,
+    count_epochs,
+    ledger_files,
+    read_ledger,
+    read_lengths,
+)
 from paceline.records.reader import read_events, read_plan_to_resume, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.units import format_count

@@ -10,7 +10,7 @@ from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.references import call_reference
 from paceline.storage.addresses import is_address
-from paceline.storage.local_copies import local_path
+from paceline.storage.cache import local_path
 from paceline.tasks.task import Task
 
 

@@ -21,7 +21,7 @@ from paceline.recipe.load import stored_recipe
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
-from paceline.storage.local_copies import local_path
+from paceline.storage.cache import local_path
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model
 from paceline.world import World

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from paceline.records.writer import parse_line
+from paceline.records.events import parse_line
 
 # A database takes a hundred records as fast as two.
 _BATCH = 100

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.scalars import flat, read_note, save_note, scalars
+from paceline.telemetry.trackers import flat, read_note, save_note, scalars
 
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _AT_ONCE = 100

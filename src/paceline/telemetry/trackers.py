@@ -6,15 +6,21 @@ A tracker receives the same events as the file and is never read back: the file 
 
 from __future__ import annotations
 
+import csv
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.records.run_directory import RunDirectory
+from paceline.escaping import csv_cell
+from paceline.records.events import AppendFile
+from paceline.records.reader import read_json
+from paceline.records.run_directory import RunDirectory, encode_json
 from paceline.telemetry.async_tracker import AsyncTracker, Tracker
 
 
@@ -35,12 +41,6 @@ class TrackerFacts:
     start_step: int = 0
 
 
-def _tensorboard(directory: Path, facts: TrackerFacts) -> Tracker:
-    from paceline.telemetry.tensorboard_tracker import TensorBoardTracker
-
-    return TensorBoardTracker(directory, start_step=facts.start_step)
-
-
 def _mlflow(directory: Path, facts: TrackerFacts) -> Tracker:
     from paceline.telemetry.mlflow_tracker import MlflowTracker
 
@@ -53,17 +53,11 @@ def _wandb(directory: Path, facts: TrackerFacts) -> Tracker:
     return WandbTracker(directory, facts.name, facts.recipe, facts.environment)
 
 
-def _csv(directory: Path, _: TrackerFacts) -> Tracker:
-    from paceline.telemetry.csv_tracker import CsvTracker
-
-    return CsvTracker(directory)
-
-
 TRACKERS: Mapping[str, Callable[[Path, TrackerFacts], Tracker]] = {
-    "tensorboard": _tensorboard,
+    "tensorboard": lambda directory, facts: TensorBoardTracker(directory, start_step=facts.start_step),
     "mlflow": _mlflow,
     "wandb": _wandb,
-    "csv": _csv,
+    "csv": lambda directory, _: CsvTracker(directory),
 }
 
 
@@ -98,3 +92,149 @@ def build_trackers(names: Iterable[str], directory: Path, facts: TrackerFacts | 
     shown = facts or TrackerFacts()
     events = RunDirectory(directory).events
     return [AsyncTracker(name, partial(TRACKERS[name], directory / name, shown), earlier=events) for name in wanted]
+
+
+_NOT_SCALARS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights"})
+
+
+def scalars(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return a step's numbers as ``train/<name>``, an evaluation's as ``evaluation/<weights>/<name>``, else nothing."""
+    match event["event"]:
+        case "step":
+            prefix = "train"
+        case "evaluation":
+            prefix = f"evaluation/{event['weights']}"
+        case _:
+            return {}
+    return {
+        f"{prefix}/{name}": value
+        for name, value in event.items()
+        if name not in _NOT_SCALARS and isinstance(value, int | float)
+    }
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a nested mapping by dotted keys; lists and empty mappings stay as they are."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) and value else {f"{path}{key}": value}
+    return found
+
+
+def save_note(directory: Path, content: Mapping[str, Any]) -> None:
+    """Write ``paceline.json``, what a tracker has logged so far; in one move, but without waiting for the disk."""
+    new = directory / ".paceline.json.new"
+    new.write_text(encode_json(content), encoding="utf-8")
+    new.replace(directory / "paceline.json")
+
+
+def read_note(directory: Path) -> dict[str, Any]:
+    """Return what ``paceline.json`` holds; empty before the first one is written."""
+    path = directory / "paceline.json"
+    return read_json(path) if path.is_file() else {}
+
+
+# First in every table, where a record has them.
+_FIRST = ("step", "position", "time", "epoch", "samples", "split", "weights")
+
+
+class CsvTracker:
+    """Writes each record as a row of its kind's file: ``step.csv``, ``evaluation.csv``, ….
+
+    Each launch begins its tables anew: it is given the run's earlier records first, so no row is missing and none is
+    there twice.
+
+    Args:
+        directory: The folder of the tables.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._columns: dict[str, list[str]] = {}
+        self._files: dict[str, AppendFile] = {}
+        for stale in directory.glob("*.csv*"):
+            stale.unlink()
+
+    def write(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Add records to their tables, which are readable while they grow."""
+        for event in events:
+            kind, row = str(event["event"]), _row(event)
+            if kind not in self._files or not row.keys() <= set(self._columns[kind]):
+                self._widen(kind, row)
+            text = io.StringIO()
+            csv.DictWriter(text, self._columns[kind], restval="", lineterminator="\n").writerow(row)
+            self._files[kind].write(text.getvalue().encode())
+        for file in self._files.values():
+            file.flush()
+
+    def close(self, status: str = "") -> None:
+        """Close the files."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def _widen(self, kind: str, row: Mapping[str, Any]) -> None:
+        """Give a table a row's columns: begin it, or replace it by a wider one in one move."""
+        first = [each for each in _FIRST if each in row]
+        self._columns[kind] = list(dict.fromkeys((*self._columns.get(kind, first), *row)))
+        path, wider = self._directory / f"{kind}.csv", self._directory / f"{kind}.csv.partial"
+        self._directory.mkdir(exist_ok=True)
+        with wider.open("w", encoding="utf-8", newline="") as after:
+            writer = csv.DictWriter(after, self._columns[kind], restval="", lineterminator="\n")
+            writer.writeheader()
+            if kind in self._files:
+                self._files.pop(kind).close()
+                with path.open(encoding="utf-8", newline="") as before:
+                    writer.writerows(csv.DictReader(before))
+        wider.replace(path)
+        self._files[kind] = AppendFile(path)
+
+
+def _row(event: Mapping[str, Any]) -> dict[str, Any]:
+    """A record's fields by column, with what has no place in a table as JSON."""
+    found = flat({key: value for key, value in event.items() if key != "event"})
+    return {
+        key: json.dumps(each) if isinstance(each, list | dict | bool) else csv_cell(each) for key, each in found.items()
+    }
+
+
+class TensorBoardTracker:
+    """Writes step records as ``train/<name>`` and evaluations as ``evaluation/<weights>/<name>``.
+
+    A resumed run marks its last logged step and what an earlier launch wrote after it as purged, and writes on from
+    there: TensorBoard's readers leave out what is purged.
+
+    Args:
+        directory: The folder TensorBoard is pointed at.
+        start_step: The step the run resumes from.
+    """
+
+    def __init__(self, directory: Path, *, start_step: int = 0) -> None:
+        self._directory = directory
+        # Versions before the note wrote each record at once.
+        is_earlier = any(directory.glob("events.out.tfevents.*"))
+        self._first = min(int(read_note(directory).get("last", start_step if is_earlier else 0)), start_step)
+        self._writer: Any = None
+
+    def write(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Write the numbers of events, from the first step that may be missing."""
+        for event in events:
+            found = scalars(event)
+            if not found or event["step"] < self._first:
+                continue
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._directory.mkdir(exist_ok=True)
+                self._writer = SummaryWriter(str(self._directory), purge_step=self._first)
+            for tag, value in found.items():
+                self._writer.add_scalar(tag, value, event["step"], event.get("time"))
+        if self._writer is not None:
+            # Records are rare, and one still buffered when the process is killed would be a gap.
+            self._writer.flush()
+            save_note(self._directory, {"last": events[-1]["step"]})
+
+    def close(self, status: str) -> None:
+        """Close the file, if one was opened."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.scalars import flat, read_note, save_note, scalars
+from paceline.telemetry.trackers import flat, read_note, save_note, scalars
 
 _LONGEST_TAG = 64
 _ORDER = {"step": 0, "model": 1, "ema": 2}

@@ -27,11 +27,10 @@ from paceline.optim.clipping import Clipping
 from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.records.events import IncidentEvent, ProfileEvent
+from paceline.records.events import EventWriter, IncidentEvent, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
-from paceline.records.writer import EventWriter
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display

@@ -35,9 +35,7 @@ from paceline.records.events import IncidentEvent
 from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import without_secrets
-from paceline.storage.at_once import begin
-from paceline.storage.remote import Remote
-from paceline.storage.retries import Retries, describe
+from paceline.storage.remote import Remote, Retries, begin, describe
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.run_dir_checks import (
     Asked,

@@ -44,7 +44,7 @@ from paceline.recipe.mlperf import check_mlperf
 from paceline.recipe.model import Model
 from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan, resolve_evaluation_batch, with_network
 from paceline.recipe.schema import Recipe
-from paceline.storage.local_copies import local_path
+from paceline.storage.cache import local_path
 from paceline.tasks.build import check_used_by, task_name
 from paceline.tasks.task import Task
 from paceline.telemetry.trackers import check_trackers

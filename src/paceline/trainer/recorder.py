@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.data.batch import BrokenSample
 from paceline.errors import DataError, RunDirectoryError
 from paceline.models.digest import weights_sha256
-from paceline.records.events import EvaluationEvent, Event, FinishEvent, IncidentEvent, Status, StepEvent
-from paceline.records.ledger import LedgerWriter
-from paceline.records.ledger_count import count_epochs
-from paceline.records.summary import Summary
-from paceline.records.writer import EventWriter
+from paceline.records.events import EvaluationEvent, Event, EventWriter, FinishEvent, IncidentEvent, Status, StepEvent
+from paceline.records.ledger import LedgerWriter, count_epochs
+from paceline.records.reader import Summary
 from paceline.telemetry.async_tracker import AsyncTracker
 from paceline.telemetry.display import Display
 from paceline.telemetry.memory import peak_memory_bytes

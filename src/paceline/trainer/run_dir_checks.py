@@ -32,20 +32,22 @@ from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
-from paceline.records.evaluation_files import forget_evaluations_after
-from paceline.records.identity import Identity, had_checkpoint, read_identity, write_identity
-from paceline.records.ledger import ledger_files, truncate_ledgers
-from paceline.records.lengths import write_lengths
+from paceline.records.events import truncate_after
+from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
 from paceline.records.reader import (
+    Identity,
+    forget_evaluations_after,
+    had_checkpoint,
     read_environment,
     read_events,
+    read_identity,
     read_json,
     read_plan_to_resume,
     read_recipe,
     read_summary,
+    write_identity,
 )
 from paceline.records.run_directory import RunDirectory, cannot, sync_directory, write_json, write_text
-from paceline.records.writer import truncate_after
 from paceline.telemetry.trackers import TRACKERS
 
 

@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Checkpoint
 from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
-from paceline.records.identity import Identity, write_identity
+from paceline.records.reader import Identity, write_identity
 from paceline.records.run_directory import write_text
 from paceline.trainer.mirroring import report_mirror, sendable_records
 from paceline.trainer.nonfinite import check_loss, check_state

@@ -13,9 +13,8 @@ from paceline.distributed.environment import Launch
 from paceline.errors import RunDirectoryError
 from paceline.recipe.batching import usable_processes
 from paceline.recipe.schema import Recipe
-from paceline.records.reader import read_summary
+from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline.records.summary import Summary
 from paceline.world import World
 
 

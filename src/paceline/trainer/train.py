@@ -28,15 +28,13 @@ from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, IncidentEvent, StartEvent, Status, StopEvent
-from paceline.records.reader import read_summary
+from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
-from paceline.records.summary import Summary
 from paceline.storage.addresses import is_address
 from paceline.tasks.build import build_task
 from paceline.tasks.task import Task
-from paceline.telemetry.display import Display, SilentDisplay
+from paceline.telemetry.display import Display, RunProgress, SilentDisplay
 from paceline.telemetry.mlperf_log import write_mlperf_log
-from paceline.telemetry.progress import RunProgress
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding

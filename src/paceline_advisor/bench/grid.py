@@ -20,41 +20,11 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
-from paceline_advisor.bench.interleaved import PARTS, Measured, Part, Variant, run_bursts
+from paceline_advisor.bench.interleaved import Measured, Part, Variant, run_bursts
+from paceline_advisor.commands import Bench
 
 # Each waits with its data and its network in memory while another has its turn.
 _AT_ONCE = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What to measure.
-
-    Attributes:
-        recipe: A shipped recipe's name or the path of a YAML file.
-        overrides: Changes to it.
-        batch_sizes: Global batches; empty: the recipe's.
-        devices: ``cpu``, ``cuda``, ...; empty: the recipe's.
-        precisions: Empty: the recipe's.
-        backends: Empty: the recipe's.
-        parts: See :class:`~paceline_advisor.bench.interleaved.Variant`.
-        rounds: Blocks of each.
-        block_seconds: Length of a block.
-        launches: How often all of it is done, by new processes each time.
-        processes: Of each run.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    devices: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    backends: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = PARTS
-    rounds: int = 5
-    block_seconds: float = 2.0
-    launches: int = 1
-    processes: int = 1
 
 
 @dataclass(kw_only=True)
@@ -86,7 +56,7 @@ class Cell:
         return f"{self.device} {self.precision} {self.backend} batch {self.batch_size} {self.part}"
 
 
-def measure_grid(asked: Asked, say: Callable[[str], None]) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
+def measure_grid(asked: Bench, say: Callable[[str], None]) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
     """Measure every combination; the recipe, and one row for each that is another run than those before it.
 
     Raises:
@@ -107,7 +77,7 @@ def measure_grid(asked: Asked, say: Callable[[str], None]) -> tuple[LoadedRecipe
                     if cell.recipe is not None
                 },
                 rounds=asked.rounds,
-                block_seconds=asked.block_seconds,
+                block_seconds=asked.seconds,
                 say=say,
             )
             for cell in together:
@@ -115,7 +85,7 @@ def measure_grid(asked: Asked, say: Callable[[str], None]) -> tuple[LoadedRecipe
     return loaded, [_row(cell) for cell in cells]
 
 
-def _cells(asked: Asked, recipe: Recipe) -> Iterator[Cell]:
+def _cells(asked: Bench, recipe: Recipe) -> Iterator[Cell]:
     choices = itertools.product(
         asked.devices or (recipe.parallel.device,),
         asked.batch_sizes or (recipe.batch.global_size,),
@@ -147,7 +117,7 @@ def _cells(asked: Asked, recipe: Recipe) -> Iterator[Cell]:
             )
 
 
-def _once_each(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
+def _once_each(cells: Sequence[Cell], asked: Bench) -> list[Cell]:
     """The cells without those that come to the same run as another, which has their names."""
     choices = (asked.devices, asked.precisions, asked.backends)
     if not any(len(names) > 1 and "auto" in names for names in choices):
@@ -180,7 +150,7 @@ def _comes_to(cell: Cell) -> tuple[Any, ...] | None:
     return (cell.part, plan.device, plan.precision, plan.global_batch_size, *data)
 
 
-def _recipe(asked: Asked, changed: Mapping[str, Any]) -> tuple[Recipe | None, str]:
+def _recipe(asked: Bench, changed: Mapping[str, Any]) -> tuple[Recipe | None, str]:
     given = [f"{key}={'null' if value is None else value}" for key, value in changed.items()]
     try:
         return load_recipe(asked.recipe, (*asked.overrides, *given)).recipe, ""

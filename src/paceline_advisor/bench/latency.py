@@ -28,10 +28,12 @@ from paceline.metrics.intervals import part_means, quantile, rate_interval
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.recipe.plan import resolve_channels_last, resolve_precision
 from paceline.recipe.schema import Recipe
+from paceline.references import is_code_trusted
 from paceline.tasks.build import build_task
 from paceline.telemetry.energy import EnergyCounter
 from paceline.trainer.preparation import build_network
 from paceline.world import World
+from paceline_advisor.commands import Bench
 
 _WARM_QUERIES = 10
 _WARM_SECONDS = 0.5
@@ -46,31 +48,6 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Answer = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyAsked:
-    """What to measure.
-
-    Attributes:
-        target: A recipe's name or file, a run directory, a checkpoint or a safetensors file.
-        overrides: Changes to a recipe.
-        weights: Of saved ones: ``auto``, ``model`` or ``ema``.
-        trust_code: Whether saved weights' recipe may name code to import.
-        batch_sizes: Images of a query; empty: 1, 2, 4, ... 256.
-        devices: Empty: the recipe's.
-        precisions: Empty: the recipe's.
-        seconds: How long each is measured at least.
-    """
-
-    target: str
-    overrides: tuple[str, ...] = ()
-    weights: str = "auto"
-    trust_code: bool = False
-    batch_sizes: tuple[int, ...] = ()
-    devices: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    seconds: float = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +83,13 @@ class _Subject:
         return made.pin_memory() if self.device.type == "cuda" else made
 
 
-def measure_latency(asked: LatencyAsked, say: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
+def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
     """Measure latencies and throughput; the name of what was measured, its recipe, and one row for each.
 
     Raises:
         PacelineError: If the target cannot be used at all.
     """
-    is_saved = Path(asked.target).exists() and _holds_weights(Path(asked.target))
+    is_saved = Path(asked.recipe).exists() and _holds_weights(Path(asked.recipe))
     name, recipe = _described(asked) if is_saved else _loaded(asked)
     rows: list[dict[str, Any]] = []
     for device_name in asked.devices or (recipe.parallel.device,):
@@ -137,20 +114,20 @@ def _holds_weights(target: Path) -> bool:
     return any((target / "checkpoints").glob("step-*"))
 
 
-def _loaded(asked: LatencyAsked) -> tuple[str, Recipe]:
-    loaded = load_recipe(asked.target, asked.overrides)
+def _loaded(asked: Bench) -> tuple[str, Recipe]:
+    loaded = load_recipe(asked.recipe, asked.overrides)
     return loaded.name, loaded.recipe
 
 
-def _described(asked: LatencyAsked) -> tuple[str, Recipe]:
+def _described(asked: Bench) -> tuple[str, Recipe]:
     if asked.overrides:
-        raise RecipeError(f"overrides change recipes, but '{asked.target}' holds saved weights; leave them out.")
-    saved = read_weights(Path(asked.target), asked.weights)
-    return f"{asked.target} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
+        raise RecipeError(f"overrides change recipes, but '{asked.recipe}' holds saved weights; leave them out.")
+    saved = read_weights(Path(asked.recipe), asked.weights)
+    return f"{asked.recipe} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
 
 
-def _saved(asked: LatencyAsked, device: torch.device, precision: str) -> _Subject:
-    predictor = load_predictor(Path(asked.target), weights=asked.weights, trust_code=asked.trust_code, device=device)
+def _saved(asked: Bench, device: torch.device, precision: str) -> _Subject:
+    predictor = load_predictor(Path(asked.recipe), weights=asked.weights, trust_code=is_code_trusted(), device=device)
     return _Subject(
         answer=predictor.probabilities,
         shape=predictor.shape,
@@ -191,7 +168,7 @@ def _resolved(precision: str, device: torch.device) -> str:
     return resolve_precision(Recipe(), describe_machine(device), {}) if precision == "auto" else precision
 
 
-def _scenarios(subject: _Subject, asked: LatencyAsked, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _scenarios(subject: _Subject, asked: Bench, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     fastest, best_size = 0.0, 0
     for size in asked.batch_sizes or BATCH_SIZES:
         say(f"{subject.device.type} {subject.precision}: queries of {size}")

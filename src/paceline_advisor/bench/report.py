@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,19 @@ from typing import Any
 import torch
 
 from paceline import __version__
-from paceline.pages.page import Chart, Page, Section, write_page
+from paceline.command import Log
+from paceline.pages.page import Chart, Page, Section, Table, write_page
+from paceline.pages.shown import Shown
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
-from paceline.records.benchmark import FILE, FORMAT
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
+from paceline.report.benchmark_comparison import FILE, FORMAT, Comparison, compare
 from paceline.units import format_bytes
+from paceline_advisor.bench.grid import measure_grid
+from paceline_advisor.bench.latency import measure_latency
+from paceline_advisor.bench.target import run_to_target, summarise_runs, write_dawnbench
+from paceline_advisor.commands import Bench, BenchCompare
 
 Row = Mapping[str, Any]
 
@@ -34,6 +41,7 @@ class BenchReport:
         settings: How it was measured.
         rows: One for each thing measured.
         notes: What a reader must know to read the figures.
+        dawnbench: Writes DAWNBench's entries of runs to a target into a folder, and returns the files.
     """
 
     kind: str
@@ -42,6 +50,7 @@ class BenchReport:
     settings: Mapping[str, Any]
     rows: Sequence[Row]
     notes: Sequence[str]
+    dawnbench: Callable[[Path], list[Path]] | None = None
 
     @property
     def measured_any(self) -> bool:
@@ -61,6 +70,15 @@ class BenchReport:
             "recipe": to_tree(self.recipe),
             "environment": capture_environment(_device_facts()),
         }
+
+    def __paceline__(self) -> Shown:
+        """Show a row for each thing measured, and how to read them."""
+        header, rows = self.table()
+        return Shown(
+            title=f"{self.name}: {self.kind.replace('_', ' ')}",
+            blocks=[Table(columns=header, rows=rows, caption=""), *(f"  {note}" for note in self.notes)],
+            ok=self.measured_any or "",
+        )
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows for people."""
@@ -94,7 +112,7 @@ class BenchReport:
         if (chart := self.chart()) is not None:
             page = Page(title=self.name, subtitle="paceline bench", sections=(Section(title="Speed", blocks=(chart,)),))
             written.append(write_page(json_file.with_suffix(".html"), page))
-        return written
+        return written if self.dawnbench is None else [*written, *self.dawnbench(folder)]
 
     def chart(self) -> Chart | None:
         """Throughput over batch sizes; None without batch sizes."""
@@ -114,6 +132,80 @@ class BenchReport:
             },
             description="Bars are 95 % intervals of the mean; a point without a bar was measured too few times.",
         )
+
+
+def bench(asked: Bench, log: Log) -> BenchReport:
+    """Measure throughput, latency or the time to a target, for `paceline bench`.
+
+    Raises:
+        PacelineError: If the recipe is wrong, or nothing can be measured here.
+    """
+    if asked.inference:
+        name, recipe, rows = measure_latency(asked, log)
+        names = ["weights", "batch_sizes", "devices", "precisions", "seconds"]
+        return _report("latency", name, recipe, rows, latency_notes(rows), asked, names)
+    if asked.to is not None:
+        loaded, target, runs = run_to_target(asked, log)
+        row = summarise_runs(runs, target, asked.price_per_hour)
+        names = ["to", "runs", "price_per_hour", "processes"]
+        report = _report("time_to_target", loaded.name, loaded.recipe, [row], target_notes(row), asked, names)
+        return replace(
+            report,
+            dawnbench=partial(write_dawnbench, loaded=loaded, target=target, runs=runs, price=asked.price_per_hour),
+        )
+    loaded, rows = measure_grid(asked, log)
+    names = ["batch_sizes", "devices", "precisions", "backends", "parts", "rounds", "launches", "processes", "seconds"]
+    return _report("throughput", loaded.name, loaded.recipe, rows, throughput_notes(rows), asked, names)
+
+
+def _report(
+    kind: str, name: str, recipe: Recipe, rows: Sequence[Row], notes: Sequence[str], asked: Bench, names: Sequence[str]
+) -> BenchReport:
+    settings = {each: getattr(asked, each) for each in names}
+    return BenchReport(kind=kind, name=name, recipe=recipe, settings=settings, rows=rows, notes=notes)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two results, compared for `paceline bench compare`."""
+
+    found: Comparison
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Return the comparison as one JSON object."""
+        return self.found.to_json()
+
+    def __paceline__(self) -> Shown:
+        """Show the change of each line with its interval and verdict."""
+        found, rows = self.found, []
+        for line in found.lines:
+            ratio = line.slower
+            change = "" if ratio is None else f"{100 * (ratio.middle - 1):+.1f} %"
+            ends = "" if ratio is None else f"{100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
+            rows.append((line.name, change, ends, line.verdict, line.note))
+        differences = found.differences.items()
+        undecided = "  Where there is not enough evidence: measure longer, with more --rounds or --launches."
+        verdict = "B is slower" if found.regressed else "Nothing is shown to be slower"
+        return Shown(
+            title="B compared with A",
+            blocks=[
+                Table(columns=("what", "time of B", "interval", "verdict", ""), rows=rows, caption=""),
+                *(f"  not the same: {name} is {one} in A and {other} in B" for name, (one, other) in differences),
+                *(f"  {note}" for note in found.notes),
+                *([undecided] if found.undecided else []),
+                f"  {verdict} by more than {100 * found.tolerance:g} %.",
+            ],
+            ok=not found.regressed or "",
+        )
+
+
+def compare_results(asked: BenchCompare, _: Log) -> Compared:
+    """Compare two results or run directories.
+
+    Raises:
+        PacelineError: If one of them cannot be read, or they have nothing in common.
+    """
+    return Compared(compare(asked.a, asked.b, tolerance=asked.tolerance / 100, confidence=asked.confidence / 100))
 
 
 def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:

@@ -15,11 +15,12 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, TrainingError
 from paceline.metrics.intervals import Interval, time_to_event
@@ -30,6 +31,7 @@ from paceline.records.run_directory import RunDirectory, write_json, write_text
 from paceline.tasks.build import build_task
 from paceline.trainer.preparation import find_metric, without_mirror
 from paceline.world import World
+from paceline_advisor.commands import Bench
 from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
 
 _HOUR = 3600.0
@@ -85,27 +87,6 @@ class Target:
         return value < other if self.less_is_better else value > other
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetAsked:
-    """What to measure.
-
-    Attributes:
-        recipe: A shipped recipe's name or the path of a YAML file.
-        overrides: Changes to it.
-        target: Where to get to.
-        runs: How many.
-        price_per_hour: Of the machine, in any currency; None if there is none.
-        processes: Of each run.
-    """
-
-    recipe: str
-    target: Target
-    overrides: tuple[str, ...] = ()
-    runs: int = 5
-    price_per_hour: float | None = None
-    processes: int = 1
-
-
 @dataclass(kw_only=True)
 class TargetRun:
     """One run.
@@ -129,39 +110,39 @@ class TargetRun:
     trouble: str = ""
 
 
-def run_to_target(
-    asked: TargetAsked, say: Callable[[str], None]
-) -> tuple[LoadedRecipe, list[TargetRun], dict[str, Any]]:
-    """Train until the target; the recipe, the runs, and the row of the result.
+def run_to_target(asked: Bench, say: Log) -> tuple[LoadedRecipe, Target, list[TargetRun]]:
+    """Train until the target of ``bench --to``, once for each seed.
 
     Raises:
         PacelineError: If the recipe is wrong, never evaluates, or does not know the metric.
         TrainingError: If no run could be made at all.
     """
+    target = Target.parse(asked.to or "")
     check_alone("bench --to")
     check_can_watch()
     loaded = load_recipe(asked.recipe, asked.overrides)
     if loaded.recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
-    asked = replace(asked, target=asked.target.of(loaded.recipe))
+    target = target.of(loaded.recipe)
     runs: list[TargetRun] = []
     with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
         for index in range(asked.runs):
-            runs.append(one_run(asked, loaded, Path(scratch) / str(index), index))
+            runs.append(one_run(target, loaded, Path(scratch) / str(index), index, processes=asked.processes))
             say(f"run {index + 1} of {asked.runs}: {_in_words(runs[-1])}")
             if index == 0 and runs[0].trouble:
                 raise TrainingError(f"the first run failed: {runs[0].trouble}")
-    return loaded, runs, summarise_runs(asked, runs)
+    return loaded, target, runs
 
 
-def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) -> TargetRun:
+def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, processes: int = 1) -> TargetRun:
     """Train until the target, in processes of its own.
 
     Args:
-        asked: Says what the target is, and how many processes train.
+        target: When to stop.
         loaded: The recipe.
         folder: A new folder, made here; what it holds is no longer needed afterwards.
         index: Added to the recipe's seed.
+        processes: Ranks of the run.
     """
     run = TargetRun(seed=loaded.recipe.seed + index)
     folder.mkdir()
@@ -169,17 +150,17 @@ def one_run(asked: TargetAsked, loaded: LoadedRecipe, folder: Path, index: int) 
     recipe.write_text(to_yaml(without_mirror(loaded.recipe)), encoding="utf-8")
     run_dir = folder / "run"
     arguments = ["train", str(recipe), f"seed={run.seed}", "train.until=null", "--run-dir", str(run_dir)]
-    arguments += ["--processes", str(asked.processes)]
+    arguments += ["--processes", str(processes)]
     # It stops if this process is killed.
     followed = {LAUNCHER_VARIABLE: str(os.getpid())}
     with Launch(arguments, folder / "launch", limit_seconds=_LIMIT_SECONDS, variables=followed) as launch:
         while launch.process.poll() is None and not (run.reached or run.trouble):
             time.sleep(_LOOK_SECONDS)
-            follow(run, run_dir, asked.target)
+            follow(run, run_dir, target)
         if run.reached and launch.process.poll() is None:
             launch.process.send_signal(signal.SIGTERM)
             launch.wait_alone(_END_SECONDS)
-        follow(run, run_dir, asked.target)
+        follow(run, run_dir, target)
         if not (run.reached or run.trouble) and (code := launch.process.poll()):
             run.trouble = said(launch) or f"exit code {code}"
     if run.evaluations:
@@ -228,19 +209,18 @@ def _in_words(run: TargetRun) -> str:
     return f"not there after {run.train_seconds:.1f} s (seed {run.seed})"
 
 
-def summarise_runs(asked: TargetAsked, runs: Sequence[TargetRun]) -> dict[str, Any]:
+def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> dict[str, Any]:
     """What runs come to, as the row of a result."""
     # A run that failed counts as one that was watched for so long, and as long as any if it did not get anywhere:
     # leaving it out would praise what fails.
     reached = [run.reached for run in runs]
     trained = time_to_event(_watched([run.train_seconds for run in runs]), reached)
     wall = time_to_event(_watched([run.wall_seconds for run in runs]), reached)
-    price = asked.price_per_hour
     missed = len(runs) - sum(reached)
     trouble = next((run.trouble for run in runs if run.trouble), "")
     return {
-        "metric": asked.target.metric,
-        "target": asked.target.value,
+        "metric": target.metric,
+        "target": target.value,
         "runs": len(runs),
         "reached": sum(reached),
         "reached_share": trained.reached.to_json(),
@@ -287,7 +267,9 @@ def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def write_dawnbench(folder: Path, loaded: LoadedRecipe, runs: Sequence[TargetRun], asked: TargetAsked) -> list[Path]:
+def write_dawnbench(
+    folder: Path, *, loaded: LoadedRecipe, target: Target, runs: Sequence[TargetRun], price: float | None = None
+) -> list[Path]:
     """Write each run that got there as an entry of DAWNBench's: a JSON file and a TSV of its progress.
 
     ``author``, ``authorEmail`` and ``codeURL`` are left for the user to fill in. The hours are those of the step clock.
@@ -307,12 +289,12 @@ def write_dawnbench(folder: Path, loaded: LoadedRecipe, runs: Sequence[TargetRun
             "codeURL": "",
             "model": loaded.recipe.model.name,
             "hardware": run.hardware,
-            **({} if asked.price_per_hour is None else {"costPerHour": asked.price_per_hour}),
+            **({} if price is None else {"costPerHour": price}),
             "timestamp": time.strftime("%Y-%m-%d"),
             "misc": {
                 "recipe": loaded.name,
                 "seed": run.seed,
-                "target": f"{asked.target.metric} {asked.target.value:g}",
+                "target": f"{target.metric} {target.value:g}",
             },
         }
         path = folder / f"{stem}-{number}.json"

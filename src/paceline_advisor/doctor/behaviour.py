@@ -1,8 +1,10 @@
-"""How does the user's task behave in one small micro-batch? Watched on the CPU, on a copy that is thrown away."""
+"""The user's task in one small micro-batch, watched on the CPU on a copy that is thrown away."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.backends import cudnn
 
 from paceline.data.batch import Batch, tensors_in
+from paceline.distributed.affinity import affinity_restored
 from paceline.recipe.data import Data
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
@@ -19,13 +22,30 @@ from paceline.tasks.build import build_task
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task
 from paceline.trainer.preparation import Prepared, prepare
+from paceline.trainer.process_settings import restore_globals
 from paceline.units import Duration
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
-from paceline_advisor.doctor.calls import Calls, CallWatcher
+from paceline_advisor.doctor.calls import Calls, CallWatcher, find_call, find_setting, own_files
 from paceline_advisor.doctor.findings import Place
-from paceline_advisor.doctor.sightings import find_call, find_setting, own_files
-from paceline_advisor.prove.bare import bare
+from paceline_advisor.prove.runs import bare
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """Put back, at the end, every state of the process that a look into a task may change.
+
+    Inside, cuDNN is set as a run on a GPU sets it, so that it shows when code of the user's own sets it otherwise.
+    """
+    with contextlib.ExitStack() as held:
+        held.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of code that is only looked at
+        held.enter_context(restore_globals())
+        held.enter_context(torch.enable_grad())
+        held.enter_context(affinity_restored())
+        cudnn.benchmark, cudnn.enabled, cudnn.deterministic = True, True, False
+        yield
+
 
 # BatchNorm needs more than one; odd, so that no size of the network is taken for that of the batch.
 _SAMPLES = 3
@@ -53,7 +73,7 @@ class Behaviour:
 def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Behaviour]:
     """Send a few samples of the recipe's own data through its own task, forward and backward, and look.
 
-    To be called within :func:`~paceline_advisor.doctor.untouched.untouched`.
+    To be called within :func:`~paceline_advisor.doctor.behaviour.untouched`.
 
     Raises:
         PacelineError: If the recipe cannot be run.
@@ -126,7 +146,7 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
 
 
 def _states(files: list[str]) -> dict[str, Place | None]:
-    """The settings of cuDNN that are not as :func:`~paceline_advisor.doctor.untouched.untouched` set them."""
+    """The settings of cuDNN that are not as :func:`~paceline_advisor.doctor.behaviour.untouched` set them."""
     return {
         f"torch.backends.{name}={value}": find_setting(files, name)
         for name, value in _AUTOTUNE.items()

@@ -1,4 +1,4 @@
-"""What does the user's code ask of torch in one micro-batch: values to wait for, tensors made on the host, debugging?
+"""Calls of the user's code in one micro-batch: values read back, tensors made on the host, debugging, loaders.
 
 It is looked at in Python, call by call, on the CPU: there a value costs nothing, but the call that asks for it is the
 same. What torch's own code does inside such a call is not seen.
@@ -6,21 +6,29 @@ same. What torch's own code does inside such a call is not seen.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 import paceline
+from paceline.recipe.named_code import named_code
+from paceline.recipe.schema import Recipe
+from paceline.tasks.task import Task
 from paceline_advisor.doctor.findings import Place
 
 
@@ -314,3 +322,100 @@ def _mark_all(result: Any, lies: str) -> None:
 def _mark(tensor: Tensor, lies: str) -> None:
     # An attribute of Python's own, which goes with the tensor.
     setattr(tensor, _MARK, lies)
+
+
+def own_files(recipe: Recipe, task: Task, network: nn.Module | None) -> list[str]:
+    """The files of the user's code: those that the recipe names, and those of its task's and network's classes."""
+    modules = {reference.partition(":")[0] for reference in named_code(recipe)}
+    kinds = [*type(task).__mro__, *({type(each) for each in network.modules()} if network is not None else ())]
+    modules |= {kind.__module__ for kind in kinds}
+    files = {_file(name) for name in modules}
+    return sorted(
+        file for file in files if file and not file.startswith((*OURS, TORCH)) and "site-packages" not in file
+    )
+
+
+def find_call(files: Collection[str], names: Collection[str]) -> Place | None:
+    """The first line on which one of these functions or classes is called or entered, by its last name."""
+    return next((place for file in files for place in _calls(file, names)), None)
+
+
+def find_setting(files: Collection[str], ending: str) -> Place | None:
+    """The first line that assigns to something whose name ends so."""
+    for file in files:
+        for node in ast.walk(_tree(file)):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(ast.unparse(target).endswith(ending) for target in targets):
+                assert isinstance(node, ast.Assign)
+                return Place(file, node.lineno, ast.unparse(node))
+    return None
+
+
+def _calls(file: str, names: Collection[str]) -> Iterator[Place]:
+    calls = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Call))
+    for node in sorted(calls, key=lambda each: each.lineno):
+        called = ast.unparse(node.func)
+        if called.rpartition(".")[2] in names:
+            yield Place(file, node.lineno, called)
+
+
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _file(module: str) -> str:
+    found = sys.modules.get(module)
+    try:
+        return "" if found is None else inspect.getsourcefile(found) or ""
+    except TypeError:
+        return ""  # built in, or made by a program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """A DataLoader that code of the user's own has made.
+
+    Attributes:
+        place: Where.
+        workers: Its processes.
+        pinned: Whether its batches come in page-locked memory.
+        persistent: Whether its processes stay from one epoch to the next.
+        drops_last: Whether it leaves out what does not fill a batch.
+    """
+
+    place: Place
+    workers: int
+    pinned: bool
+    persistent: bool
+    drops_last: bool
+
+
+@contextmanager
+def watching_loaders() -> Iterator[list[Loader]]:
+    """Note every DataLoader that is made inside, but Paceline's own."""
+    found: list[Loader] = []
+    made = DataLoader.__init__
+
+    @wraps(made)
+    def noting(self: DataLoader[Any], *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        place = place_of(sys._getframe(1))  # noqa: SLF001  # the caller's, which no other function of Python gives
+        if place is not None:
+            found.append(
+                Loader(
+                    place=Place(place.file, place.line, "DataLoader"),
+                    workers=self.num_workers,
+                    pinned=self.pin_memory,
+                    persistent=self.persistent_workers,
+                    drops_last=self.drop_last,
+                )
+            )
+
+    DataLoader.__init__ = noting  # type: ignore[method-assign]  # put back below
+    try:
+        yield found
+    finally:
+        DataLoader.__init__ = made  # type: ignore[method-assign]  # as it was

@@ -1,4 +1,4 @@
-"""What does the doctor say of a run: what is wrong, where, why, what to change, and what that is worth?"""
+"""A finding: what is wrong, where, why, what to change, and what the change is worth."""
 
 from __future__ import annotations
 
@@ -137,3 +137,19 @@ def _rank(finding: Finding) -> tuple[float, ...]:
     if finding.gain is None:
         return (2, rank, -expected)
     return (1, 0, -finding.gain.middle) if finding.gain.is_certain else (3, 0, -finding.gain.middle)
+
+
+TUNING = "PyTorch, Performance Tuning Guide"
+LINEAR = "NVIDIA, Linear/Fully-Connected Layers User's Guide"
+CONVOLUTION = "NVIDIA, Convolutional Layers User's Guide"
+RECURRENT = "NVIDIA, Recurrent Layers User's Guide"
+MEMORY_LIMITED = "NVIDIA, Memory-Limited Layers User's Guide"
+CONVNETS = "NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets"
+INTENSITY = "Williams, Waterman and Patterson 2009, Roofline"
+DDP = "PyTorch, DistributedDataParallel; Li et al. 2020"
+GOYAL = "Goyal et al. 2017, Accurate, Large Minibatch SGD"
+KRIZHEVSKY = "Krizhevsky 2014, One weird trick; Malladi et al. 2022, On the SDEs and Scaling Rules"
+CUDA_MODES = "PyTorch, CUDA semantics and environment variables"
+AMP = "PyTorch, Automatic Mixed Precision; NVIDIA, Train With Mixed Precision"
+BATCH_NORM = "Ioffe and Szegedy 2015, Batch Normalization; PyTorch, Performance Tuning Guide"
+OWN = "Paceline, docs/guide/doctor.md"

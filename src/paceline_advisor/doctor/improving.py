@@ -1,52 +1,209 @@
-"""What does the recipe look like with the proposed changes, and in which file?"""
+"""Proposed changes: whether they can be planned, what each gains when measured, and the recipe with them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import RecipeError
+from torch import nn
+
+from paceline.command import Log
+from paceline.errors import PacelineError, RecipeError, TrainingError
 from paceline.recipe.layers import set_keys, spelled
-from paceline.recipe.load import to_tree, to_yaml
+from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
+from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
-from paceline_advisor.doctor.changes import Plans, changed
-from paceline_advisor.doctor.findings import Finding
-from paceline_advisor.doctor.measuring import worthwhile
-from paceline_advisor.doctor.study import Diagnosis
+from paceline.tasks.build import build_task
+from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.meta_network import build_shapes
+from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
+from paceline.world import World
+from paceline_advisor.apply import write_new
+from paceline_advisor.bench.interleaved import Measured, run_bursts
+from paceline_advisor.commands import Doctor
+from paceline_advisor.doctor.behaviour import untouched
+from paceline_advisor.doctor.findings import Finding, Gain, ranked
+from paceline_advisor.doctor.study import Diagnosis, Improved, examine
+from paceline_advisor.doctor.subject import choose_target
+
+# What a strategy refuses, it refuses with several processes only, and a recipe is written for more than one machine.
+_SEVERAL = (2, 4, 8)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Improved:
-    """What was written.
-
-    Attributes:
-        met: The findings whose change was made.
-        left_out: Those whose change was not, by name, with the reason.
-        lines: What of the recipe is otherwise: ``- key=before`` and ``+ key=now``.
-    """
-
-    met: tuple[Finding, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    lines: tuple[str, ...] = ()
-
-
-def check_new(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is looked at.
+def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """A recipe with overrides on top.
 
     Raises:
-        RecipeError: If there is something of that name, or no folder for it.
+        RecipeError: If they do not go together.
     """
-    if os.path.lexists(path):
-        raise RecipeError(f"--apply {path}: there is a file of that name already; name a new one, or remove it.")
-    if not path.absolute().parent.is_dir():
-        raise RecipeError(f"--apply {path}: there is no folder '{path.absolute().parent}'; make it, or name another.")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise RecipeError(
-            f"--apply {path}: nothing may be written in '{path.absolute().parent}'; name a file in another folder."
-        )
+    return stored_recipe(to_tree(recipe), "the improved recipe", overrides)
+
+
+class Plans:
+    """Plans of an examined recipe with changes.
+
+    They are made for the device that it was examined for, with as many processes, and with each number of several with
+    which the recipe can be planned as it is.
+    """
+
+    def __init__(self, diagnosis: Diagnosis) -> None:
+        self._recipe, self._machine = diagnosis.loaded.recipe, diagnosis.machine
+        self._processes = diagnosis.processes
+
+    def refusal(self, overrides: Mapping[str, Any]) -> str:
+        """Why a plan refuses the recipe with these changes, or has no use for one of them; empty if it takes them."""
+        found = self._refusal(overrides)
+        # What it says of the recipe as it is too is no reason against a change.
+        return "" if found == self._as_it_is else found
+
+    @cached_property
+    def _as_it_is(self) -> str:
+        return self._refusal({})
+
+    @cached_property
+    def _several(self) -> list[int]:
+        asked = _Asked(self._recipe, self._machine)
+        return [count for count in _SEVERAL if count != self._processes and asked.can_be_planned(count)]
+
+    def _refusal(self, overrides: Mapping[str, Any]) -> str:
+        try:
+            asked = _Asked(changed(self._recipe, overrides), self._machine)
+            unused = asked.unused(self._processes)
+            for processes in self._several:
+                asked.unused(processes)
+        except PacelineError as error:
+            return str(error)
+        idle = next((key for key in overrides if key in unused), None)
+        return "" if idle is None else f"{idle} would have no effect: {unused[idle]}"
+
+
+class _Asked:
+    """A recipe that is planned for several worlds; its network is built once, of shapes."""
+
+    def __init__(self, recipe: Recipe, machine: MachineFacts) -> None:
+        self._recipe, self._machine = without_initial_weights(with_stand_in_data(recipe)[0]), machine
+        self._shapes: nn.Module | None = None
+
+    def unused(self, processes: int) -> Mapping[str, str]:
+        """The keys that its plan has no use for, with the reasons.
+
+        Raises:
+            PacelineError: If it is refused.
+        """
+        with untouched():
+            task = build_task(self._recipe)
+            world = World(world_size=processes, local_world_size=processes)
+            plan = plan_run(self._recipe, task, self._machine, world)
+            if self._shapes is None:
+                self._shapes = build_shapes(self._recipe, task, channels_last=plan.channels_last)
+            return plan_network(plan, self._shapes, self._recipe).unused
+
+    def can_be_planned(self, processes: int) -> bool:
+        """Whether it is not refused."""
+        try:
+            self.unused(processes)
+        except PacelineError:
+            return False
+        return True
+
+
+_NOW = "now"
+# Bursts do not evaluate: a gain there would be none, and say nothing. Nor would one of several processes in one.
+_NOT_IN_BURSTS = frozenset({"evaluation_often"})
+_OF_SEVERAL = frozenset({"unused_parameter_search", "affinity"})
+
+
+def diagnose(asked: Doctor, log: Log) -> Diagnosis:
+    """Examine a recipe or a run, and as asked measure each change and write the recipe with those to make.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned for that device, or the file cannot be written.
+    """
+    if asked.measure and asked.device is not None:
+        if not runs_here(asked.device, load_recipe(asked.recipe, asked.overrides).recipe):
+            raise RecipeError(
+                f"--measure measures on the device that is here, not on '{asked.device}'; leave one of them out."
+            )
+        asked = replace(asked, device=None)  # the run as it would be here
+    diagnosis = examine(asked, log)
+    if asked.measure:
+        diagnosis = measure(diagnosis, log, rounds=asked.rounds)
+    if asked.apply is None:
+        return diagnosis
+    return replace(diagnosis, improved=write_improved(asked.apply, diagnosis, measured=asked.measure))
+
+
+def runs_here(device: str, recipe: Recipe) -> bool:
+    """Whether a named device is the one that a run would take."""
+    here, named = choose_target(None, recipe), choose_target(device, recipe)
+    return (here.machine.device, here.device) == (named.machine.device, named.device)
+
+
+def measure(
+    diagnosis: Diagnosis, tell: Callable[[str], None], *, rounds: int = 8, block_seconds: float = 2.0
+) -> Diagnosis:
+    """Measure every finding's change of the recipe, each by itself, and order the findings by what they gained.
+
+    Args:
+        diagnosis: What was found.
+        tell: Is told what happens.
+        rounds: Turns of each variant.
+        block_seconds: About how long a turn is.
+
+    Raises:
+        TrainingError: If the recipe cannot be run here as it is.
+    """
+    left_out = _NOT_IN_BURSTS if diagnosis.processes > 1 else _NOT_IN_BURSTS | _OF_SEVERAL
+    changes = {each.name: each.advice.overrides for each in diagnosis.findings if each.name not in left_out}
+    variants: dict[str, Recipe] = {_NOW: diagnosis.loaded.recipe}
+    plans = Plans(diagnosis)
+    for name, overrides in changes.items():
+        if overrides and not (refusal := plans.refusal(overrides)):
+            variants[name] = changed(diagnosis.loaded.recipe, overrides)
+        elif overrides:
+            tell(f"{name}: not measured: {refusal}")
+    if len(variants) == 1 or not diagnosis.is_here:
+        return diagnosis
+    found = run_bursts(variants, rounds=rounds, block_seconds=block_seconds, processes=diagnosis.processes, say=tell)
+    now = found.pop(_NOW)
+    if now.trouble:
+        raise TrainingError(f"the run as it is could not be measured: {now.trouble}")
+    gains: dict[str, Gain] = {}
+    for name, each in found.items():
+        if each.trouble:
+            tell(f"{name}: not measured: {each.trouble}")
+        elif (gain := gain_of(now, each)) is not None:
+            gains[name] = gain
+    findings = ranked(replace(each, gain=gains.get(each.name)) for each in diagnosis.findings)
+    return replace(diagnosis, findings=findings)
+
+
+def gain_of(now: Measured, changed: Measured) -> Gain | None:
+    """Samples per second with a change over those without; None if the two share no round.
+
+    The interval is that of another measurement of as many rounds: it varies as this one did, so that their difference
+    has twice the variance that this one's mean has (on the scale of logarithms, as of ratios).
+    """
+    ratio = now.slower_than(changed)
+    if ratio is None:
+        return None
+    low, high = ((each / ratio.middle) ** math.sqrt(2) * ratio.middle for each in (ratio.low, ratio.high))
+    return Gain(middle=ratio.middle, low=low, high=high, rounds=ratio.count)
+
+
+def worthwhile(findings: tuple[Finding, ...], *, measured: bool) -> tuple[Finding, ...]:
+    """The findings whose change of the recipe trains the same thing; of measured ones, those that are sure to gain."""
+    return tuple(
+        each
+        for each in findings
+        if each.advice.overrides
+        and each.advice.keeps != "training"
+        and (not measured or (each.gain is not None and each.gain.is_certain))
+    )
 
 
 def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Improved:
@@ -62,26 +219,14 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
     """
     met, overrides, left_out = _that_go_together(diagnosis, worthwhile(diagnosis.findings, measured=measured))
     if not met:
-        return Improved(left_out=left_out)
+        why = "no change was measured to gain" if measured else "there is no change to make"
+        return Improved(path=path, left_out=left_out, why_not=why)
     before = diagnosis.loaded.recipe
     after = changed(before, overrides)
     head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
     head += [f"#   {_said(each.advice.overrides)}  {_why(each)}" for each in met]
     write_new(path, "\n".join(head) + "\n" + to_yaml(after))
-    return Improved(met=met, left_out=left_out, lines=tuple(_differences(before, after)))
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a recipe to a file that is not there yet.
-
-    Raises:
-        RecipeError: If it cannot be written.
-    """
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise RecipeError(f"--apply {path}: cannot be written ({error.strerror}).") from error
+    return Improved(path=path, met=met, left_out=left_out, lines=tuple(_differences(before, after)))
 
 
 def _that_go_together(

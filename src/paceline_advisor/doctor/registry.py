@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_advisor.doctor.checks import code, fitting, learning, loading, numerics, records, rhythm, several, shapes
+from paceline_advisor.doctor.checks import code, compute, training
 from paceline_advisor.doctor.subject import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -14,49 +14,49 @@ CHECKS: tuple[Check, ...] = (
     code.pointwise,
     code.gradient_in_evaluation,
     # How the device computes
-    numerics.precision,
-    numerics.slow_precision,
-    numerics.channels_last,
-    numerics.layout_lost,
-    numerics.autotune_off,
-    numerics.unfused_optimizer,
-    numerics.threads,
-    numerics.bias_before_batchnorm,
+    compute.precision,
+    compute.slow_precision,
+    compute.channels_last,
+    compute.layout_lost,
+    compute.autotune_off,
+    compute.unfused_optimizer,
+    compute.threads,
+    compute.bias_before_batchnorm,
     # How samples come
-    loading.no_workers,
-    loading.too_many_workers,
-    loading.unpinned,
-    loading.no_persistent_workers,
-    loading.drop_last,
+    code.no_workers,
+    code.too_many_workers,
+    code.unpinned,
+    code.no_persistent_workers,
+    code.drop_last,
     # Whether there is room for a step
-    fitting.does_not_fit,
+    training.does_not_fit,
     # Which sizes the network has
-    shapes.alignment,
-    shapes.batch_alignment,
-    shapes.tiles,
-    shapes.first_layer,
-    shapes.memory_bound,
-    shapes.depthwise,
-    shapes.recurrent_sizes,
-    shapes.recurrent_cells,
+    compute.alignment,
+    compute.batch_alignment,
+    compute.tiles,
+    compute.first_layer,
+    compute.memory_bound,
+    compute.depthwise,
+    compute.recurrent_sizes,
+    compute.recurrent_cells,
     # What several processes would wait for
-    several.unused_parameters,
-    several.unused_parameter_search,
-    several.construction_order,
-    several.data_parallel,
-    several.affinity,
+    training.unused_parameters,
+    training.unused_parameter_search,
+    training.construction_order,
+    training.data_parallel,
+    training.affinity,
     # What is done between steps
-    rhythm.log_every_step,
-    rhythm.evaluation_often,
+    training.log_every_step,
+    training.evaluation_often,
     # Whether fast steps lead somewhere
-    learning.no_warmup,
-    learning.learning_rate,
-    learning.ragged_tail,
-    learning.loss_scale,
+    training.no_warmup,
+    training.learning_rate,
+    training.ragged_tail,
+    training.loss_scale,
     # What a run that was made has recorded
-    records.diverged,
-    records.data_wait,
-    records.scaler_health,
-    records.slow_rank,
-    records.recompilation,
+    training.diverged,
+    training.data_wait,
+    training.scaler_health,
+    training.slow_rank,
+    training.recompilation,
 )

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
+from rich.text import Text
+
 from paceline.distributed.affinity import read_topology
 from paceline.errors import PacelineError
+from paceline.pages.shown import Shown
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.named_code import named_code
 from paceline.recipe.plan import MachineFacts, Plan
@@ -24,32 +28,47 @@ from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
+from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
-from paceline_advisor.doctor.behaviour import Behaviour, behave
+from paceline_advisor.doctor.behaviour import Behaviour, behave, untouched
+from paceline_advisor.doctor.calls import watching_loaders
 from paceline_advisor.doctor.findings import Finding, ranked
-from paceline_advisor.doctor.loaders import watching_loaders
 from paceline_advisor.doctor.registry import CHECKS
-from paceline_advisor.doctor.room import lack_of_room
-from paceline_advisor.doctor.subject import Subject
-from paceline_advisor.doctor.target import Target, choose_target
-from paceline_advisor.doctor.untouched import untouched
+from paceline_advisor.doctor.subject import Subject, Target, choose_target, lack_of_room
+
+_COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
+_KEPT = {"same": "", "rounding": " [the numbers round otherwise]", "training": " [trains something else]"}
+_MOST_PLACES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be looked at.
+class Improved:
+    """The recipe that was written, or not.
 
     Attributes:
-        recipe: A name, a path or a run directory.
-        overrides: ``KEY=VALUE``.
-        device: Which device it is judged for; the one here unless given.
-        processes: Of how many processes; None: one, or two where the recipe's strategy needs several.
+        path: The file that was asked for; None if none was.
+        met: The findings whose change was made; if there are none, nothing was written.
+        left_out: Those whose change was not, by name, with the reason.
+        lines: What of the recipe changed: ``- key=before`` and ``+ key=now``.
+        why_not: Why nothing was written.
     """
 
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    device: str | None = None
-    processes: int | None = None
+    path: Path | None = None
+    met: tuple[Finding, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    why_not: str = ""
+
+    def told(self) -> Iterator[str]:
+        """Yield what a person is told of it."""
+        if self.path is None:
+            return
+        yield from (f"not changed: {name}: {why}" for name, why in self.left_out.items())
+        if not self.met:
+            yield f"{self.path} was not written: {self.why_not}"
+            return
+        yield f"{self.path}: the recipe with {', '.join(each.name for each in self.met)} changed:"
+        yield from (f"  {line}" for line in self.lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +90,7 @@ class Diagnosis:
         unseen: What could not be looked at, and why.
         loaded: The recipe.
         machine: What a plan must know of that device.
+        improved: The recipe with the changes, if it was asked for.
     """
 
     recipe: str
@@ -87,6 +107,7 @@ class Diagnosis:
     unseen: dict[str, str]
     loaded: LoadedRecipe = field(repr=False)
     machine: MachineFacts = field(repr=False)
+    improved: Improved = field(default_factory=Improved, repr=False)
 
     @property
     def is_healthy(self) -> bool:
@@ -96,11 +117,53 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         """The diagnosis as one JSON object."""
         tree = asdict(replace(self, loaded=LoadedRecipe(Recipe(), "")))
-        del tree["loaded"], tree["machine"]
-        return {"healthy": self.is_healthy, **tree}
+        del tree["loaded"], tree["machine"], tree["improved"]
+        made = self.improved
+        applied = {"applied": [each.name for each in made.met], "left_out": made.left_out, "changes": made.lines}
+        return {"healthy": self.is_healthy, **tree, **applied}
+
+    def __paceline__(self) -> Shown:
+        """Show each finding with its evidence, reason, change and gain."""
+        count = sum(finding.counts for finding in self.findings)
+        left = len(self.findings) - count
+        total = f"{count} finding{'s' * (count > 1)}" if count else "no bottleneck found"
+        total += f", {left} of notice or without gain" if left else ""
+        total += (
+            f": {self.checks} checks in {1e3 * self.check_seconds:.0f} ms, {self.seconds:.1f} s with what they look at."
+        )
+        return Shown(
+            title=f"{self.recipe} on {self.device}{'' if self.is_here else ' (not here: predictions)'}",
+            subtitle=f"{self.precision}, {self.global_batch} samples a step"
+            f"{f' on {self.processes} processes' if self.processes > 1 else ''}",
+            blocks=[
+                *(Text.from_markup(line) for finding in self.findings for line in _shown(finding)),
+                *(f"not seen: {what}: {why}" for what, why in self.unseen.items()),
+                total,
+                *self.improved.told(),
+            ],
+            ok=self.is_healthy or "",
+        )
 
 
-def examine(asked: Asked, tell: Callable[[str], None]) -> Diagnosis:
+def _shown(finding: Finding) -> Iterator[str]:
+    """Yield the lines of a finding, in rich's markup."""
+    name = f"[{_COLOURS[finding.severity]}]{finding.severity:<6}[/]  [bold]{finding.name}[/]"
+    yield f"{name}: {escape(finding.evidence)}"
+    # Evidence names the first places itself.
+    for place in [each for each in finding.places[:_MOST_PLACES] if str(each) not in finding.evidence]:
+        yield escape(f"        at {place}")
+    yield escape(f"        {finding.why} ({finding.source})")
+    yield escape(f"        change: {finding.advice.words}{_KEPT[finding.advice.keeps]}")
+    if finding.gain is None:
+        # What is said of sizes says itself that it is a prediction.
+        label = "" if finding.expected.startswith("predicted: ") else "expected, not measured: "
+        yield escape(f"        {label}{finding.expected}")
+    else:
+        label = "measured: " if finding.gain.is_certain else ""  # no gain says itself that it was measured
+        yield escape(f"        {label}{finding.gain}; expected was: {finding.expected}")
+
+
+def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
     """Look for everything in :data:`~paceline_advisor.doctor.registry.CHECKS`.
 
     Nothing is trained or written, and no state of this process is otherwise afterwards.

@@ -1,20 +1,156 @@
-"""What do the checks look at?"""
+"""What the checks look at: the recipe and its plan, the target device, its memory, the network."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.recipe.plan import Plan
+import torch
+from torch import nn
+
+from paceline.devices import Device, find_device, recognise
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import RecipeError
+from paceline.models.roofline import ridge_point
+from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline_advisor.doctor.anatomy import Anatomy
+from paceline.trainer.fake_step import fake_step, machine_with
+from paceline.world import World
+from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Behaviour
+from paceline_advisor.doctor.calls import Loader
 from paceline_advisor.doctor.findings import Finding
-from paceline_advisor.doctor.layers import Layer
-from paceline_advisor.doctor.loaders import Loader
-from paceline_advisor.doctor.room import Lack
-from paceline_advisor.doctor.target import Target
+from paceline_advisor.memory.job import Job, allocator_settings
+from paceline_advisor.memory.trace import trace_steps, without_collection
+
+# What sizes must divide by for matrix units to take them as they are, and for the best tiles of an A100 and later.
+_UNITS = {"tf32": (4, 32), "fp16": (8, 64), "bf16": (8, 64), "fp8": (16, 128)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A device that a run is judged for.
+
+    Attributes:
+        machine: What the plan must know of it.
+        device: Its maker's figures; None where there are none.
+        is_here: Whether it is in this machine; else all that is said of it is a prediction.
+    """
+
+    machine: MachineFacts
+    device: Device | None = None
+    is_here: bool = True
+
+    @property
+    def kind(self) -> str:
+        """Torch's word for it."""
+        return self.machine.device
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the host waits for it when it asks for a value."""
+        return self.kind != "cpu"
+
+    @property
+    def cores(self) -> str:
+        """How many cores it has for its processes, in words."""
+        owner = "this machine has" if self.is_here else "a machine with this device is taken to have"
+        return f"{owner} {self.machine.cores} cores"
+
+    def has(self, precision: str) -> bool:
+        """Whether it multiplies such numbers faster than fp32."""
+        if self.device is not None:
+            return self.device.peak(precision) is not None
+        return precision == "bf16" and self.machine.fast_bf16
+
+    def multiples(self, precision: str) -> tuple[int, int] | None:
+        """What sizes of matrices should divide by: at least, and ideally; None where no such rule is known."""
+        if self.device is None or not self.device.title.startswith("NVIDIA") or not self.has(precision):
+            return None
+        return _UNITS.get(precision)
+
+    def ridge(self, precision: str) -> float | None:
+        """FLOPs for each byte of memory traffic below which memory is the limit; None if it is not known."""
+        peak = None if self.device is None else self.device.peak(precision)
+        return None if peak is None or self.device is None else ridge_point(peak, self.device.bytes_per_second)
+
+
+def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Target:
+    """The device named, or the one that a run would take here.
+
+    Args:
+        name: Its short name; None for the one here.
+        recipe: The run's.
+        processes: How many share the machine, each with such a device of its own unless that is the CPU.
+
+    Raises:
+        RecipeError: If there is none of this name, or the recipe's is not here.
+    """
+    if name is None:
+        found = choose_device(recipe.parallel.device, World())
+        known = recognise(torch.cuda.get_device_name(found)) if found.type == "cuda" else None
+        return Target(machine=describe_machine(found, processes=processes), device=known)
+    if name.lower() == "cpu":
+        return Target(machine=describe_machine(torch.device("cpu"), processes=processes))
+    try:
+        device = find_device(name)
+    except RecipeError as error:
+        raise RecipeError(f"{error} Or cpu, for this machine's processor.") from None
+    return Target(machine=machine_with(device, processes=processes), device=device, is_here=False)
+
+
+_OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lack:
+    """A step that does not fit.
+
+    Attributes:
+        memory: Bytes that the device has.
+        largest: Samples of a micro-batch that would fit, some more per cent might; 0 if not even one.
+        divisor: The most of these that divide a process's share of the step.
+        normalises: Whether the network takes statistics over a micro-batch, so that a smaller one trains otherwise.
+    """
+
+    memory: int
+    largest: int
+    divisor: int
+    normalises: bool
+
+
+def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
+    """What a step lacks; None where it fits, the target is no GPU of known memory, or nothing could be found out."""
+    memory = target.machine.memory_bytes
+    if target.kind != "cuda" or memory is None:
+        return None
+    # With the evaluation, unless code of the user's own cannot do that on tensors without content.
+    for scores in (True, False):
+        try:
+            return _lack(recipe, target, world, memory, scores=scores)
+        except Exception:  # noqa: BLE001  # whatever code of the user's own raises: other looks tell of it
+            continue
+    return None
+
+
+def _lack(recipe: Recipe, target: Target, world: World, memory: int, *, scores: bool) -> Lack | None:
+    with (
+        without_collection(),
+        fake_step(recipe, machine=target.machine, processes=world.world_size, scores=scores) as step,
+    ):
+        allocator, _ = allocator_settings(os.environ)
+        job = Job(step, trace_steps(step), target.machine, ways=max(2, world.world_size), allocator=allocator)
+        if job.fits(job.plan.micro_batch_size, memory):
+            return None
+        largest = job.largest(memory, roughly=True)
+        return Lack(
+            memory=memory,
+            largest=largest,
+            divisor=next((each for each in range(min(largest, job.share), 0, -1) if job.share % each == 0), 0),
+            normalises=any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules()),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.files import is_ignored
-from paceline.records.writer import truncate_after
+from paceline.records.events import truncate_after
 from paceline.world import STOP_SIGNALS
 from paceline_advisor.drill.ground import Again, Disturbed, Ground, SkippedError, audit_objections, resumes
 from paceline_advisor.launches import Launch, last_step, said

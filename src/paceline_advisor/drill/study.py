@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_mean
+from paceline.pages.page import Table
+from paceline.pages.shown import Shown
 from paceline.recipe.load import load_recipe
+from paceline_advisor.commands import Drill
 from paceline_advisor.drill.faults import Fault, all_faults
 from paceline_advisor.drill.ground import Ground, SkippedError
 from paceline_advisor.launches import OverdueError, check_can_watch
@@ -53,6 +56,15 @@ class Trial:
     seconds_to_recover: float | None = None
     lost: tuple[str, ...] = ()
 
+    def row(self) -> tuple[object, ...]:
+        """Return the fault's line in the table."""
+        if self.exit_code is None:
+            return (self.fault, self.result, "", "", "", "", "")
+        seconds = "" if self.seconds_to_recover is None else f"{self.seconds_to_recover:.1f} s"
+        again = "" if self.steps_again is None else self.steps_again
+        lost = ", ".join(self.lost) or "nothing"
+        return (self.fault, self.result, self.exit_code, again, seconds, lost, self.message[:100])
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrillReport:
@@ -76,29 +88,24 @@ class DrillReport:
         """The report as one JSON object."""
         return {"passed": self.passed, **asdict(self)}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be drilled.
-
-    Attributes:
-        recipe: A name or a path, as for ``paceline train``.
-        overrides: ``KEY=VALUE``.
-        processes: Ranks of each launch.
-        steps: Length of the run.
-        only: Names of faults; all if empty.
-        keep: Whether the scratch directory stays.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    processes: int = 1
-    steps: int = 40
-    only: tuple[str, ...] = ()
-    keep: bool = False
+    def __paceline__(self) -> Shown:
+        """Show each fault with its result, and why it failed or was skipped."""
+        table = Table(
+            columns=("fault", "result", "exit", "steps again", "recovered in", "lost", "what it said"),
+            rows=[trial.row() for trial in self.trials],
+            caption="",
+        )
+        count = {kind: sum(trial.result == kind for trial in self.trials) for kind in ("pass", "FAIL", "skipped")}
+        total = (
+            f"{count['pass']} passed, {count['FAIL']} failed, {count['skipped']} skipped: {self.steps} steps, "
+            f"{self.processes} process{'es' if self.processes > 1 else ''}, {self.seconds:.0f} s."
+        )
+        reasons = [f"{trial.fault} {trial.result}: {trial.reason}" for trial in self.trials if trial.reason]
+        kept = [] if self.scratch is None else [f"The runs are in {self.scratch}"]
+        return Shown(title=f"Drill of {self.recipe}", blocks=[table, *reasons, total, *kept], ok=self.passed or "")
 
 
-def drill(asked: Asked, tell: Callable[[str], None]) -> DrillReport:
+def drill(asked: Drill, tell: Callable[[str], None]) -> DrillReport:
     """Train undisturbed, then once more with each fault, and compare.
 
     Args:
@@ -138,7 +145,7 @@ def drill(asked: Asked, tell: Callable[[str], None]) -> DrillReport:
         )
 
 
-def shortened(asked: Asked) -> tuple[str, ...]:
+def shortened(asked: Drill) -> tuple[str, ...]:
     """The overrides that make a short run of a recipe, with all that can be lost in it.
 
     Raises:

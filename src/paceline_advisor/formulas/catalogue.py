@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import math
 import pkgutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, Literal
 
 import paceline_advisor.formulas
+from paceline.command import Log
 from paceline.errors import PacelineError, did_you_mean
 from paceline.metrics import critical_batch
 from paceline.models import roofline
+from paceline.pages.shown import Shown
+from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
 # What an argument of these names counts is at least one; no formula means anything else by them.
@@ -118,6 +123,73 @@ class Formula:
                 raise PacelineError(f"{name} is given twice; leave one out.")
             given[name] = _value(name, text, hints[name])
         return given
+
+
+@dataclass(frozen=True)
+class LookedUp:
+    """What `paceline formulas` prints.
+
+    Attributes:
+        known: All formulas, or the one named.
+        used: The arguments of the one computed; None if none was.
+        value: Its value.
+    """
+
+    known: tuple[Formula, ...]
+    used: Mapping[str, Any] | None = None
+    value: Any = None
+
+    def to_json(self) -> Mapping[str, Any] | Sequence[Any]:
+        """Return a list of all formulas, or the one named, with its value if it was computed."""
+        if len(self.known) > 1:
+            return [each.describe() for each in self.known]
+        computed = {} if self.used is None else {"arguments": self.used, "value": self.value}
+        return {**self.known[0].describe(), **computed}
+
+    def __paceline__(self) -> Shown:
+        """Show all formulas by topic, or what one is, or its value."""
+        first = self.known[0]
+        if self.used is not None:
+            given = ", ".join(f"{key}={_written(each)}" for key, each in self.used.items())
+            return Shown(title=f"{first.name}({given})", blocks=[f"  = {_written(self.value)}"])
+        if len(self.known) == 1:
+            needs: dict[str, Any] = dict.fromkeys(first.needs, "must be given")
+            defaults = {key: f"{_written(value)} unless given" for key, value in first.defaults.items()}
+            return Shown(title=first.summary, blocks=["", {**needs, **defaults}, f"\nSource: {first.source}"])
+        lines = []
+        for topic, members in itertools.groupby(self.known, key=attrgetter("topic")):
+            lines.append(f"\n{topic}")
+            for each in members:
+                lines += [f"  {each.name}", f"      {each.summary}", f"      [{each.source}]"]
+        return Shown(title="Formulas, by topic", blocks=lines)
+
+
+def look_up(asked: Formulas, _: Log) -> LookedUp:
+    """List all formulas, describe one, or compute it.
+
+    Raises:
+        PacelineError: If there is no such formula, or it has no value for the arguments.
+    """
+    if asked.name is None:
+        return LookedUp(tuple(formulas().values()))
+    formula = find_formula(asked.name)
+    if formula.needs and not asked.arguments:
+        return LookedUp((formula,))
+    return LookedUp((formula,), *formula.compute(asked.arguments))
+
+
+def _written(value: Any) -> str:
+    match value:
+        case bool() | str():
+            return str(value).lower()
+        case float():
+            # An interval may have an open end.
+            return f"{value:.6g}" if not 1e15 <= abs(value) < math.inf or value != int(value) else f"{value:.6e}"
+        case list() | tuple():
+            return f"({', '.join(map(_written, value))})"
+        case dict():
+            return ", ".join(f"{key} {_written(each)}" for key, each in value.items())
+    return str(value)
 
 
 def formulas() -> dict[str, Formula]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline_advisor.formulas.caching_allocator import rounded
+from paceline_advisor.memory.allocator import rounded
 
 
 def zero_bytes(

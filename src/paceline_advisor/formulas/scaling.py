@@ -1,4 +1,4 @@
-"""What do more devices bring, and what does adding up their gradients cost?
+"""What more devices bring and cost: speed-up, messages, hours, price, learning rates; checks of published tables.
 
 All-reduce times are the alpha-beta model's: a message of n bytes takes ``latency_seconds + n / bytes_per_second``, and
 every device sends and receives at once.
@@ -7,6 +7,9 @@ every device sends and receives at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 
 def speedup(rate: float, baseline_rate: float) -> float:
@@ -175,3 +178,383 @@ def all_reduce_bytes_per_second_needed(gradient_bytes: float, backward_seconds: 
         Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 4 (100 MB in 125 ms: 1600 MB/s).
     """
     return 2 * gradient_bytes / backward_seconds
+
+
+_AllReduce = Callable[[float, int, float, float], float]
+ALL_REDUCES: Mapping[str, _AllReduce] = MappingProxyType(
+    {
+        "ring": ring_all_reduce_seconds,
+        "tree": tree_all_reduce_seconds,
+        "halving-doubling": halving_doubling_all_reduce_seconds,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Devices in nodes, every node with as many.
+
+    Attributes:
+        devices: All of them.
+        per_node: Those of one node; all of them if there is one node.
+        within_bytes_per_second: Between a node's devices, for each.
+        within_latency_seconds: Of one message there.
+        network_bytes_per_second: Between nodes, for a whole node.
+        network_latency_seconds: Of one message there.
+        algorithm: One of :data:`ALL_REDUCES`; None for whichever is fastest for a message, as NCCL chooses.
+    """
+
+    devices: int
+    per_node: int
+    within_bytes_per_second: float
+    within_latency_seconds: float
+    network_bytes_per_second: float
+    network_latency_seconds: float
+    algorithm: str | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes, the last one perhaps not full."""
+        return -(-self.devices // self.per_node)
+
+    def all_reduce_seconds(self, message_bytes: float) -> float:
+        """Time until every device has the sum of a message of this size.
+
+        Between nodes, each device passes its part of the node's sum to its like on the others; the node's network is
+        shared by its devices.
+
+        Source:
+            Goyal et al., arXiv:1706.02677, section 4; NCCL's documentation.
+        """
+        if self.devices == 1:
+            return 0.0
+        local = min(self.devices, self.per_node)
+        if self.nodes == 1:
+            return self._fastest(message_bytes, local, self.within_bytes_per_second, self.within_latency_seconds)
+        inside = 2 * self._within(message_bytes, local)
+        rate = self.network_bytes_per_second / local
+        return inside + self._fastest(message_bytes / local, self.nodes, rate, self.network_latency_seconds)
+
+    def all_gather_seconds(self, message_bytes: float) -> float:
+        """Time until every device has a message of which each had its part; a reduce-scatter takes as long."""
+        if self.devices == 1:
+            return 0.0
+        local = min(self.devices, self.per_node)
+        if self.nodes == 1:
+            return self._within(message_bytes, local)
+        rate = self.network_bytes_per_second / local
+        between = all_gather_seconds(message_bytes / local, self.nodes, rate, self.network_latency_seconds)
+        return between + self._within(message_bytes, local)
+
+    def _within(self, message_bytes: float, devices: int) -> float:
+        return all_gather_seconds(message_bytes, devices, self.within_bytes_per_second, self.within_latency_seconds)
+
+    def _fastest(self, message_bytes: float, devices: int, rate: float, latency: float) -> float:
+        chosen = ALL_REDUCES if self.algorithm is None else {self.algorithm: ALL_REDUCES[self.algorithm]}
+        return min(each(message_bytes, devices, rate, latency) for each in chosen.values())
+
+
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a table of throughputs.
+
+    Attributes:
+        setting: What is the same in the lines that are compared: model, machine.
+        precision: In which numbers was computed.
+        devices: On how many devices.
+        rate: Samples per second.
+        printed_scaling: Speed-up over one device that is printed beside it.
+        printed_speedup: Speed-up over ``baseline_precision`` that is printed beside it.
+        baseline_precision: See there.
+    """
+
+    setting: str
+    precision: str
+    devices: int
+    rate: float
+    printed_scaling: float | None = None
+    printed_speedup: float | None = None
+    baseline_precision: str | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a line of a table.
+
+    Attributes:
+        row: The line.
+        what: ``scaling`` or ``speedup`` (a printed ratio that the table's own rates contradict), or ``superlinear``.
+        printed: The ratio that is printed; for ``superlinear`` the number of devices.
+        computed: The ratio of the rates.
+    """
+
+    row: Row
+    what: str
+    printed: float
+    computed: float
+
+
+def contradicts(printed: float, rate: float, baseline_rate: float, tolerance: float = TOLERANCE) -> bool:
+    """Whether a printed speed-up differs by more than ``tolerance`` from that of its own figures.
+
+    Source:
+        Arithmetic; NVIDIA, DeepLearningExamples, MxNet/Classification/RN50v1.5/README.md prints 2.18 for
+        3410.52 / 1055.78.
+    """
+    return abs(speedup(rate, baseline_rate) / printed - 1) > tolerance
+
+
+def is_superlinear(rate: float, single_rate: float, devices: int, tolerance: float = TOLERANCE) -> bool:
+    """Whether devices are said to be faster together than each by itself, by more than ``tolerance``.
+
+    Source:
+        Arithmetic; NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/efficientnet/README.md has 36 and 641
+        images/s for 1 and 8 GPUs.
+    """
+    return speedup(rate, single_rate) > devices * (1 + tolerance)
+
+
+def inconsistencies(rows: Sequence[Row], tolerance: float = TOLERANCE) -> tuple[Finding, ...]:
+    """All lines of a table that its own figures contradict.
+
+    Source:
+        The two checks above, for each line.
+    """
+    rates = {(each.setting, each.precision, each.devices): each.rate for each in rows}
+    return tuple(found for row in rows for found in _of_row(row, rates, tolerance))
+
+
+def _of_row(row: Row, rates: dict[tuple[str, str, int], float], tolerance: float) -> Iterable[Finding]:
+    single = rates.get((row.setting, row.precision, 1))
+    if single is not None and row.devices > 1:
+        if is_superlinear(row.rate, single, row.devices, tolerance):
+            yield Finding(row, "superlinear", row.devices, speedup(row.rate, single))
+        if row.printed_scaling and contradicts(row.printed_scaling, row.rate, single, tolerance):
+            yield Finding(row, "scaling", row.printed_scaling, speedup(row.rate, single))
+    baseline = rates.get((row.setting, row.baseline_precision or "", row.devices))
+    if row.printed_speedup and baseline and contradicts(row.printed_speedup, row.rate, baseline, tolerance):
+        yield Finding(row, "speedup", row.printed_speedup, speedup(row.rate, baseline))
+
+
+IMAGENET_TRAIN, IMAGENET_VALIDATION = 1_281_167, 50_000
+
+
+def steps(samples: int, batch: int, epochs: float, *, drop_last: bool = True) -> int:
+    """Optimizer steps of a training; with ``drop_last``, an epoch's last batch is used only if it is full.
+
+    Source:
+        cifar10-airbench, airbench94_muon.py (8 epochs of 50,000 in batches of 2,000: 200).
+    """
+    per_epoch = samples // batch if drop_last else math.ceil(samples / batch)
+    return math.ceil(epochs * per_epoch)
+
+
+def training_hours(samples_per_second: float, epochs: float = 90, samples: int = IMAGENET_TRAIN) -> float:
+    """Hours of so many epochs at a throughput.
+
+    Source:
+        By definition; NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets, "Training performance".
+    """
+    return samples * epochs / samples_per_second / 3600
+
+
+def nvidia_printed_hours(
+    samples_per_second: float, epochs: int = 90, train: int = IMAGENET_TRAIN, validation: int = IMAGENET_VALIDATION
+) -> int:
+    """Hours as NVIDIA's tables print them: training and validation at the same throughput, rounded up.
+
+    Source:
+        NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, "~ h for 90 epochs".
+    """
+    return math.ceil(training_hours(samples_per_second, epochs, train + validation))
+
+
+def minutes(seconds: float) -> float:
+    """Seconds in minutes.
+
+    Source:
+        By definition.
+    """
+    return seconds / 60
+
+
+def cost(seconds: float, price_per_hour: float, machines: float = 1) -> float:
+    """Price of so many machines for so long.
+
+    Source:
+        DAWNBench, "Training cost"; stanford-futuredata/dawn-bench-entries.
+    """
+    return seconds / 3600 * price_per_hour * machines
+
+
+def progressive_resizing_minutes(
+    first_seconds: float,
+    epoch_seconds: Sequence[float],
+    epochs: Sequence[float],
+    switch_seconds: float,
+    final_seconds: float,
+) -> float:
+    """Minutes of a training whose images grow.
+
+    Args:
+        first_seconds: Time of the first epoch, which is slower: data is read, kernels are chosen.
+        epoch_seconds: Time of an epoch at each size.
+        epochs: Epochs at each size, without the first.
+        switch_seconds: Time of a change of size.
+        final_seconds: Time of the last evaluation.
+
+    Raises:
+        ValueError: If not every size has its epochs and their time.
+
+    Source:
+        libffcv/ffcv-imagenet, README.md and assets/agg.csv (ResNet-50, 88 epochs: 77.2 minutes).
+    """
+    if len(epoch_seconds) != len(epochs):
+        raise ValueError(f"epoch_seconds has {len(epoch_seconds)} values and epochs {len(epochs)}: give one for a size")
+    within = sum(count * each for count, each in zip(epochs, epoch_seconds, strict=True))
+    return (first_seconds + within + switch_seconds * (len(epochs) - 1) + final_seconds) / 60
+
+
+def dawnbench_seconds(total_seconds: float, validation_seconds: float, preparation_seconds: float) -> float:
+    """Time by DAWNBench's rules: without validation, with preparing the data.
+
+    Source:
+        davidcpage/cifar10-fast, README.md (79 - 7 + 2 = 74 s).
+    """
+    return total_seconds - validation_seconds + preparation_seconds
+
+
+def checkpoint_overhead(stall_seconds: float, interval_seconds: float) -> float:
+    """Share of the time that checkpoints take which stall training once per interval, in [0, 1).
+
+    Source:
+        Mohan et al., CheckFreq, FAST 2021 (kept below 3.5 %).
+    """
+    return stall_seconds / (interval_seconds + stall_seconds)
+
+
+def checkpoint_interval_seconds(save_seconds: float, seconds_between_failures: float) -> float:
+    """Time between checkpoints that loses least: √(2 · save · between failures).
+
+    Source:
+        Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
+    """
+    return math.sqrt(2 * save_seconds * seconds_between_failures)
+
+
+def olympic_mean(values: Sequence[float], dropped: int = 1) -> float:
+    """Mean without the best and the worst.
+
+    Raises:
+        ValueError: If nothing is left.
+
+    Source:
+        MLCommons, training_policies, training_rules.adoc, "Benchmark results".
+    """
+    kept = sorted(values)[dropped : len(values) - dropped]
+    if not kept:
+        raise ValueError(f"{len(values)} values, of which the best {dropped} and the worst {dropped} are dropped")
+    return sum(kept) / len(kept)
+
+
+def reference_convergence_ratio(reference_epochs: Sequence[float], epochs: float) -> float:
+    """Epochs of the reference's runs beside a submission's; above 1, the submission converged faster than allowed for.
+
+    Source:
+        MLCommons, mlperf_logging/rcp_checker (reference convergence points).
+    """
+    return olympic_mean(reference_epochs) / epochs
+
+
+def images_per_second(epochs: float, minutes: float, images: int = IMAGENET_TRAIN, devices: int = 1) -> float:
+    """Least throughput that a time to a number of epochs stands for, all that happens between included.
+
+    Source:
+        MLCommons, training results: epochs and run times of a submission's logs.
+    """
+    return epochs * images / (minutes * 60) / devices
+
+
+def linear_rate(batch: float, reference_rate: float = 0.1, reference_batch: float = 256) -> float:
+    """Learning rate in proportion to the batch; Goyal et al. begin from 0.1 for 256.
+
+    Source:
+        Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 2.1.
+    """
+    return reference_rate * batch / reference_batch
+
+
+def square_root_rate(batch: float, reference_rate: float = 0.1, reference_batch: float = 256) -> float:
+    """Learning rate that grows with the square root of the batch, as adaptive optimizers want it.
+
+    Source:
+        Krizhevsky, One weird trick for parallelizing convolutional neural networks, arXiv:1404.5997, section 5; Malladi
+        et al., On the SDEs and scaling rules for adaptive gradient algorithms, arXiv:2205.10287.
+    """
+    return reference_rate * math.sqrt(batch / reference_batch)
+
+
+def nvidia_rate(batch: float) -> float:
+    """Learning rate of NVIDIA's ConvNets: 0.256 for a batch of 256, in proportion.
+
+    Source:
+        NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, "Default configuration".
+    """
+    return linear_rate(batch, 0.256)
+
+
+def nvidia_weight_decay(power: int = 15) -> float:
+    """Weight decay of NVIDIA's ResNet-50, 2^-15; ResNeXt and SE-ResNeXt have 2^-14.
+
+    Source:
+        NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, "Default configuration".
+    """
+    return 2.0**-power
+
+
+def gradual_warmup(step: float, warmup_steps: float, peak_rate: float, first_rate: float = 0) -> float:
+    """Learning rate that rises by the same amount at every step until the peak.
+
+    Source:
+        Goyal et al., arXiv:1706.02677, section 2.2 (from η to kη over 5 epochs).
+    """
+    return peak_rate if step >= warmup_steps else first_rate + (peak_rate - first_rate) * step / warmup_steps
+
+
+def nvidia_warmup(epoch: int, warmup_epochs: int, peak_rate: float) -> float:
+    """Learning rate of an epoch, from 0, of NVIDIA's warm-up: the first has peak / warm-up epochs.
+
+    Source:
+        NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/image_classification/optimizers.py.
+    """
+    return peak_rate * min(1.0, (epoch + 1) / warmup_epochs)
+
+
+def step_rate(epoch: float, first_rate: float, factor: float = 0.1, first: int = 30, second: int = 60) -> float:
+    """Learning rate that is divided by ten at two epochs and once more 20 epochs after the second (30, 60, 80).
+
+    Source:
+        Goyal et al., arXiv:1706.02677, section 5.1.
+    """
+    return first_rate * factor ** sum(epoch >= each for each in (first, second, second + 20))
+
+
+def cosine_rate(step: float, total_steps: float, peak_rate: float, last_rate: float = 0) -> float:
+    """Learning rate that falls as half a cosine.
+
+    Source:
+        Loshchilov and Hutter, SGDR, arXiv:1608.03983, equation 5.
+    """
+    return last_rate + (peak_rate - last_rate) * (1 + math.cos(math.pi * step / total_steps)) / 2
+
+
+def effective_rate(learning_rate: float, momentum: float) -> float:
+    """Learning rate that momentum comes to over many steps: lr / (1 - m).
+
+    Source:
+        Smith et al., Don't decay the learning rate, increase the batch size, arXiv:1711.00489, section 4.
+    """
+    return learning_rate / (1 - momentum)

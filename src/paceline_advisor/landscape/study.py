@@ -5,34 +5,49 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.command import Log
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.environment import read_launch
 from paceline.errors import PacelineError
 from paceline.trainer.precision import keeping_float32_matmul, set_float32_matmul
+from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.landscape import loss_barrier
-from paceline_advisor.landscape.curvature import Eigenvalue, top_eigenvalue
-from paceline_advisor.landscape.directions import normal_vector, random_direction
-from paceline_advisor.landscape.opening import Opened, Selection, check_alike, open_run, read_trajectory
+from paceline_advisor.landscape.measures import (
+    STARTS,
+    Box,
+    Eigenvalue,
+    Work,
+    along,
+    climb,
+    curve_of,
+    normal_vector,
+    on_grid,
+    positions,
+    random_direction,
+    share_out,
+    sharpness,
+    surface_of,
+    top_eigenvalue,
+)
 from paceline_advisor.landscape.report import LandscapeReport, Line, RunLandscape, Trajectory, not_finite
-from paceline_advisor.landscape.sharing import share_out
-from paceline_advisor.landscape.sharpness import STARTS, Box, climb, sharpness
-from paceline_advisor.landscape.subject import NoSecondDerivativeError, Split
-from paceline_advisor.landscape.surface import Work, along, curve_of, on_grid, positions, surface_of
-from paceline_advisor.landscape.trajectory import Plane, principal_plane
+from paceline_advisor.landscape.subject import (
+    NoSecondDerivativeError,
+    Opened,
+    Plane,
+    Split,
+    check_alike,
+    open_run,
+    principal_plane,
+    read_trajectory,
+)
 
-Measure = Literal["curve", "surface", "trajectory", "sharpness", "curvature", "line"]
-MEASURES: tuple[Measure, ...] = ("curve", "surface", "trajectory", "sharpness", "curvature", "line")
-
-_OF_ONE: tuple[Measure, ...] = ("curve", "surface", "trajectory", "sharpness", "curvature")
-_OF_SEVERAL: tuple[Measure, ...] = ("sharpness", "curvature", "line")
 # Half as much again on each side of two networks, as Goodfellow et al. look beyond them.
 _LINE = (-0.5, 1.5)
 # Of a trajectory's width, on each side of it.
@@ -42,42 +57,7 @@ _EIGENVECTOR_NUMBER = 3000
 _PATIENCE_SECONDS = 7 * 24 * 3600
 
 
-@dataclass(frozen=True, kw_only=True)
-class LandscapeRequest:
-    """What to look at.
-
-    Attributes:
-        targets: Runs, checkpoints or weights files.
-        selection: Which weights and samples.
-        measure: What to compute; None for what suits the number of targets.
-        split: Whose loss.
-        points: Of a curve or line.
-        grid: Points of a surface along each axis.
-        reach: How far curves and surfaces go to each side, in lengths of the directions.
-        epsilons: Of Keskar's sharpness.
-        box: What else there is to say about that.
-        tolerance: Largest residual of the eigenvalue, as a share of it.
-        products: Most Hessian-vector products.
-    """
-
-    targets: tuple[Path, ...]
-    selection: Selection = field(default_factory=Selection)
-    measure: tuple[Measure, ...] | None = None
-    split: Split = "train"
-    points: int = 21
-    grid: int = 11
-    reach: float = 1.0
-    epsilons: tuple[float, ...] = (1e-3, 5e-4)
-    box: Box = field(default_factory=Box)
-    tolerance: float = 0.01
-    products: int = 40
-
-    def asks_for(self, what: Measure) -> bool:
-        """Whether to compute something, asked for or not."""
-        return what in (self.measure or (_OF_ONE if len(self.targets) == 1 else _OF_SEVERAL))
-
-
-def explore(request: LandscapeRequest) -> LandscapeReport:
+def explore(request: Landscape, _: Log) -> LandscapeReport:
     """Look at some runs; a collective of all processes of the world this one finds itself in.
 
     The runs' directories are only read.
@@ -85,14 +65,13 @@ def explore(request: LandscapeRequest) -> LandscapeReport:
     Raises:
         PacelineError: If a target, the overrides or the data are not usable, or something asked for cannot be had.
     """
-    _check(request)
     launch = read_launch(os.environ)
     with contextlib.ExitStack() as opened:
         opened.enter_context(keeping_float32_matmul())
         set_float32_matmul("highest")
-        runs = [open_run(target, request.selection, launch.world) for target in request.targets]
+        runs = [open_run(target, request, launch.world) for target in request.targets]
         for run in runs:
-            _check_subspace(run, request.box)
+            _check_subspace(run, request.subspace)
         opened.callback(leave)
         collectives = join(launch, runs[0].subject.device, timeout_seconds=_PATIENCE_SECONDS)
         notes: list[str] = []
@@ -103,40 +82,22 @@ def explore(request: LandscapeRequest) -> LandscapeReport:
         split=request.split,
         samples={"train": subject.count("train"), "validation": subject.count("validation")},
         batch_norm=subject.batch_norm if any(run.subject.has_batch_norm for run in runs) else "none",
-        seed=request.selection.seed,
+        seed=request.seed,
         runs=found,
         line=line,
         notes=(*notes, *_gaps(found, line)),
     )
 
 
-def _check(request: LandscapeRequest) -> None:
-    asked = request.measure or ()
-    if "line" in asked and len(request.targets) != 2:
+def _check_subspace(run: Opened, subspace: int | None) -> None:
+    if subspace is not None and subspace > run.subject.size:
         raise PacelineError(
-            f"--measure line is the way from one run to another, and {len(request.targets)} "
-            f"{'run was' if len(request.targets) == 1 else 'runs were'} given; give two."
-        )
-    unused = {
-        "--points": request.points != LandscapeRequest.points and not {"curve", "line"} & {*asked},
-        "--grid": request.grid != LandscapeRequest.grid and not {"surface", "trajectory"} & {*asked},
-        "--range": request.reach != LandscapeRequest.reach and not {"curve", "surface"} & {*asked},
-        "--epsilon": request.epsilons != LandscapeRequest.epsilons and "sharpness" not in asked,
-        "--subspace": request.box.subspace is not None and "sharpness" not in asked,
-    }
-    if asked and (option := next((each for each, is_unused in unused.items() if is_unused), None)):
-        raise PacelineError(f"{option} has no effect on --measure {','.join(asked)}; leave it out.")
-
-
-def _check_subspace(run: Opened, box: Box) -> None:
-    if box.subspace is not None and box.subspace > run.subject.size:
-        raise PacelineError(
-            f"--subspace {box.subspace} is more than the {run.subject.size:,} dimensions that the weights of "
+            f"--subspace {subspace} is more than the {run.subject.size:,} dimensions that the weights of "
             f"{run.target} have; give fewer, or leave it out to search all of them."
         )
 
 
-def _look_at(run: Opened, request: LandscapeRequest, collectives: Collectives, notes: list[str]) -> RunLandscape:
+def _look_at(run: Opened, request: Landscape, collectives: Collectives, notes: list[str]) -> RunLandscape:
     subject, weights = run.subject, run.subject.here()
     plane = _plane(run, request, notes)
     works: dict[str, list[Work]] = {
@@ -193,11 +154,11 @@ def _together(works: Mapping[str, Sequence[Work]], collectives: Collectives) -> 
     return found
 
 
-def _random_works(run: Opened, weights: Tensor, request: LandscapeRequest) -> dict[str, list[Work]]:
+def _random_works(run: Opened, weights: Tensor, request: Landscape) -> dict[str, list[Work]]:
     subject, asks = run.subject, request.asks_for
     if not asks("curve") and not asks("surface"):
         return {}
-    draw = partial(random_direction, weights, subject.shapes, seed=request.selection.seed)
+    draw = partial(random_direction, weights, subject.shapes, seed=request.seed)
     first, second = draw(number=0), draw(number=1)
     grid = _reach(request, request.grid)
     line = [(each,) for each in _reach(request, request.points)]
@@ -209,28 +170,30 @@ def _random_works(run: Opened, weights: Tensor, request: LandscapeRequest) -> di
     return found
 
 
-def _reach(request: LandscapeRequest, count: int) -> tuple[float, ...]:
+def _reach(request: Landscape, count: int) -> tuple[float, ...]:
     return positions(-request.reach, request.reach, count)
 
 
-def _boxes(request: LandscapeRequest) -> list[Box]:
-    seeded = replace(request.box, seed=request.selection.seed)
-    return [replace(seeded, epsilon=each) for each in request.epsilons] if request.asks_for("sharpness") else []
+def _boxes(request: Landscape) -> list[Box]:
+    if not request.asks_for("sharpness"):
+        return []
+    box = Box(iterations=request.iterations, subspace=request.subspace, seed=request.seed)
+    return [replace(box, epsilon=each) for each in request.epsilon]
 
 
-def _ascents(run: Opened, weights: Tensor, request: LandscapeRequest) -> list[Work]:
+def _ascents(run: Opened, weights: Tensor, request: Landscape) -> list[Work]:
     return [
         partial(climb, run.subject, weights, request.split, box, start) for box in _boxes(request) for start in STARTS
     ]
 
 
-def _curvature(run: Opened, weights: Tensor, request: LandscapeRequest) -> list[Work]:
+def _curvature(run: Opened, weights: Tensor, request: Landscape) -> list[Work]:
     if not request.asks_for("curvature"):
         return []
-    start = normal_vector(request.selection.seed, _EIGENVECTOR_NUMBER, weights)
+    start = normal_vector(request.seed, _EIGENVECTOR_NUMBER, weights)
     apply = run.subject.curvature(weights, request.split)
     find = partial(top_eigenvalue, apply, start, tolerance=request.tolerance, most=request.products)
-    return [partial(_unless_there_is_none, find, is_asked_for=request.measure is not None)]
+    return [partial(_unless_there_is_none, find, is_asked_for=bool(request.measure))]
 
 
 def _unless_there_is_none(find: Callable[[], Eigenvalue], *, is_asked_for: bool) -> tuple[Any, ...]:
@@ -243,14 +206,14 @@ def _unless_there_is_none(find: Callable[[], Eigenvalue], *, is_asked_for: bool)
         return None, f"no curvature: {error}"
 
 
-def _plane(run: Opened, request: LandscapeRequest, notes: list[str]) -> tuple[list[int], Plane] | None:
+def _plane(run: Opened, request: Landscape, notes: list[str]) -> tuple[list[int], Plane] | None:
     if not request.asks_for("trajectory"):
         return None
     try:
         steps, weights = read_trajectory(run)
         return steps, principal_plane(weights)
     except (PacelineError, ValueError) as error:
-        if request.measure is None:
+        if not request.measure:
             notes.append(f"no trajectory: {error}")
             return None
         if isinstance(error, ValueError):
@@ -258,12 +221,12 @@ def _plane(run: Opened, request: LandscapeRequest, notes: list[str]) -> tuple[li
         raise
 
 
-def _plane_works(run: Opened, weights: Tensor, plane: Plane, request: LandscapeRequest) -> dict[str, list[Work]]:
+def _plane_works(run: Opened, weights: Tensor, plane: Plane, request: Landscape) -> dict[str, list[Work]]:
     x, y = _around(plane, request)
     return {"trajectory": along(run.subject, weights, plane.axes, on_grid(x, y), request.split)}
 
 
-def _trajectory(steps: list[int], plane: Plane, done: list[Any], request: LandscapeRequest) -> Trajectory:
+def _trajectory(steps: list[int], plane: Plane, done: list[Any], request: Landscape) -> Trajectory:
     return Trajectory(
         steps=tuple(steps),
         coordinates=plane.coordinates,
@@ -272,7 +235,7 @@ def _trajectory(steps: list[int], plane: Plane, done: list[Any], request: Landsc
     )
 
 
-def _around(plane: Plane, request: LandscapeRequest) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _around(plane: Plane, request: Landscape) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Positions along both axes that hold the whole way, and a margin."""
     ranges = [(min(values), max(values)) for values in zip(*plane.coordinates, strict=True)]
     widest = max(last - first for first, last in ranges)
@@ -283,14 +246,14 @@ def _around(plane: Plane, request: LandscapeRequest) -> tuple[tuple[float, ...],
     return found[0], found[1]
 
 
-def _line(runs: list[Opened], request: LandscapeRequest, collectives: Collectives, notes: list[str]) -> Line | None:
+def _line(runs: list[Opened], request: Landscape, collectives: Collectives, notes: list[str]) -> Line | None:
     if not request.asks_for("line") or len(runs) != 2:
         return None
     first, second = runs
     try:
         check_alike(first, second)
     except PacelineError as error:
-        if request.measure is not None:
+        if request.measure:
             raise
         notes.append(f"no line: {error}")
         return None

@@ -1,54 +1,160 @@
-"""How much memory does a run take, by cause, on this machine or on a device that is not here?"""
+"""Memory of a run by cause, on this machine or on a device that is not here, and what would save some."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from paceline.cli.options import choose_processes, present_gpus, usable_gpus
+from paceline.command import Log
 from paceline.devices import DEVICES, find_device
 from paceline.distributed.device import choose_device, describe_machine
-from paceline.recipe.load import LoadedRecipe
+from paceline.errors import PacelineError, RecipeError
+from paceline.pages.page import Table
+from paceline.pages.shown import Shown
+from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
+from paceline.recipe.strategy import check_sharding
+from paceline.recipe.strategy import weigh as weighed
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.fake_step import fake_step, machine_with
+from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
+from paceline.units import format_bytes, format_count
 from paceline.world import World
-from paceline_advisor.formulas.caching_allocator import Settings
-from paceline_advisor.memory.cpu_kernels import unknown_kernels
-from paceline_advisor.memory.job import Job
+from paceline_advisor.commands import Estimate
+from paceline_advisor.memory.allocator import Settings
+from paceline_advisor.memory.job import MOST, Job, allocator_settings
+from paceline_advisor.memory.kernels import unknown_kernels
 from paceline_advisor.memory.replay import Peak, peak_of
-from paceline_advisor.memory.savings import Saving, savings
-from paceline_advisor.memory.settings import allocator_settings
-from paceline_advisor.memory.trace import EVALUATION, Steps, trace_steps, without_collection
-from paceline_advisor.memory.verdict import Verdict, weigh
+from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_steps, without_collection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """One change.
+
+    Attributes:
+        change: As an override or in words.
+        needed: Bytes that its device must have with it; None if it does not go with the recipe.
+        saved: Bytes less than now.
+        why_not: Why it does not go.
+    """
+
+    change: str
+    needed: int | None
+    saved: int = 0
+    why_not: str = ""
+
+    def row(self) -> tuple[str, str, str]:
+        """Return the change, what is needed then, and what it saves."""
+        if self.needed is None:
+            return self.change, "-", self.why_not
+        saves = format_bytes(self.saved) if self.saved >= 0 else f"nothing: {format_bytes(-self.saved)} more"
+        return self.change, format_bytes(self.needed), saves
+
+
+def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now: int) -> Iterator[Saving]:
+    """Try the changes that cost least, one at a time, by a fake step each.
+
+    Args:
+        recipe: What was asked.
+        machine: What it runs on.
+        processes: Of the run.
+        job: Its process as it is.
+        now: Bytes that its device must have as it is.
+    """
+    for change, changed in _changes(recipe, job.plan.precision, machine):
+        try:
+            with fake_step(changed, processes=processes, machine=machine, scores=True) as step:
+                needed = _needed(step, machine, job)
+        except PacelineError as error:
+            yield Saving(change=change, needed=None, why_not=str(error))
+            continue
+        yield Saving(change=change, needed=needed, saved=now - needed)
+
+
+def _needed(step: FakeStep, machine: MachineFacts, job: Job) -> int:
+    now, memory = step.micro_batch, machine.memory_bytes
+    if now == 1:  # not done: a network may do otherwise, or refuse, where there is but one sample
+        return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).least(now, memory)
+    trace = trace_step(step)
+    return Job(step, lambda _: trace, machine, ways=job.ways, allocator=job.allocator).least(now, memory)
+
+
+def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:
+    if precision == "fp32" and "bf16_products" not in machine.lacks:
+        yield "train.precision=bf16", replace(recipe, train=replace(recipe.train, precision="bf16"))
+    if recipe.model.activation_checkpointing is None and not recipe.model.compile:
+        for how in ("selective", "full"):
+            model = replace(recipe.model, activation_checkpointing=how)
+            yield f"model.activation_checkpointing={how}", replace(recipe, model=model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a run comes to.
+
+    Attributes:
+        strategy: ``ddp`` or ``fsdp``: what ``parallel.strategy=auto`` is on such processes.
+        processes: Of how many it is said.
+        reason: Why, in the words of the run's plan, and what fits so.
+    """
+
+    strategy: str
+    processes: int
+    reason: str
+
+
+def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
+    """Say which of the two a run takes, by the one rule that there is, and how far that goes.
+
+    Args:
+        job: The run's process.
+        memory: Bytes of each device; None if unknown.
+        processes: Of the run, or of the one that is supposed.
+    """
+    choice = weighed(job.recipe, job.numbers, processes, memory)
+    reason = choice.reason.removeprefix(f"{processes} processes; ")
+    if memory is None:
+        reason = "the device's memory is unknown; replicas are faster"
+    else:
+        reason = f"{reason}; {_outcome(job, memory, processes, choice.strategy)}"
+    return Verdict(strategy=choice.strategy, processes=processes, reason=reason)
+
+
+def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
+    """What fits with a strategy."""
+    if strategy == "fsdp":
+        try:
+            check_sharding(job.recipe, processes)
+        except RecipeError as error:
+            return f"but {str(error).rstrip('.')}"
+    size = max(1, min(job.plan.micro_batch_size, job.share * job.plan.world_size // processes))
+    if job.fits(size, memory, strategy):
+        left = memory - job.least(size, memory, strategy)
+        beside = f", {format_bytes(left)} are left" if left > 0 else ""
+        return f"micro-batches of {size} samples fit{beside}"
+    most = job.largest(memory, strategy)
+    if most:
+        return (
+            f"micro-batches of {size} samples do not fit, but of {most} they do, and accumulation makes the same step "
+            "of them"
+        )
+    if strategy == "ddp" and job.fits(1, memory, "fsdp"):
+        return "but not even one sample fits beside a replica, and with parallel.strategy=fsdp it does"
+    return "but not even one sample fits so"
+
 
 # Where one process is planned, what spreading would do is told for this many.
 SUPPOSED = 8
 _HALVINGS, _DOUBLINGS = 3, 2
 # Sizes between two that differ by less than this are not done where each has to be.
 _ROUGHLY = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be estimated.
-
-    Attributes:
-        loaded: The recipe.
-        device: A name of ``paceline.devices``, or ``cpu``; None is the device that a run here would use.
-        processes: Of the run.
-        expandable: With expandable segments in PyTorch's allocator, whatever ``PYTORCH_ALLOC_CONF`` says.
-    """
-
-    loaded: LoadedRecipe
-    device: str | None = None
-    processes: int = 1
-    expandable: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +194,7 @@ class MemoryEstimate:
     """What a run takes on each process.
 
     Attributes:
+        recipe: Its name.
         plan: The run's, on the device asked for.
         asked_precision: What the recipe says; the plan has what that came to.
         device: What it is called.
@@ -111,6 +218,7 @@ class MemoryEstimate:
         seconds: What it took to find out.
     """
 
+    recipe: str
     plan: Plan
     asked_precision: str
     device: str
@@ -141,6 +249,7 @@ class MemoryEstimate:
         """As one JSON object."""
         plan = self.plan
         return {
+            "recipe": self.recipe,
             "device": self.device,
             "memory_bytes": self.memory,
             "processes": plan.world_size,
@@ -167,27 +276,149 @@ class MemoryEstimate:
             "seconds": self.seconds,
         }
 
+    def __paceline__(self) -> Shown:
+        """Show the step and its peak, other sizes and devices, savings and the verdict."""
+        plan, peak = self.plan, self.peak
+        causes = sorted(peak.causes.items(), key=lambda each: -each[1])
+        taken = ("takes if it can",) if peak.reserved is not None else ()
+        blocks: list[Table | Mapping[str, str] | str] = [
+            self._subject(),
+            Table(
+                columns=("cause", "memory", "share"),
+                rows=[(cause, format_bytes(size), f"{100 * size / peak.allocated:.1f} %") for cause, size in causes],
+                caption="At its peak, by what it is for",
+            ),
+        ]
+        if peak.largest:
+            rows: list[tuple[str, ...]] = [(layer or "(outside)", format_bytes(size)) for layer, size in peak.largest]
+            caption = "Layers whose activations take the most"
+            blocks.append(Table(columns=("layer", "memory"), rows=rows, caption=caption))
+        rows = []
+        for size in self.sizes:
+            fits = "" if size.fits is None else "fits" if size.fits else "does not fit"
+            needed = (format_bytes(size.needed),) if taken else ()
+            rows.append((format_count(size.micro_batch), format_bytes(size.least), *needed, fits))
+        blocks.append(Table(columns=("samples", "needs", *taken, ""), rows=rows, caption="By micro-batch"))
+        blocks += ["", self._largest()]
+        if self.devices:
+            rows = [(each.device, format_bytes(each.memory), self._samples(each)) for each in self.devices]
+            caption = f"Largest micro-batch on known GPUs, in {plan.precision}"
+            blocks.append(Table(columns=("device", "memory", "samples"), rows=rows, caption=caption))
+            blocks.append("(a few per cent more may fit on those other than the one asked for)")
+        if self.savings:
+            rows = [each.row() for each in self.savings]
+            blocks.append(Table(columns=("change", "needs then", "saves"), rows=rows, caption="What would save memory"))
+        verdict = self.verdict
+        blocks.append(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
+        blocks += [f"note: {notice}" for notice in self.notices]
+        return Shown(
+            title=f"Memory of a training step of {self.recipe} on {self.device}",
+            blocks=blocks,
+            ok=self.fits is not False or "",
+        )
 
-def estimate(asked: Asked) -> MemoryEstimate:
-    """Estimate the memory of a run's steps and of its evaluation; nothing is trained or allocated.
+    def _subject(self) -> dict[str, str]:
+        """What is estimated, and what it takes."""
+        plan, peak = self.plan, self.peak
+        parts = f", {plan.accumulation_steps} to a step" if plan.accumulation_steps > 1 else ""
+        at = f" in {peak.layer}" if peak.layer else ""
+        where = f"in the {peak.phase or 'first moment'}{at} ({peak.operation.split('.')[0]})"
+        lines = {
+            "step": f"{plan.strategy}, {plan.world_size} process{'es' * (plan.world_size > 1)}, micro-batches of "
+            f"{format_count(plan.micro_batch_size)}{parts}, {plan.precision}",
+            "tensors at the peak": f"{format_bytes(peak.allocated)}, {where}",
+        }
+        if EVALUATION in peak.parts:
+            batches = f"evaluation, batches of {format_count(plan.evaluation_batch_size)}"
+            said = {"step": "a step", EVALUATION: batches}
+            lines["of these"] = ", ".join(
+                f"{format_bytes(peak.parts[part])} ({name})" for part, name in said.items() if part in peak.parts
+            )
+        if peak.reserved is not None:
+            lines["taken from the device"] = f"{format_bytes(peak.reserved)} (PyTorch's allocator, if it can)"
+        kind = "Python and libraries" if plan.device == "cpu" else "driver and libraries, an allowance"
+        lines["outside of tensors"] = f"{format_bytes(self.outside)} ({kind})"
+        lines["in all"] = format_bytes(self.needed)
+        if peak.reserved is not None:
+            lines["needed at least"] = f"{format_bytes(self.least)} (PyTorch gives back what it keeps in reserve)"
+        if self.memory is not None:
+            left = self.memory - self.least
+            if not self.fits:
+                verdict = f"it does not fit, {format_bytes(-left)} too few"
+            elif self.needed <= self.memory:
+                verdict = f"it fits, {format_bytes(left)} are left"
+            else:
+                more = format_bytes(self.needed - self.memory)
+                verdict = f"it fits, once PyTorch gives back what it keeps in reserve ({more} or more)"
+            lines["the device has"] = f"{format_bytes(self.memory)}: {verdict}"
+        return lines
+
+    def _largest(self) -> dict[str, str]:
+        if self.largest is None:
+            return {}
+        if self.largest == 0:
+            return {"largest micro-batch": "none: not even one sample fits"}
+        lines = {"largest micro-batch": f"{_count(self.largest)} samples"}
+        if self.verified is not None:
+            lines["checked by a step"] = f"{100 * (self.verified - 1):+.2f} % off"
+        if self.micro_size is not None and not self.fits:
+            parts = self.plan.global_batch_size // (self.micro_size * self.plan.world_size)
+            lines["so set"] = (
+                f"batch.micro_size={self.micro_size}: {parts} micro-batches to a step; the global batch of "
+                f"{format_count(self.plan.global_batch_size)} and the learning rate stay"
+            )
+        return lines
+
+    def _samples(self, fit: Fit) -> str:
+        if fit.largest is None:
+            # What train.precision=auto takes there.
+            instead = "" if self.asked_precision == "auto" else "with train.precision=auto "
+            return f"lacks this precision; {instead}a run there takes fp32: --device {fit.device}"
+        return _count(fit.largest) if fit.largest else "none"
+
+
+def _count(largest: int) -> str:
+    return format_count(largest) if largest < MOST else f"at least {format_count(MOST)}"
+
+
+def estimate(asked: Estimate, _: Log) -> MemoryEstimate:
+    """Estimate the memory of a run's steps and of its evaluation, for `paceline estimate`.
 
     Raises:
         PacelineError: If the recipe cannot be planned, or its network needs the numbers.
     """
-    with without_collection():
-        return _estimated(asked)
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    processes = 1
+    if asked.processes is not None or asked.device is None:
+        gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked.processes is None else 0
+        processes = choose_processes(asked.processes, gpus, loaded.recipe).count
+    return estimate_memory(loaded, asked.device, processes, expandable=asked.expandable_segments)
 
 
-def _estimated(asked: Asked) -> MemoryEstimate:
+def estimate_memory(
+    loaded: LoadedRecipe, device: str | None = None, processes: int = 1, *, expandable: bool = False
+) -> MemoryEstimate:
+    """Estimate the memory of a run's steps and of its evaluation; nothing is trained or allocated.
+
+    Args:
+        loaded: The recipe.
+        device: A name of ``paceline.devices``, or ``cpu``; None is the device that a run here would use.
+        processes: Of the run.
+        expandable: With expandable segments in PyTorch's allocator, whatever ``PYTORCH_ALLOC_CONF`` says.
+
+    Raises:
+        PacelineError: If the recipe cannot be planned, or its network needs the numbers.
+    """
     begun = time.perf_counter()
-    recipe, assumed = with_stand_in_data(asked.loaded.recipe)
-    machine = _machine(asked, recipe)
-    ways = asked.processes if asked.processes > 1 else SUPPOSED
+    recipe, assumed = with_stand_in_data(loaded.recipe)
+    machine = _machine(device, processes, recipe)
+    ways = processes if processes > 1 else SUPPOSED
     memory = machine.memory_bytes
-    allocator, unheeded = allocator_settings(
-        os.environ if machine.device == "cuda" else {}, expandable=asked.expandable
-    )
-    with fake_step(recipe, processes=asked.processes, machine=machine, scores=True) as step:
+    allocator, unheeded = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
+    with (
+        without_collection(),
+        fake_step(recipe, processes=processes, machine=machine, scores=True) as step,
+    ):
         steps = trace_steps(step)
         job = Job(step, steps, machine, ways=ways, allocator=allocator)
         largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
@@ -195,6 +426,7 @@ def _estimated(asked: Asked) -> MemoryEstimate:
         now = job.plan.micro_batch_size
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
         found = MemoryEstimate(
+            recipe=loaded.name,
             plan=job.plan,
             asked_precision=recipe.train.precision,
             device=machine.device_name,
@@ -217,18 +449,18 @@ def _estimated(asked: Asked) -> MemoryEstimate:
             notices=tuple(each for each in (assumed, *unheeded, kernels, *_notices(job, steps)) if each),
             seconds=0.0,
         )
-        least = job.least(now, memory)
-    others = savings(recipe, machine, asked.processes, job, least)
+    with without_collection():
+        others = tuple(savings(recipe, machine, processes, job, found.least))
     return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - begun)
 
 
-def _machine(asked: Asked, recipe: Recipe) -> MachineFacts:
-    world = World(world_size=asked.processes, local_world_size=asked.processes)
-    if asked.device is None:
-        return describe_machine(choose_device(recipe.parallel.device, world), processes=asked.processes)
-    if asked.device.lower() == "cpu":
-        return describe_machine(torch.device("cpu"), processes=asked.processes)
-    return machine_with(find_device(asked.device), processes=asked.processes)
+def _machine(device: str | None, processes: int, recipe: Recipe) -> MachineFacts:
+    world = World(world_size=processes, local_world_size=processes)
+    if device is None:
+        return describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
+    if device.lower() == "cpu":
+        return describe_machine(torch.device("cpu"), processes=processes)
+    return machine_with(find_device(device), processes=processes)
 
 
 def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:

@@ -1,4 +1,4 @@
-"""What does a run's sequence of storages come to on a device, and when is it the most?"""
+"""Replay of a run's storages on a device, and its peak."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline_advisor.formulas.caching_allocator import PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
-from paceline_advisor.memory.cuda_kernels import ROOM
+from paceline_advisor.memory.allocator import PLAIN, Block, CachingAllocator, DoesNotFitError, Settings
+from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.trace import StepTrace
 
 _LARGEST = 5

@@ -1,4 +1,4 @@
-"""Which storages do a run's first steps and its evaluation make and let go of, at any size of the micro-batch?
+"""Storages that a run's first steps and its evaluation allocate and free, at any size of the micro-batch.
 
 Two fake runs of different sizes make the same storages in the same order, and each storage's size is a line in the
 number of samples. So all sizes are known from two.
@@ -20,8 +20,67 @@ from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
 from paceline.telemetry.allocations import Allocation, AllocationTrace
 from paceline.trainer.fake_step import FakeStep
-from paceline_advisor.memory import cpu_kernels, cuda_kernels
-from paceline_advisor.memory.scored_singly import ScoredSingly, scored_singly
+from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
+
+
+@dataclass(frozen=True)
+class ScoredSingly:
+    """An evaluation's storages, to be put behind any step of the same run.
+
+    Attributes:
+        held: Storages that were there before, which come first in every trace.
+        allocations: Those that it made.
+        events: What happens to them: ``n`` is made, ``~n`` goes.
+    """
+
+    held: int
+    allocations: tuple[Allocation, ...]
+    events: tuple[int, ...]
+
+    def append_to(self, trace: AllocationTrace) -> None:
+        """Let it have happened."""
+        behind = len(trace.allocations) - self.held
+        trace.allocations += self.allocations
+        trace.events += (event + behind if event >= 0 else event - behind for event in self.events)
+
+
+def scored_singly(step: FakeStep, trace_of: Callable[[FakeStep, int], tuple[int, AllocationTrace]]) -> ScoredSingly:
+    """The evaluation of a fake run.
+
+    Args:
+        step: The run.
+        trace_of: Evaluates so many samples, and gives how many storages were there before, and the trace.
+
+    Raises:
+        ModelError: If it cannot be had.
+    """
+    count = step.scored_samples
+    held, few = trace_of(step, min(2, count))
+    allocations, events = tuple(few.allocations[held:]), _own(few, held)
+    if count > 2:
+        _, one = trace_of(step, 1)
+        more = (count - 2) * max(0, _most(few, held) - _most(one, held))
+        extra = Allocation(more, "activations", "evaluation", "", f"{count - 2} further samples")
+        number = held + len(allocations)
+        allocations, events = (*allocations, extra), (number, *events, ~number)
+    return ScoredSingly(held, allocations, events)
+
+
+def _own(trace: AllocationTrace, held: int) -> tuple[int, ...]:
+    return tuple(event for event in trace.events if max(event, ~event) >= held)
+
+
+def _most(trace: AllocationTrace, held: int) -> int:
+    return _peak(_own(trace, held), [each.size for each in trace.allocations])
+
+
+def _peak(events: Sequence[int], sizes: Sequence[int]) -> int:
+    total = most = 0
+    for event in events:
+        total += sizes[event] if event >= 0 else -sizes[~event]
+        most = max(most, total)
+    return most
+
 
 START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", "step", "evaluation"
 # As a run does them: the first step makes the optimizer's state, and later ones have it. A step after the evaluation
@@ -104,7 +163,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         scored: Its evaluation, if that is known already.
     """
     step.optimizer.state.clear()
-    inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
+    inside = cpu_workspace if step.plan.device == "cpu" else gpu_workspace
     trained = [each for each in step.network.parameters() if each.requires_grad]
     with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
         _hold_networks(step, trace)
@@ -190,7 +249,7 @@ def evaluation_of(step: FakeStep) -> ScoredSingly:
     """
 
     def traced(step: FakeStep, samples: int) -> tuple[int, AllocationTrace]:
-        inside = cpu_kernels.workspace if step.plan.device == "cpu" else cuda_kernels.workspace
+        inside = cpu_workspace if step.plan.device == "cpu" else gpu_workspace
         with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
             _hold_networks(step, trace)
             held = len(trace.allocations)

@@ -1,15 +1,141 @@
-"""What is there to judge, once all runs are over?"""
+"""Evidence for the checks: the runs, and the numerical nature of the network."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch, chosen
+from paceline.errors import RecipeError
+from paceline.optim.tables import has_sparse_gradients
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline_advisor.prove.nature import Nature
-from paceline_advisor.prove.notes import Observed
-from paceline_advisor.prove.reference import Plain
-from paceline_advisor.prove.runs import Sizes
+from paceline_advisor.prove.notes import Observed, copies_of
+from paceline_advisor.prove.reference import Plain, difference, dropouts, norms, put_to_rest
+from paceline_advisor.prove.runs import Runner, Sizes, shortened
+
+# How far gradients may differ, as a share of the largest number: usually, and at most. Sums in another order differ by
+# some 1e-15 and some 1e-7, in deep networks by more; what is wrong differs by more than 1e-3.
+_LIMITS = {True: (1e-12, 1e-6), False: (1e-5, 1e-3)}
+_TIMES_THE_NOISE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nature:
+    """A network, as far as its proof depends on it.
+
+    Attributes:
+        double: Whether it computes in float64.
+        limit: How far gradients may differ.
+        numbers: In which numbers it computes, in words.
+        norms: BatchNorm layers that normalise by their micro-batch.
+        dropouts: Where it drops something at random.
+        statistics: Fixed statistics for the norms.
+        uncomparable: Why one batch is not the sum of its parts, even at rest; empty if it must be.
+    """
+
+    double: bool
+    limit: float
+    numbers: str
+    norms: tuple[str, ...]
+    dropouts: tuple[str, ...]
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    uncomparable: str = ""
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether there is nothing to put to rest."""
+        return not self.norms and not self.dropouts
+
+    @property
+    def rest(self) -> Callable[[nn.Module], None] | None:
+        """What puts such a network to rest; None if nothing is to be done."""
+        return None if self.is_at_rest else lambda network: put_to_rest(network, self.statistics)
+
+
+def look(runner: Runner) -> Nature:
+    """Find out what a recipe's network is like, by a few forward and backward passes."""
+    whole = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.global_batch)
+    double, numbers, usual, most = _numbers(runner)
+    runner = replace(runner, double=double)
+    with contextlib.closing(Plain(whole, runner.orders("look"))) as plain:
+        if has_sparse_gradients(plain.network):
+            raise RecipeError(
+                "prove compares gradients number by number, and sparse ones are not taken apart yet; prove the recipe "
+                "with dense ones (model.options={sparse: false}), which come to the same."
+            )
+        normed, dropped, batch = norms(plain.network), dropouts(plain.network), plain.first_batch()
+        nature = Nature(
+            double=double,
+            limit=usual,
+            numbers=numbers,
+            norms=tuple(normed),
+            dropouts=tuple(dict.fromkeys(each.name for each in dropped)),
+            statistics=plain.statistics(batch) if normed else {},
+        )
+        for each in dropped:
+            each.set(0.0)
+        noise = _noise(plain, batch)
+    with contextlib.closing(Plain(whole, runner.orders("look-at-rest"), nature.rest)) as plain:
+        nature = replace(nature, uncomparable=_uncomparable(plain, runner.sizes.micro_batch, most))
+        noise = max(noise, 0.0 if nature.uncomparable else _noise(plain, plain.first_batch()))
+    return replace(nature, limit=min(max(usual, _TIMES_THE_NOISE * noise), most))
+
+
+def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
+    """Whether the loss can be had in float64, in words, and how far gradients may differ usually, and at most."""
+    recipe = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.micro_batch)
+    orders = replace(runner.orders("look-at-numbers"), double=True)
+    try:
+        with contextlib.closing(Plain(recipe, orders)) as plain:
+            loss = plain.loss(plain.first_batch())
+            loss.backward()  # type: ignore[no-untyped-call]  # torch
+    except (RuntimeError, TypeError, ValueError):
+        return False, "float32 (its code does not take float64)", *_LIMITS[False]
+    if loss.dtype == torch.float64:
+        return True, "float64", *_LIMITS[True]
+    return True, f"float64, but the loss in {str(loss.dtype).removeprefix('torch.')}", *_LIMITS[False]
+
+
+def _noise(plain: Plain, batch: Batch) -> float:
+    """By how much the gradient differs if the batch's samples come in another order."""
+    tensors = copies_of(plain.network)
+    forward = dict(plain.gradients(tensors, [[batch]]))
+    backward = plain.gradients(tensors, [[_of(batch, range(len(batch.ids))[::-1])]])
+    noise = difference(backward, forward).relative
+    return noise if math.isfinite(noise) else 0.0
+
+
+def _of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some of a batch's samples, in another order if need be."""
+    inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
+
+
+def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
+    batch, tensors = plain.first_batch(), copies_of(plain.network)
+
+    def loss(seed: int) -> float:
+        plain.load(tensors)
+        with torch.no_grad():
+            return plain.loss(batch, seed).item()
+
+    if len({loss(seed) for seed in range(3)}) > 1:
+        return "the network or the loss draws random numbers that cannot be switched off"
+    with torch.no_grad():
+        if plain.loss(batch, 0).item() != loss(0):
+            return "what the network keeps of earlier micro-batches takes part in the loss"
+    alone = plain.answers(_of(batch, range(min(micro_batch, len(batch.ids)))))
+    together = plain.answers(batch)
+    if alone is None or together is None:
+        return ""
+    gap = (alone - together[:micro_batch]).abs().max() / together.abs().max().clamp_min(1e-30)
+    return "" if gap <= limit else "the network's answer to a sample depends on the others in its micro-batch"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,43 +11,46 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import rich.table
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.text import Text
 
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError, TrainingError
+from paceline.pages.shown import Shown
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.plan import Plan
 from paceline.tasks.build import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
+from paceline_advisor.commands import Prove
 from paceline_advisor.launches import can_watch, check_alone
-from paceline_advisor.prove import behaviour, gradients, state
-from paceline_advisor.prove.bare import neutral, set_aside, unused
-from paceline_advisor.prove.evidence import Evidence
-from paceline_advisor.prove.nature import Nature, look
-from paceline_advisor.prove.notes import Observed
+from paceline_advisor.prove import checks as prove_checks
+from paceline_advisor.prove.evidence import Evidence, Nature, look
+from paceline_advisor.prove.notes import Check, Observed, named
 from paceline_advisor.prove.reference import Plain
-from paceline_advisor.prove.runs import Runner, Sizes, shortened
-from paceline_advisor.prove.verdict import Check, named
+from paceline_advisor.prove.runs import Runner, Sizes, neutral, set_aside, shortened, unused
 from paceline_advisor.prove.witness import can_shorten
 
 _MOST_SCORED = 500
 
 CHECKS: tuple[Callable[[Evidence], Check], ...] = (
-    behaviour.order,
-    behaviour.samples,
-    behaviour.parameters,
-    gradients.gradient,
-    gradients.accumulation,
-    gradients.tail,
-    gradients.processes,
-    state.learning_rate,
-    state.moving_average,
-    behaviour.training_mode,
-    behaviour.dropout,
-    state.buffers,
-    state.metric,
-    state.ended,
+    prove_checks.order,
+    prove_checks.samples,
+    prove_checks.parameters,
+    prove_checks.gradient,
+    prove_checks.accumulation,
+    prove_checks.tail,
+    prove_checks.processes,
+    prove_checks.learning_rate,
+    prove_checks.moving_average,
+    prove_checks.training_mode,
+    prove_checks.dropout,
+    prove_checks.buffers,
+    prove_checks.metric,
+    prove_checks.ended,
 )
 
 
@@ -90,23 +93,35 @@ class ProveReport:
         """The report as one JSON object."""
         return {"passed": self.passed, **asdict(self)}
 
+    def __paceline__(self) -> Shown:
+        """Show each check with its verdict, and advice for those that failed."""
+        table = rich.table.Table(box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("check", "verdict"):
+            table.add_column(name, no_wrap=True)
+        for name in ("difference", "limit"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("what was compared")
+        colours = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
+        advice = []
+        for check in self.checks:
+            numbers = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.limit)]
+            said = "\n".join(filter(None, (check.compared, check.found)))
+            if check.verdict == "not applicable":
+                said = check.found
+            table.add_row(check.name, f"[{colours[check.verdict]}]{check.verdict}[/]", *numbers, escape(said))
+            if check.verdict == "failed":
+                advice.append(Text.from_markup(f"[bold]{check.name}[/bold]: {escape(check.advice)}"))
+        count = {kind: sum(check.verdict == kind for check in self.checks) for kind in ("passed", "failed")}
+        left = len(self.checks) - sum(count.values())
+        total = (
+            f"{count['passed']} passed, {count['failed']} failed, {left} not applicable: {self.steps} steps of "
+            f"{self.global_batch} samples in {self.micro_batches} micro-batches, {self.processes} "
+            f"process{'es' if self.processes > 1 else ''}, {self.numbers}, {self.seconds:.0f} s."
+        )
+        return Shown(title=f"Proof of {self.recipe}", blocks=[table, *advice, total], ok=self.passed or "")
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be proved.
 
-    Attributes:
-        recipe: A name or a path, as for ``paceline train``.
-        overrides: ``KEY=VALUE``.
-        processes: Of the run in several; 1 to do without.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    processes: int = 2
-
-
-def prove(asked: Asked, tell: Callable[[str], None]) -> ProveReport:
+def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
     """Run a recipe for a few steps in several ways, and hold them against one another and against plain PyTorch.
 
     Args:

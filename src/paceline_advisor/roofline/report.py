@@ -1,16 +1,236 @@
-"""Result of a roofline, as text and JSON."""
+"""Result of a roofline, layer by layer, as text and JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.devices import Device
-from paceline.models.flops import PHASES, StepWork, Uncounted
+from paceline.models.ceilings import Ceilings
+from paceline.models.flops import PHASES, StepWork, Uncounted, Work
+from paceline.models.operator_work import Product
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline_advisor.roofline.bounds import LayerBound
-from paceline_advisor.roofline.shapes import ShapeFinding
+from paceline_advisor.formulas.tiles import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
+
+_OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBound:
+    """A layer in one phase of a step.
+
+    Attributes:
+        layer: Its name in the network; empty for what the network itself does, and what is outside of it.
+        kind: Its class.
+        phase: One of ``models.flops.PHASES``.
+        flops: Floating-point operations of its products.
+        bytes_read: Bytes that its operators must read.
+        bytes_written: Bytes that they must write.
+        intensity: FLOP per byte.
+        ridge: FLOP per byte at which the device turns from memory to arithmetic.
+        bound: ``compute`` or ``memory``.
+        seconds: The least time of its operators, one after another.
+        share: Of the whole step's, in [0, 1].
+        operators: Their names.
+    """
+
+    layer: str
+    kind: str
+    phase: str
+    flops: int
+    bytes_read: int
+    bytes_written: int
+    intensity: float
+    ridge: float
+    bound: str
+    seconds: float
+    share: float
+    operators: tuple[str, ...]
+
+
+def layer_bounds(found: StepWork, kinds: dict[str, str], ceilings: Ceilings) -> tuple[LayerBound, ...]:
+    """Every layer and phase of a step that moves anything, in the order in which they come."""
+    whole = sum(map(ceilings.seconds, found.works)) or 1.0
+    return tuple(
+        _bound((layer, kinds.get(layer, "") if phase in _OF_LAYERS else "", phase), works, ceilings, whole)
+        for (layer, phase), works in found.by_layer().items()
+        if any(each.bytes_moved or each.flops for each in works)
+    )
+
+
+def _bound(place: tuple[str, str, str], works: Sequence[Work], ceilings: Ceilings, whole: float) -> LayerBound:
+    layer, kind, phase = place
+    flops = sum(each.flops for each in works)
+    read, written = sum(each.bytes_read for each in works), sum(each.bytes_written for each in works)
+    arithmetic = sum(map(ceilings.arithmetic_seconds, works))
+    memory = (read + written) / ceilings.device.bytes_per_second
+    # Products of several precisions have a ridge between theirs.
+    peak = flops / arithmetic if arithmetic else ceilings.peak(ceilings.precision)
+    seconds = sum(map(ceilings.seconds, works))
+    return LayerBound(
+        layer=layer,
+        kind=kind,
+        phase=phase,
+        flops=flops,
+        bytes_read=read,
+        bytes_written=written,
+        intensity=flops / (read + written) if read + written else 0.0,
+        ridge=peak / ceilings.device.bytes_per_second,
+        bound="compute" if arithmetic > memory else "memory",
+        seconds=seconds,
+        share=seconds / whole,
+        operators=tuple(dict.fromkeys(each.operator for each in works)),
+    )
+
+
+# Of a number, in those precisions that matrix units have.
+_BYTES = {"tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_CLEARLY = 1.1
+# Narrower than that, and one of many: a kernel of its own computes it, without matrix units.
+_NARROW = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimension:
+    """One size of a layer that is the user's to choose.
+
+    Attributes:
+        name: ``inputs``, ``outputs``, ``samples``; of a convolution ``channels``, ``filters``; of attention ``head``.
+        size: How large it is.
+        must: What should divide it for matrix units to be used (16 bytes).
+        should: What divides it where they do best (128 bytes).
+        advice: What to change, if it is the user's to; empty if nothing need be.
+    """
+
+    name: str
+    size: int
+    must: int
+    should: int
+    advice: str
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether matrix units can read it as it is."""
+        return self.size % self.must == 0
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.size} ({self.advice})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeFinding:
+    """One product of a layer.
+
+    Attributes:
+        layer: The layer's name.
+        phase: Of the step.
+        product: Its sizes.
+        dimensions: Those that the layer is made with.
+        tiling: How it is cut; None where it is not computed in tiles.
+        better: The nearest smaller and larger n that are clearly faster, for each column.
+        seconds_lost: Of the step's least time, what tiles and waves waste.
+    """
+
+    COLUMNS: ClassVar = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "wasted", "better n")
+
+    layer: str
+    phase: str
+    product: Product
+    dimensions: tuple[Dimension, ...]
+    tiling: Tiling | None
+    better: tuple[int | None, int | None]
+    seconds_lost: float
+
+    @property
+    def odd_dimensions(self) -> tuple[Dimension, ...]:
+        """Those that something should be changed about."""
+        return tuple(each for each in self.dimensions if each.advice)
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of ``COLUMNS``, of a product that is cut into tiles."""
+        tiling, product = self.tiling, self.product
+        assert tiling is not None
+        times = f" × {product.count}" if product.count > 1 else ""
+        return (
+            *(self.layer, self.phase, f"{product.m} × {product.n} × {product.k}{times}"),
+            f"{tiling.tile[0]}×{tiling.tile[1]}",
+            f"{tiling.tiles}" if tiling.splits == 1 else f"{tiling.tiles} × {tiling.splits}",
+            *(str(tiling.waves), f"{tiling.waste:.0%}"),
+            " or ".join(str(n) for n in self.better if n is not None) or "–",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            **{key: value for key, value in asdict(self).items() if key != "dimensions"},
+            "better": list(self.better),
+            "dimensions": [{**asdict(each), "aligned": each.is_aligned} for each in self.dimensions],
+        }
+
+
+def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work], str]) -> Iterator[ShapeFinding]:
+    """Every product of a step's forward and backward pass.
+
+    Args:
+        found: The step.
+        device: Where it is computed.
+        precision_of: The name of the peak that an operator has there.
+    """
+    for work in found.works:
+        product = work.product
+        if product is None or work.phase not in ("forward", "dgrad", "wgrad"):
+            continue
+        precision = precision_of(work)
+        has_units = device.name != "cpu" and precision in _BYTES
+        tiling = _tiling(product, device)
+        sizes = (product.m, product.n, product.k, device.multiprocessors, product.count)
+        is_slow = tiling is not None and tiling.slowdown > _CLEARLY
+        peak = device.peak(precision) or device.peak("fp32") or 1.0
+        yield ShapeFinding(
+            layer=work.layer,
+            phase=work.phase,
+            product=product,
+            dimensions=tuple(_dimensions(product, _BYTES[precision])) if has_units and work.phase == "forward" else (),
+            tiling=tiling,
+            better=better_sizes(*sizes) if is_slow else (None, None),
+            seconds_lost=0.0 if tiling is None else work.flops / peak * (tiling.slowdown - 1),
+        )
+
+
+def _tiling(product: Product, device: Device) -> Tiling | None:
+    if device.name == "cpu" or (product.count > 1 and min(product.n, product.m) < _NARROW):
+        return None
+    return best_tiling(product.m, product.n, product.k, device.multiprocessors, product.count)
+
+
+def _dimensions(product: Product, width: int) -> Iterator[Dimension]:
+    must, should = alignment_bytes_multiple(width), alignment_bytes_multiple(width, 128)
+    if product.kind == "attention":
+        named = {"head": product.k}
+    elif product.kind == "convolution":
+        if product.count > 1 and min(product.n, product.k // product.window) < _NARROW:
+            return  # depthwise and the like: no matrix units
+        named = {"channels": product.k // product.window, "filters": product.n}
+    else:
+        named = {"samples": product.m, "inputs": product.k, "outputs": product.n}
+    for name, size in named.items():
+        yield Dimension(name=name, size=size, must=must, should=should, advice=_advice(name, size, must))
+
+
+def _advice(name: str, size: int, must: int) -> str:
+    if size % must == 0:
+        return ""
+    if name == "channels" and size < 4:
+        return "pad the images to 4 channels, or leave it to the library, which pads the first layer itself"
+    lower, upper = aligned_sizes(size, must)
+    return (
+        f"{must} should divide it: {upper}"
+        if lower >= size or lower == upper
+        else f"{must} should divide it: {lower} or {upper}"
+    )
+
 
 _FEW = 8
 

@@ -27,10 +27,8 @@ from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step
 from paceline.world import World
-from paceline_advisor.formulas.overlap import Gradient, Unit
-from paceline_advisor.formulas.parallel_step import Launches, Network
-from paceline_advisor.scaling.room import of_one_process
-from paceline_advisor.scaling.shares import Share
+from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
+from paceline_advisor.scaling.room import Share, of_one_process
 
 # The task that a folder of images stands for until it is there: ImageNet-1k (Russakovsky et al. 2015).
 _IMAGENET = {"classes": 1000, "samples": 1_281_167, "channels": 3, "image_size": 224}

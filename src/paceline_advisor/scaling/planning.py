@@ -3,49 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from paceline.clusters import find_cluster
+from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
+from paceline.pages.page import Table
+from paceline.pages.shown import Shown
 from paceline.recipe.batching import usable_processes
 from paceline.recipe.load import load_recipe
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import weigh
+from paceline_advisor.commands import Plan
 from paceline_advisor.scaling.here import cluster_here
 from paceline_advisor.scaling.room import Room, rooms
-from paceline_advisor.scaling.study import Asked, Row, ScaleReport, Scaling
-
-LrRule = Literal["none", "linear", "sqrt"]
+from paceline_advisor.scaling.study import Row, ScaleReport, Scaling, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
 """Samples of a step up to which ResNet-50 loses no accuracy in as many epochs of ImageNet (Goyal et al. 2017)."""
 CRITICAL_BATCH = 15_000
 """Where ImageNet's classifiers need twice as many samples as with small batches, over the whole training (McCandlish et
 al. 2018, table 1)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What to plan for.
-
-    Attributes:
-        scaling: What to predict with; its sizes are found here.
-        deadline_hours: Until the training ends; None if it may take as long as it takes.
-        budget: Dollars; None for any.
-        most: GPUs at most.
-        lr_rule: What a step that grows with the number of GPUs makes of the learning rate; ``none`` leaves it to
-            the recipe's own ``optimizer.lr_scaling``.
-    """
-
-    scaling: Asked
-    deadline_hours: float | None = None
-    budget: float | None = None
-    most: int = 256
-    lr_rule: LrRule = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +60,16 @@ class Choice:
     def gpus(self) -> int:
         """How many."""
         return self.row.prediction.devices
+
+    def table_row(self) -> tuple[object, ...]:
+        """Return its line in the table."""
+        found, row = self.row.prediction, self.row
+        return (
+            *(self.gpus, row.strategy, f"{found.samples:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
+            *(f"{found.efficiency:.1%}", shown_hours(row.hours), shown_hours(self.high_hours)),
+            *("" if cost is None else f"${cost:,.2f}" for cost in (row.cost, self.high_cost)),
+            found.limit if self.has_room else "memory: does not fit",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The choice as JSON values."""
@@ -132,8 +123,58 @@ class TrainingPlan:
             "notices": list(self.report.notices),
         }
 
+    def __paceline__(self) -> Shown:
+        """Show every number of GPUs tried, and the one chosen or nearest in full."""
+        columns = (
+            "GPUs",
+            "strategy",
+            "batch",
+            "lr",
+            "samples/s",
+            "efficiency",
+            "hours",
+            "at worst",
+            "cost",
+            "at worst",
+        )
+        table = Table(columns=(*columns, "limited by"), rows=[each.table_row() for each in self.choices], caption="")
+        said = []
+        if self.report.is_bound:
+            said = [
+                "Nothing is chosen by a bound that no GPU reaches; give one GPU's --throughput. The least that could:"
+            ]
+        elif self.chosen is None:
+            said = ["Nothing tried does it; this comes nearest:"]
+        choice = self.chosen or self.nearest
+        found = choice.row.prediction
+        grown = found.samples != self.recipe_batch
+        pairs = {
+            "GPUs": f"{choice.gpus} on {self.report.cluster.title}; "
+            f"{-(-choice.gpus // self.report.cluster.devices_per_node)} node(s)",
+            "strategy": f"{choice.row.strategy}: {choice.reason}",
+            "memory": "" if choice.room is None else choice.room.why,
+            "global batch": f"{found.samples:,}" + f" in place of the recipe's {self.recipe_batch:,}" * grown,
+            "learning rate": f"{choice.learning_rate:g}" + f" in place of the recipe's {self.recipe_lr:g}" * grown,
+            "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
+            "cost": "",
+            "warning": choice.warning,
+        }
+        if choice.row.cost is not None and choice.high_cost is not None:
+            pairs["cost"] = f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}"
+        return Shown(
+            title=f"GPUs for {self.report.recipe} on {self.report.cluster.title}",
+            blocks=[
+                table,
+                *said,
+                {name: text for name, text in pairs.items() if text},
+                f"  Not predicted: one GPU ({self.report.basis}), batch, price. Everything else is predicted.",
+                *(f"  note: {notice}" for notice in self.report.notices),
+            ],
+            ok=self.chosen is not None or "",
+        )
 
-def plan_training(wanted: Wanted, say: Callable[[str], None]) -> TrainingPlan:
+
+def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
     """Choose: for a deadline the fewest GPUs, for a budget the fastest.
 
     Both are held against the upper end of the prediction's range.
@@ -141,12 +182,10 @@ def plan_training(wanted: Wanted, say: Callable[[str], None]) -> TrainingPlan:
     Raises:
         PacelineError: If something in it is unknown, or does not fit together.
     """
-    asked = wanted.scaling
-    _check(wanted)
-    loaded = load_recipe(asked.recipe, asked.overrides)
+    loaded = load_recipe(wanted.recipe, wanted.overrides)
     recipe = loaded.recipe
     sizes = _sizes(recipe, wanted)
-    scaling = Scaling(recipe, loaded.name, replace(asked, sizes=sizes), say)
+    scaling = Scaling(loaded, wanted.scale(sizes), say)
     found, notices = _rooms(recipe, scaling)
     scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
     report = scaling.report()
@@ -190,21 +229,10 @@ def _rooms(recipe: Recipe, scaling: Scaling) -> tuple[dict[int, Room], tuple[str
     return {}, (f"{scaling.cluster.title}: its devices' memory is unknown; whether a batch fits was not looked at",)
 
 
-def _check(wanted: Wanted) -> None:
-    if wanted.deadline_hours is None and wanted.budget is None:
-        raise RecipeError("plan for what? Give --deadline, for example 8h, or --budget in dollars, or both.")
-    grows = wanted.scaling.batch_per_device is not None
-    if wanted.lr_rule != "none" and not grows:
-        raise RecipeError(
-            f"--lr-rule={wanted.lr_rule} has no effect while the global batch stays; give --batch-per-gpu, with which "
-            "the batch grows, or leave it out."
-        )
-
-
-def _sizes(recipe: Recipe, wanted: Wanted) -> tuple[int, ...]:
-    most = min(wanted.most, _most_devices(wanted))
+def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
+    most = min(wanted.most_gpus, _most_devices(wanted))
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]
-    if wanted.scaling.batch_per_device is None:
+    if wanted.batch_per_gpu is None:
         usable = set(usable_processes(recipe, 1, most))
         sizes = [size for size in sizes if size in usable]
     if not sizes:
@@ -212,13 +240,12 @@ def _sizes(recipe: Recipe, wanted: Wanted) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _most_devices(wanted: Wanted) -> int:
+def _most_devices(wanted: Plan) -> int:
     """As many as there are; where processes compute on this machine's cores, one for each core."""
-    name = wanted.scaling.cluster
-    cluster = cluster_here((1,)) if name is None else find_cluster(name)
+    cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
     if cluster.shares_cores:
         return available_cores()
-    return cluster.most_devices or wanted.most
+    return cluster.most_devices or wanted.most_gpus
 
 
 def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -> tuple[str, str]:
@@ -232,7 +259,7 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
     return chosen.strategy, chosen.reason
 
 
-def _choice(row: Row, reason: str, recipe: Recipe, wanted: Wanted, price: float | None) -> Choice:
+def _choice(row: Row, reason: str, recipe: Recipe, wanted: Plan, price: float | None) -> Choice:
     found = row.prediction
     assert row.hours is not None  # the recipe says how long it trains
     hours = row.hours * found.high_seconds / found.seconds
@@ -251,7 +278,7 @@ def _recipe_rate(recipe: Recipe, batch: int) -> float:
     return recipe.optimizer.lr * lr_factor(recipe, batch)
 
 
-def _rate(batch: int, recipe: Recipe, wanted: Wanted) -> float:
+def _rate(batch: int, recipe: Recipe, wanted: Plan) -> float:
     if wanted.lr_rule == "none":
         return _recipe_rate(recipe, batch)
     ratio = batch / recipe.batch.global_size
@@ -259,7 +286,7 @@ def _rate(batch: int, recipe: Recipe, wanted: Wanted) -> float:
     return rate * (ratio if wanted.lr_rule == "linear" else math.sqrt(ratio))
 
 
-def _warning(batch: int, recipe: Recipe, wanted: Wanted) -> str:
+def _warning(batch: int, recipe: Recipe, wanted: Plan) -> str:
     if batch == recipe.batch.global_size:
         return ""
     if wanted.lr_rule == "none" and recipe.optimizer.lr_scaling == "none":
@@ -277,18 +304,18 @@ def _warning(batch: int, recipe: Recipe, wanted: Wanted) -> str:
     return ""
 
 
-def _fits(choice: Choice, wanted: Wanted) -> bool:
+def _fits(choice: Choice, wanted: Plan) -> bool:
     return choice.has_room and _excess(choice, wanted) <= 1
 
 
-def _excess(choice: Choice, wanted: Wanted) -> float:
+def _excess(choice: Choice, wanted: Plan) -> float:
     """How many times as long, or as dear, as it may be."""
     late = 0.0 if wanted.deadline_hours is None else choice.high_hours / wanted.deadline_hours
     dear = 0.0 if wanted.budget is None or choice.high_cost is None else choice.high_cost / wanted.budget
     return max(late, dear)
 
 
-def _best(fitting: list[Choice], wanted: Wanted) -> Choice:
+def _best(fitting: list[Choice], wanted: Plan) -> Choice:
     if wanted.deadline_hours is not None:
         return min(fitting, key=lambda each: each.gpus)
     return min(fitting, key=lambda each: each.high_hours)

@@ -1,4 +1,4 @@
-"""Which part of a step has a device room for, as one of several that share it?
+"""Each device's share of a step: whether it fits into memory, and its least time.
 
 The answer is that of ``paceline estimate``: one fake step, its storages at any number of samples, and what several
 processes add to them.
@@ -16,6 +16,8 @@ from paceline.clusters import Cluster
 from paceline.devices import Device
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
+from paceline.models.ceilings import ceilings_of
+from paceline.recipe.batching import micro_batch_size
 from paceline.recipe.compute import WITH_GRAPHS
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
@@ -25,9 +27,61 @@ from paceline.tasks.detection import why_not_sharded
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
+from paceline_advisor.formulas.parallel_step import OneDevice
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.trace import trace_steps, without_collection
-from paceline_advisor.scaling.shares import Share, in_passes
+from paceline_advisor.roofline.study import count_step
+
+
+@dataclass(frozen=True)
+class Share:
+    """One device's part of a step.
+
+    Attributes:
+        devices: How many share the step.
+        micro_batch: Samples of one pass.
+        passes: Passes in a step.
+    """
+
+    devices: int
+    micro_batch: int
+    passes: int
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the step over all devices."""
+        return self.devices * self.micro_batch * self.passes
+
+
+def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | None) -> dict[int, Share]:
+    """Each size's share: of the recipe's global batch, or a fixed one on each device, with which the step grows.
+
+    Args:
+        recipe: Says how many samples a step has, and a pass.
+        sizes: Numbers of devices.
+        batch_per_device: Samples of each device's pass and step; None keeps the recipe's global batch.
+
+    Raises:
+        RecipeError: If the global batch cannot be shared evenly.
+    """
+    if batch_per_device is not None:
+        return {size: Share(size, batch_per_device, 1) for size in sizes}
+    if recipe.batch.growth:
+        raise RecipeError("batch.growth changes the step while training goes on; leave it out, or use --batch-per-gpu.")
+    found = {}
+    for size in sizes:
+        micro = micro_batch_size(recipe, size, {})
+        found[size] = Share(size, micro, recipe.batch.global_size // (micro * size))
+    return found
+
+
+def in_passes(share: Share, largest: int) -> Share:
+    """The same share in passes of at most so many samples."""
+    if share.micro_batch <= largest:
+        return share
+    own = share.micro_batch * share.passes
+    passes = next(each for each in range(-(-own // largest), own + 1) if own % each == 0)
+    return Share(share.devices, own // passes, passes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +210,34 @@ def _with(sought: _Sought, strategy: str) -> Room:
         "and make the same step"
     )
     return room(cut, said, fits=job.fits(cut.micro_batch, memory, asked))
+
+
+def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> dict[int, OneDevice]:
+    """The least time of each number of devices' part, in which every operator waits for arithmetic or for memory.
+
+    Where the recipe compiles, only operators with products count: what others move may be saved by fusing them.
+
+    Args:
+        recipe: What is trained; its data may be elsewhere.
+        shares: The part of each number of devices.
+        device: The device.
+
+    Raises:
+        PacelineError: If the network cannot do without numbers, or the recipe cannot be planned there.
+    """
+    largest = max(shares.values(), key=lambda each: each.micro_batch)
+    with fake_step(of_one_process(recipe, replace(largest, passes=1)), machine=machine_with(device)) as step:
+        found = count_step(step)
+        ceilings = ceilings_of(step.plan, device, found)
+    works = [each for each in found.works if each.product or each.flops or not recipe.model.compile]
+    update = sum(ceilings.seconds(each) for each in works if each.phase == "optimizer")
+    passing = sum(map(ceilings.seconds, works)) - update
+    return {
+        size: OneDevice(
+            # FSDP shares out the update, and a step of several passes has one.
+            seconds=passing * share.micro_batch / largest.micro_batch + update / (share.passes * size),
+            samples=share.micro_batch,
+            is_bound=True,
+        )
+        for size, share in shares.items()
+    }

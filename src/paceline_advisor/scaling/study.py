@@ -1,89 +1,113 @@
-"""How would a recipe scale: throughput, efficiency, hours and cost on 1 to N devices, and what limits each size?"""
+"""Prediction of a recipe's scaling: throughput, efficiency, hours and cost on 1 to N devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from paceline.clusters import Cluster, Link, find_cluster
+from paceline.command import Log
 from paceline.devices import Device, find_device
 from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores, busy_in_words
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.models.flops import StepWork
+from paceline.pages.page import Table
+from paceline.pages.shown import Shown
 from paceline.recipe.compute import WITH_GRAPHS
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
-from paceline_advisor.formulas.links import Fabric
-from paceline_advisor.formulas.parallel_step import Compiled, OneDevice, Prediction, Strategy, Way, predict
+from paceline.units import format_seconds
+from paceline_advisor.commands import Scale
+from paceline_advisor.formulas.parallel_step import (
+    HOST_SECONDS,
+    OWN_HOST_SECONDS,
+    Compiled,
+    Host,
+    OneDevice,
+    Prediction,
+    Strategy,
+    Way,
+    predict,
+)
+from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
-from paceline_advisor.scaling.bound import least_steps
-from paceline_advisor.scaling.here import cluster_here, is_here, probe
-from paceline_advisor.scaling.loops import LOOPS, LoopName
-from paceline_advisor.scaling.measure import Measurements, Trials, measure
+from paceline_advisor.scaling.here import Measurements, Trials, cluster_here, is_here, measure, probe
 from paceline_advisor.scaling.network import Subject, describe
-from paceline_advisor.scaling.shares import Share, in_passes, shares_of
+from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A training loop beside its devices.
+
+    Attributes:
+        name: What it is asked for by.
+        waits: How often in a step its host waits for the device, by precision: in fp32 and TF32, bf16, fp16.
+        seconds_per_sample: Time of one core for reading and varying an image, all cores at work.
+        seconds_per_tensor: What wrapping a network in DDP adds to the host's work for each parameter tensor.
+        loaders_per_device: Loader processes of each device, by cluster; others take as many as there are cores.
+        source: Where this stands.
+    """
+
+    name: str
+    waits: Mapping[str, int]
+    seconds_per_sample: float
+    seconds_per_tensor: float = HOST_SECONDS
+    loaders_per_device: Mapping[str, int] = field(default_factory=dict)
+    source: str
+
+    def host(self, cluster: Cluster, precision: str, *, decodes: bool, seconds_per_sample: float | None) -> Host:
+        """Its host on a cluster.
+
+        Args:
+            cluster: Where it runs.
+            precision: In which numbers.
+            decodes: Whether samples are decoded as they are needed.
+            seconds_per_sample: What the user says it takes, if anything.
+        """
+        usual = self.seconds_per_sample if decodes else 0.0
+        return Host(
+            # Where processes compute on the cores, the host is the device: it does everything itself.
+            waits=1 if cluster.shares_cores else self.waits[precision],
+            seconds_per_tensor=self.seconds_per_tensor,
+            seconds_per_sample=usual if seconds_per_sample is None else seconds_per_sample,
+            loaders_per_device=self.loaders_per_device.get(cluster.name),
+            cores_per_device=cluster.cores_per_device,
+            shares_cores=cluster.shares_cores,
+        )
+
+
+LoopName = Literal["paceline", "nvidia-convnets"]
+LOOPS: Mapping[str, Loop] = MappingProxyType(
+    {
+        "paceline": Loop(
+            name="paceline",
+            waits={"fp32": 0, "bf16": 0, "fp8": 0, "fp16": 1},
+            seconds_per_sample=1.37e-3,
+            seconds_per_tensor=OWN_HOST_SECONDS,
+            source="the loop waits for fp16's overflow check only; benchmarks/results/input-pipeline-folder, ddp-host",
+        ),
+        # Two waits: the step's own synchronize, and in mixed precision the gradient scaler's check. Images by
+        # torchvision and Pillow, as long as they take in our benchmark.
+        "nvidia-convnets": Loop(
+            name="nvidia-convnets",
+            waits={"fp32": 1, "bf16": 2, "fp8": 2, "fp16": 2},
+            seconds_per_sample=2.65e-3,
+            loaders_per_device={"dgx-1": 8, "dgx-1-32gb": 8, "dgx-2": 8, "dgx-a100": 10, "dgx-a100-40gb": 10},
+            source="NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets: image_classification/training.py, "
+            "configs.yml; benchmarks/results/input-pipeline-folder",
+        ),
+    }
+)
 
 _HOUR = 3600
 
 _MOST_HERE = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """What the user says that one device does; nothing for what is measured or bounded.
-
-    Attributes:
-        throughput: Samples per second.
-        step_seconds: Of a step.
-        batch: Samples of the step it was measured with.
-    """
-
-    throughput: float | None = None
-    step_seconds: float | None = None
-    batch: int | None = None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether there is one."""
-        return self.throughput is not None or self.step_seconds is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What to predict.
-
-    Attributes:
-        recipe: Name or path.
-        overrides: Changes to it.
-        sizes: Numbers of devices, ascending.
-        cluster: Name or file; None for this machine.
-        strategies: To predict.
-        batch_per_device: Samples on each device, with which the step grows; None keeps the recipe's global batch.
-        figure: What one device does.
-        loop: Whose training loop.
-        seconds_per_sample: Of one core for reading and varying a sample; None as the loop usually takes.
-        price: Dollars of a device's hour; None as the cluster says.
-        samples: In an epoch; None as the data say.
-        measure: Whether to run the real thing here too.
-        rounds: Turns of each burst.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = (1, 2, 4, 8)
-    cluster: str | None = None
-    strategies: tuple[Strategy, ...] = ("ddp", "fsdp")
-    batch_per_device: int | None = None
-    figure: Figure = Figure()
-    loop: LoopName = "paceline"
-    seconds_per_sample: float | None = None
-    price: float | None = None
-    samples: int | None = None
-    measure: bool = False
-    rounds: int = 5
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,15 +197,74 @@ class ScaleReport:
             "notices": list(self.notices),
         }
 
+    def __paceline__(self) -> Shown:
+        """Show each size and strategy with its rate, range, hours and cost."""
+        measured = any(row.measured is not None for row in self.rows)
+        columns = [
+            *(
+                "processes" if self.cluster.shares_cores else "GPUs",
+                "strategy",
+                "batch",
+                "passes",
+                "samples/s",
+                "range",
+            ),
+            *("efficiency", "hours", "cost", "limited by"),
+            *(("measured", "error") if measured else ()),
+        ]
+        rows = []
+        for row in self.rows:
+            found = row.prediction
+            low, high = found.samples / found.high_seconds, found.samples / found.low_seconds
+            cells = [
+                *(found.devices, row.strategy, f"{found.samples:,}", row.passes, _shown_rate(found.rate)),
+                *(f"{_shown_rate(low)} – {_shown_rate(high)}", f"{found.efficiency:.1%}", shown_hours(row.hours)),
+                *("" if row.cost is None else f"${row.cost:,.2f}", found.limit),
+            ]
+            if measured:
+                cells.append("" if row.measured is None else _shown_rate(row.measured.middle))
+                cells.append("" if row.error is None else f"{row.error:+.1%}")
+            rows.append(cells)
+        meaning = (
+            "  Predicted. The range: what more devices add costs half or twice as much, and the model errs by 8 %."
+        )
+        if self.is_bound:
+            meaning = (
+                "  One GPU's rate cannot be beaten, nor its multiple by several; neither is to be expected: give one "
+                "GPU's --throughput."
+            )
+        return Shown(
+            title=f"{self.recipe} ({self.parameters:,} parameters, {self.precision}) on {self.cluster.title}",
+            blocks=[
+                f"  one device: {self.basis}",
+                *(f"  note: {notice}" for notice in self.notices),
+                Table(columns=columns, rows=rows, caption=""),
+                meaning,
+            ],
+        )
 
-def scale(asked: Asked, say: Callable[[str], None]) -> ScaleReport:
+
+def shown_hours(hours: float | None) -> str:
+    """Write hours for a table; less than six minutes with their unit, and nothing where they are unknown."""
+    if hours is None:
+        return ""
+    if hours < 0.1:
+        return format_seconds(_HOUR * hours)
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def _shown_rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def scale(asked: Scale, say: Log) -> ScaleReport:
     """Predict, and measure beside it what this machine allows.
 
     Raises:
         PacelineError: If something in it is unknown, or does not fit together.
     """
     loaded = load_recipe(asked.recipe, asked.overrides)
-    report = Scaling(loaded.recipe, loaded.name, asked, say).report()
+    report = Scaling(loaded, asked, say).report()
     return replace(report, notices=(*loaded.notices, *report.notices))
 
 
@@ -189,8 +272,7 @@ class Scaling:
     """A recipe on a cluster.
 
     Args:
-        recipe: What is trained.
-        name: What to call it.
+        loaded: What is trained.
         asked: What to predict.
         say: Told what goes on.
         subject: What is known of its network already.
@@ -203,12 +285,11 @@ class Scaling:
         shares: The part of a step that each of so many devices does; may be cut otherwise before :meth:`report`.
     """
 
-    def __init__(
-        self, recipe: Recipe, name: str, asked: Asked, say: Callable[[str], None], subject: Subject | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedRecipe, asked: Scale, say: Log, subject: Subject | None = None) -> None:
+        recipe = loaded.recipe
         if recipe.parallel.exact:
             raise RecipeError("parallel.exact=true is not predicted: only ddp and fsdp are; turn it off.")
-        self._recipe, self._name, self._asked, self._say = recipe, name, asked, say
+        self._recipe, self._name, self._asked, self._say = recipe, loaded.name, asked, say
         on_cpu = recipe.parallel.device == "cpu"
         if asked.cluster is not None:
             self.cluster = find_cluster(asked.cluster)
@@ -219,18 +300,17 @@ class Scaling:
         self._check()
         self.subject = describe(recipe, asked.samples) if subject is None else subject
         self._strategies = self._possible()
+        milliseconds = asked.cpu_ms_per_sample
         self._host = LOOPS[asked.loop].host(
-            self.cluster, self.precision, decodes=self.subject.decodes, seconds_per_sample=asked.seconds_per_sample
+            self.cluster,
+            self.precision,
+            decodes=self.subject.decodes,
+            seconds_per_sample=None if milliseconds is None else milliseconds / 1000,
         )
         self.shares: Mapping[int, Share] = self._cut()
 
     def _check(self) -> None:
         asked, cluster = self._asked, self.cluster
-        figure = asked.figure
-        if figure.throughput is not None and figure.step_seconds is not None:
-            raise RecipeError("--throughput and --step-seconds say the same thing; give one of them.")
-        if figure.step_seconds is not None and figure.batch is None and asked.batch_per_device is None:
-            raise RecipeError("--step-seconds: a step of how many samples? Give --one-gpu-batch too.")
         if cluster.most_devices is not None and max(asked.sizes) > cluster.most_devices:
             raise RecipeError(
                 f"--world-sizes asks for {max(asked.sizes)} devices, but {cluster.title} has {cluster.most_devices}; "
@@ -253,8 +333,8 @@ class Scaling:
         return tuple(each for each in asked if each != "fsdp") if why else asked
 
     def _cut(self) -> dict[int, Share]:
-        shares = shares_of(self._recipe, self._asked.sizes, self._asked.batch_per_device)
-        batch = self._asked.figure.batch
+        shares = shares_of(self._recipe, self._asked.sizes, self._asked.batch_per_gpu)
+        batch = self._asked.one_gpu_batch
         return shares if batch is None else {size: in_passes(share, batch) for size, share in shares.items()}
 
     @property
@@ -269,7 +349,9 @@ class Scaling:
         notices += [busy] if busy and found is not None else []
         ones, basis, is_bound = self._basis(found)
         links = self._links()
-        price = asked.price if asked.price is not None else self.cluster.price_per_device_hour
+        price = asked.price_per_gpu_hour
+        if price is None:
+            price = self.cluster.price_per_device_hour
         rows = []
         for size, share in self.shares.items():
             for strategy in self._strategies if size > 1 else self._strategies[:1]:
@@ -294,10 +376,10 @@ class Scaling:
         return "fsdp" if self._recipe.parallel.strategy == "fsdp" else self._strategies[0]
 
     def _assumptions(self) -> list[str]:
-        told, host, figure = [], self._host, self._asked.figure
-        if self._strategies != self._asked.strategies:
+        told, host, asked = [], self._host, self._asked
+        if self._strategies != asked.strategies:
             told.append(f"FSDP {self.subject.unsharded}")
-        if figure.is_given and figure.batch is None and self._asked.batch_per_device is None:
+        if asked.has_figure and asked.one_gpu_batch is None and asked.batch_per_gpu is None:
             told.append(f"one device's figure is taken to be of {self._figure_batch} samples; see --one-gpu-batch")
         if host.seconds_per_sample and host.cores_per_device is None:
             told.append(f"{self.cluster.title}: its processor cores are unknown; data are taken to arrive in time")
@@ -343,7 +425,7 @@ class Scaling:
 
     def _measured(self) -> Measurements | None:
         asked = self._asked
-        needs_figure = not asked.figure.is_given and self._runs_here
+        needs_figure = not asked.has_figure and self._runs_here
         if not needs_figure and not asked.measure:
             return None
         check_alone("measuring how a recipe scales")
@@ -355,29 +437,27 @@ class Scaling:
             alone=self.shares if needs_figure else {},
             together=together,
             threads={size: self._threads(size) for size in asked.sizes} if on_cores else {},
-            rounds=asked.rounds,
+            rounds=asked.rounds or _ROUNDS,
         )
         return measure(trials, self._say)
 
     def _basis(self, found: Measurements | None) -> tuple[dict[int, OneDevice], str, bool]:
-        figure = self._asked.figure
-        if figure.is_given:
-            return dict.fromkeys(self.shares, self._given()), "its figure as given", False
+        asked = self._asked
+        if asked.has_figure:
+            batch, seconds = self._figure_batch, asked.step_seconds
+            if asked.throughput is not None:
+                seconds = batch / asked.throughput
+            assert seconds is not None  # has_figure
+            one = OneDevice(seconds=seconds, samples=batch)
+            return dict.fromkeys(self.shares, one), "its figure as given", False
         if found is not None and found.alone:
-            return dict(found.alone), f"one process measured here, in {self._asked.rounds} rounds", False
+            return dict(found.alone), f"one process measured here, in {asked.rounds or _ROUNDS} rounds", False
         return self._bounds()
-
-    def _given(self) -> OneDevice:
-        figure, batch = self._asked.figure, self._figure_batch
-        if figure.step_seconds is not None:
-            return OneDevice(seconds=figure.step_seconds, samples=batch)
-        assert figure.throughput is not None  # is_given
-        return OneDevice(seconds=batch / figure.throughput, samples=batch)
 
     @property
     def _figure_batch(self) -> int:
         """Samples of the step that the given figure is of."""
-        said = self._asked.figure.batch or self._asked.batch_per_device
+        said = self._asked.one_gpu_batch or self._asked.batch_per_gpu
         return said or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:

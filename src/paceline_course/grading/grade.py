@@ -168,9 +168,9 @@ def grade(
 def _grade(path: Path, scratch: Path, tell: Callable[[str], None], limits: Limits, host: Host) -> Marks:
     import torch
 
-    from paceline_course.grading import on_schedule
-    from paceline_course.grading.findings import Runs
-    from paceline_course.grading.on_schedule import Schedule
+    from paceline_course.grading import on_run
+    from paceline_course.grading.on_run import Schedule
+    from paceline_course.grading.runs import Runs
     from paceline_course.grading.sheet import marking_sheet
 
     program = scratch / "program" / "train.py"
@@ -186,8 +186,8 @@ def _grade(path: Path, scratch: Path, tell: Callable[[str], None], limits: Limit
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a hundred tiny networks: more threads would only wait for one another
     try:
-        for name in on_schedule.AGAIN:
-            if on_schedule.throughput(found).reason and "batchnorm" in found.complete("batchnorm"):
+        for name in on_run.AGAIN:
+            if on_run.throughput(found).reason and "batchnorm" in found.complete("batchnorm"):
                 again = Trial(name, 2, name, network="batchnorm")
                 tell(f"{_announcement(again)}, for its pace once more")
                 runs[name] = _try(again, program, scratch, limits, host)

@@ -1,17 +1,21 @@
-"""What did the ranks of a run do? Read from what was written down about them, and what they wrote themselves."""
+"""Runs of a grading: what the ranks did, what they should have computed, and what a criterion may find."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from paceline.plain_json import load_json
-from paceline_course.assignment import TRAINING_SAMPLES
+from paceline_course.assignment import TRAINING_SAMPLES, build_model, training_set, validation_set
 
 Vector = NDArray[np.float32]
 
@@ -221,3 +225,140 @@ def _read_weights(path: Path) -> Mapping[str, Vector]:
 def _last_line(path: Path) -> str:
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+
+class UnseenError(Exception):
+    """What a criterion looks at is not there; the message says why, as it goes on after a colon."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one criterion found.
+
+    Attributes:
+        reason: Why points are lost; empty if none is.
+        note: What the student should know anyway.
+        seen: The values that it was decided by.
+    """
+
+    reason: str = ""
+    note: str = ""
+    seen: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one grading; those that were not made are not there.
+
+    Attributes:
+        by_name: ``one``, ``two``, ``three`` (with so many processes), ``batchnorm``, ``killed``, ``resumed`` (killed as
+            it saved), ``again``, ``pace-before`` and ``pace-after`` (the bare loop).
+    """
+
+    by_name: Mapping[str, Run]
+
+    def get(self, name: str) -> Run | None:
+        """Return a run that was made, complete or not."""
+        return self.by_name.get(name)
+
+    def complete(self, *names: str) -> dict[str, Run]:
+        """Return those of some runs that ended by themselves."""
+        found = {name: self.by_name[name] for name in names if name in self.by_name}
+        return {name: run for name, run in found.items() if run.is_complete}
+
+    def on_several(self, check: Callable[[Run], Finding]) -> Finding:
+        """Apply a check to the runs with 2 and 3 processes, and return the first complaint."""
+        runs = self.complete("two", "three")
+        if not runs:
+            return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
+        findings = [check(run) for run in runs.values()]
+        return next((finding for finding in findings if finding.reason), findings[0])
+
+
+def listing(values: Sequence[Any], most: int = 4) -> str:
+    """Write a few values for a sentence: ``3, 5, 8, … (12 in all)``."""
+    text = ", ".join(str(value) for value in values[:most])
+    return text if len(values) <= most else f"{text}, … ({len(values)} in all)"
+
+
+def with_processes(run: Run) -> str:
+    """Write how many processes a run had: ``with 1 process``, ``with 2 processes``."""
+    return f"with {run.processes} process{'' if run.processes == 1 else 'es'}"
+
+
+Shares = Sequence[tuple[Vector, Sequence[int]]]
+
+
+def mean_loss_and_gradient(shares: Shares) -> tuple[float, Vector]:
+    """Return the mean loss over all samples of a global batch, and its gradient, for the network ``plain``.
+
+    Args:
+        shares: The weights of each rank, flat, and the samples of the training set that it took.
+
+    Raises:
+        ValueError: If there is no sample at all.
+        UnseenError: If these are weights of another network.
+    """
+    count = sum(len(samples) for _, samples in shares)
+    if count == 0:
+        raise ValueError("a global batch without samples has no mean")
+    images, labels = training_set().tensors
+    network = _network(len(shares[0][0]))
+    total_loss, total_gradient = 0.0, np.zeros(len(shares[0][0]), dtype=np.float64)
+    for weights, samples in shares:
+        network.zero_grad()
+        vector_to_parameters(torch.from_numpy(weights.copy()), network.parameters())
+        index = torch.tensor(list(samples), dtype=torch.long)
+        loss = cross_entropy(network(images[index]), labels[index], reduction="sum")
+        torch.autograd.backward(loss)
+        total_loss += loss.item()
+        total_gradient += parameters_to_vector([w.grad for w in network.parameters() if w.grad is not None]).numpy()
+    return total_loss / count, (total_gradient / count).astype(np.float32)
+
+
+def step_shares(run: Run, step: int) -> list[tuple[Vector, list[int]]]:
+    """Return the weights and the training samples of each rank at a step."""
+    return [
+        (rank.steps[step].weights, [sample for sample in rank.steps[step].samples if sample >= 0]) for rank in run.ranks
+    ]
+
+
+def accuracy_of_vector(weights: Vector) -> float:
+    """Return the accuracy in percent on the validation set of the network ``plain`` with these weights."""
+    network = _network(len(weights))
+    vector_to_parameters(torch.from_numpy(weights.copy()), network.parameters())
+    return _accuracy(network)
+
+
+def accuracy_of_state(state: Mapping[str, Vector]) -> float | None:
+    """Return the accuracy in percent on the validation set of saved weights; None if they fit neither network."""
+    network = build_model("batchnorm" if any("running_mean" in name for name in state) else "plain")
+    try:
+        network.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in state.items()})
+    except RuntimeError:
+        return None
+    return _accuracy(network)
+
+
+def flat_state(state: Mapping[str, Vector]) -> Vector | None:
+    """Return saved weights as one vector, in the order of the network's parameters; None if they do not fit it."""
+    network = build_model("batchnorm" if any("running_mean" in name for name in state) else "plain")
+    names = [name for name, _ in network.named_parameters()]
+    if any(name not in state for name in names):
+        return None
+    return np.concatenate([np.asarray(state[name], dtype=np.float32).reshape(-1) for name in names])
+
+
+def _network(weights: int) -> nn.Module:
+    network = build_model("plain")
+    asked = sum(parameter.numel() for parameter in network.parameters())
+    if asked != weights:
+        raise UnseenError(f"the network that was trained has {weights} weights, and the one asked for has {asked}")
+    return network
+
+
+@torch.no_grad()
+def _accuracy(network: nn.Module) -> float:
+    images, labels = validation_set().tensors
+    network.eval()
+    return 100 * float((network(images).argmax(dim=1) == labels).double().mean())

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from paceline_course.grading import on_ending, on_reports, on_samples, on_schedule, on_weights
-from paceline_course.grading.findings import Finding, Runs, UnseenError
+from paceline_course.grading import on_run, on_training
 from paceline_course.grading.marks import Criterion
-from paceline_course.grading.on_schedule import Schedule
+from paceline_course.grading.on_run import Schedule
+from paceline_course.grading.runs import Finding, Runs, UnseenError
 
 
 @dataclass(frozen=True)
@@ -46,31 +46,31 @@ class Item:
 def marking_sheet(schedule: Schedule) -> tuple[Item, ...]:
     """Return all that is marked, 100 points together."""
     return (
-        Item("ends", "every run ends by itself, with sizes that are uneven too", 7, on_ending.ends),
-        Item("clean_exit", "exit code 0, process group destroyed", 3, on_ending.clean_exit),
-        Item("inside", "writes in its own directory only", 1, on_ending.inside),
-        Item("once", "each training sample exactly once per epoch, over all ranks", 7, on_samples.once),
-        Item("disjoint", "ranks train on different samples", 5, on_samples.disjoint),
-        Item("order", "another order in each epoch", 6, on_samples.order),
-        Item("initial", "the same initial weights on all ranks", 4, on_weights.initial),
-        Item("gradient", "each step takes the gradient of the mean over the global batch", 9, on_weights.gradient),
-        Item("optimizer", "each step is one of SGD with momentum 0.9", 3, on_weights.optimizer),
-        Item("same_weights", "the same weights on all ranks at the end, and in the file", 4, on_weights.same_weights),
-        Item("one_process", "the result of one process with the same global batch", 6, on_weights.one_process),
-        Item("loss", "the loss in the log is the mean over all samples", 5, on_reports.loss),
-        Item("validation", "validation counts each sample once, and its accuracy is true", 8, on_reports.validation),
-        Item("validation_shared", "all ranks take part in validation", 2, on_reports.validation_shared),
-        Item("batchnorm", "BatchNorm's statistics are the same on all ranks when it counts", 5, on_reports.batchnorm),
+        Item("ends", "every run ends by itself, with sizes that are uneven too", 7, on_run.ends),
+        Item("clean_exit", "exit code 0, process group destroyed", 3, on_run.clean_exit),
+        Item("inside", "writes in its own directory only", 1, on_run.inside),
+        Item("once", "each training sample exactly once per epoch, over all ranks", 7, on_run.once),
+        Item("disjoint", "ranks train on different samples", 5, on_run.disjoint),
+        Item("order", "another order in each epoch", 6, on_run.order),
+        Item("initial", "the same initial weights on all ranks", 4, on_training.initial),
+        Item("gradient", "each step takes the gradient of the mean over the global batch", 9, on_training.gradient),
+        Item("optimizer", "each step is one of SGD with momentum 0.9", 3, on_training.optimizer),
+        Item("same_weights", "the same weights on all ranks at the end, and in the file", 4, on_training.same_weights),
+        Item("one_process", "the result of one process with the same global batch", 6, on_training.one_process),
+        Item("loss", "the loss in the log is the mean over all samples", 5, on_training.loss),
+        Item("validation", "validation counts each sample once, and its accuracy is true", 8, on_training.validation),
+        Item("validation_shared", "all ranks take part in validation", 2, on_training.validation_shared),
+        Item("batchnorm", "BatchNorm's statistics are the same on all ranks when it counts", 5, on_training.batchnorm),
         Item(
             "lr_scaled",
             "the learning rate is scaled with the global batch",
             4,
-            partial(on_schedule.scaled, schedule=schedule),
+            partial(on_run.scaled, schedule=schedule),
         ),
-        Item("warmup", "the learning rate is warmed up", 4, partial(on_schedule.warmup, schedule=schedule)),
-        Item("one_writer", "one rank alone writes files", 3, on_ending.one_writer),
-        Item("atomic", "a kill while a checkpoint is written leaves the one before", 3, on_ending.atomic),
-        Item("resume", "after a kill it goes on to the same result", 6, on_ending.resume),
-        Item("accuracy", "the target accuracy is reached", 3, on_reports.accuracy),
-        Item("throughput", "half the throughput of a bare loop, or more", 2, on_schedule.throughput),
+        Item("warmup", "the learning rate is warmed up", 4, partial(on_run.warmup, schedule=schedule)),
+        Item("one_writer", "one rank alone writes files", 3, on_run.one_writer),
+        Item("atomic", "a kill while a checkpoint is written leaves the one before", 3, on_run.atomic),
+        Item("resume", "after a kill it goes on to the same result", 6, on_run.resume),
+        Item("accuracy", "the target accuracy is reached", 3, on_training.accuracy),
+        Item("throughput", "half the throughput of a bare loop, or more", 2, on_run.throughput),
     )

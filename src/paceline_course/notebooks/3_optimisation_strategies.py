@@ -988,7 +988,7 @@ def filter_normalised(direction: Tensor, weights: Tensor) -> Tensor:
 
 
 # %% tags=["check"]
-from paceline_advisor.landscape import directions
+from paceline_advisor.landscape import measures
 
 with exercise("3.6"):
     torch.manual_seed(0)
@@ -1001,7 +1001,7 @@ with exercise("3.6"):
     linear = filter_normalised(torch.ones(4, 3), torch.full((4, 3), 2.0))
     assert linear.shape == (4, 3), "it must work for a linear layer's [outputs, inputs] too"
     assert torch.allclose(linear, torch.full((4, 3), 2.0)), "a row of ones beside a row of twos must become twos"
-    paceline_says = directions.filter_normalised(d.flatten(), w.flatten(), {"layer": w.shape})
+    paceline_says = measures.filter_normalised(d.flatten(), w.flatten(), {"layer": w.shape})
     assert torch.allclose(scaled.flatten(), paceline_says, atol=1e-5), "only lengths change, not a filter's direction"
 
 # %% [markdown] tags=["hint"]
@@ -1105,7 +1105,7 @@ flat = nn.utils.parameters_to_vector(own.parameters()).detach()
 sizes = [each.numel() for each in own.parameters()]
 axes_by_hand = []
 for number in (0, 1):
-    parts = directions.normal_vector(0, number, flat).split(sizes)
+    parts = measures.normal_vector(0, number, flat).split(sizes)
     axes_by_hand.append([filter_normalised(d.view_as(w), w) for d, w in zip(parts, own.parameters(), strict=True)])
 
 curve = [loss_at(own, axes_by_hand[:1], [t], x, y) for t in theirs["curve"]["positions"]]

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
-from paceline_advisor.bench.target import Target, TargetAsked, TargetRun, follow, summarise_runs, write_dawnbench
+from paceline_advisor.bench.target import Target, TargetRun, follow, summarise_runs, write_dawnbench
 
 
 def test_targets_are_read() -> None:
@@ -63,9 +63,11 @@ def test_a_metric_that_came_to_no_number_is_not_there_yet(tmp_path: Path) -> Non
     assert [each["loss"] for each in found.evaluations] == [None, 0.7, 0.8, 0.4]
     assert not target.is_met(None)
     (tmp_path / "entry").mkdir()
-    asked = TargetAsked(recipe="digits", target=target)
-    _, table = write_dawnbench(tmp_path / "entry", load_recipe("digits"), [found], asked)
+    _, table = write_dawnbench(tmp_path / "entry", loaded=load_recipe("digits"), target=target, runs=[found])
     assert len(table.read_text().splitlines()) == 5
+
+
+TARGET = Target("top1_accuracy", 94.0)
 
 
 def run(seconds: float, *, reached: bool, trouble: str = "") -> TargetRun:
@@ -73,9 +75,8 @@ def run(seconds: float, *, reached: bool, trouble: str = "") -> TargetRun:
 
 
 def test_who_did_not_get_there_counts_as_long_as_it_ran() -> None:
-    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=5, price_per_hour=36.0)
     runs = [run(seconds, reached=seconds < 50) for seconds in (10.0, 11.0, 12.0, 60.0, 60.0)]
-    row = summarise_runs(asked, runs)
+    row = summarise_runs(runs, TARGET, 36.0)
     assert (row["reached"], row["median_seconds"]["middle"]) == (3, 12.0)
     assert row["median_wall_seconds"]["middle"] == 24.0
     # What is paid is the wall's: 24 seconds at 36 an hour.
@@ -87,9 +88,8 @@ def test_who_did_not_get_there_counts_as_long_as_it_ran() -> None:
 
 
 def test_a_run_that_failed_is_censored_where_it_failed() -> None:
-    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=3)
     row = summarise_runs(
-        asked, [run(10, reached=True), run(5, reached=False, trouble="it broke"), run(20, reached=True)]
+        [run(10, reached=True), run(5, reached=False, trouble="it broke"), run(20, reached=True)], TARGET
     )
     assert row["trouble"] == "it broke"
     assert row["median_seconds"]["middle"] == 10.0
@@ -97,14 +97,12 @@ def test_a_run_that_failed_is_censored_where_it_failed() -> None:
 
 
 def test_a_run_that_failed_at_once_is_no_reason_to_praise_the_others() -> None:
-    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=4)
     runs = [run(10, reached=True), run(12, reached=True), *[run(0, reached=False, trouble="it broke")] * 2]
-    row = summarise_runs(asked, runs)
+    row = summarise_runs(runs, TARGET)
     assert (row["reached"], row["reached_share"]["middle"], row["mean_seconds"]) == (2, 0.5, None)
     assert row["seconds_with_restarts"] > 12
 
 
 def test_runs_that_all_got_there_can_be_compared() -> None:
-    asked = TargetAsked(recipe="digits", target=Target("top1_accuracy", 94.0), runs=2)
-    row = summarise_runs(asked, [run(10, reached=True), run(12, reached=True)])
+    row = summarise_runs([run(10, reached=True), run(12, reached=True)], TARGET)
     assert (row["times"], row["trouble"], row["mean_seconds"]) == ([[10, 12]], None, 11)

@@ -60,7 +60,8 @@ class Task(paceline.ImageClassification):
 @pytest.fixture
 def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., Any]:
     """``examined({"train.precision": "fp32"}, code=..., device="a100")`` is a diagnosis; ``code`` is ``mine``'s."""
-    from paceline_advisor.doctor.study import Asked, examine
+    from paceline_advisor.commands import Doctor
+    from paceline_advisor.doctor.study import examine
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -76,7 +77,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
             (tmp_path / f"{names[-1]}.py").write_text(code)
             asked = {key: str(value).replace("mine:", f"{names[-1]}:") for key, value in asked.items()}
         pairs = tuple(f"{key}={value}" for key, value in asked.items())
-        return examine(Asked(recipe=str(recipe), overrides=pairs, device=device), lambda _: None)
+        return examine(Doctor(recipe=str(recipe), overrides=pairs, device=device), lambda _: None)
 
     yield run
     for name in names:
@@ -86,11 +87,12 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
 @pytest.fixture(scope="session")
 def clean(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The diagnosis of the clean recipe for an A100."""
-    from paceline_advisor.doctor.study import Asked, examine
+    from paceline_advisor.commands import Doctor
+    from paceline_advisor.doctor.study import examine
 
     recipe = tmp_path_factory.mktemp("clean") / "clean.yaml"
     recipe.write_text(CLEAN)
-    return examine(Asked(recipe=str(recipe), overrides=(), device="a100"), lambda _: None)
+    return examine(Doctor(recipe=str(recipe), overrides=(), device="a100"), lambda _: None)
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from torchvision.models.detection import RetinaNet
 
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline_advisor.doctor.behaviour import behave
-from paceline_advisor.doctor.untouched import untouched
+from paceline_advisor.doctor.behaviour import behave, untouched
 
 
 @pytest.mark.parametrize(("sides", "shown_side"), [([640, 800], 128), ([64], 64)])

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.recipe.load import load_recipe
-from paceline_advisor.doctor.changes import Plans
 from paceline_advisor.doctor.findings import Advice, Finding
-from paceline_advisor.doctor.improving import write_improved
-from paceline_advisor.doctor.measuring import Pace, measure
+from paceline_advisor.doctor.improving import Plans, measure, write_improved
 
 Examined = Callable[..., Any]
 
@@ -94,7 +92,7 @@ def test_a_change_that_names_nothing_or_does_nothing(
     assert not (tmp_path / "better.yaml").exists()
     # Nor is it measured: nothing else is left to be.
     told: list[str] = []
-    assert measure(diagnosis, Pace(), told.append) is diagnosis
+    assert measure(diagnosis, told.append) is diagnosis
     assert told == [f"idle: not measured: {made.left_out['idle']}"]
 
 

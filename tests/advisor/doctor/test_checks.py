@@ -14,9 +14,8 @@ from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy
 from paceline_advisor.doctor.behaviour import Behaviour
-from paceline_advisor.doctor.checks import records, several
-from paceline_advisor.doctor.subject import Subject
-from paceline_advisor.doctor.target import choose_target
+from paceline_advisor.doctor.checks import training
+from paceline_advisor.doctor.subject import Subject, choose_target
 
 Examined = Callable[..., Any]
 
@@ -244,19 +243,19 @@ def test_what_is_known_of_machines_and_runs_that_are_not_here() -> None:
     waits = [{"event": "step", "step": 10, "position": 10, "data_wait_fraction": 0.4, "grad_scale": 0.5}]
     told = [{"event": "incident", "incident": each, "message": "m"} for each in ("slow_rank", "recompile")]
     cases: dict[Any, Any] = {
-        several.affinity: replace(subject, target=gpu, sockets=2),
-        records.data_wait: replace(subject, run=tuple(waits)),
-        records.slow_rank: replace(subject, run=tuple(told)),
-        records.recompilation: replace(subject, run=tuple(told)),
-        records.scaler_health: replace(subject, run=tuple(waits), plan=replace(subject.plan, precision="fp16")),
-        records.diverged: replace(subject, run=({"event": "incident", "incident": "nonfinite_metric"},)),
-        several.data_parallel: replace(subject, anatomy=Anatomy(parallel=("",))),
+        training.affinity: replace(subject, target=gpu, sockets=2),
+        training.data_wait: replace(subject, run=tuple(waits)),
+        training.slow_rank: replace(subject, run=tuple(told)),
+        training.recompilation: replace(subject, run=tuple(told)),
+        training.scaler_health: replace(subject, run=tuple(waits), plan=replace(subject.plan, precision="fp16")),
+        training.diverged: replace(subject, run=({"event": "incident", "incident": "nonfinite_metric"},)),
+        training.data_parallel: replace(subject, anatomy=Anatomy(parallel=("",))),
     }
     for check, sick in cases.items():
         assert list(check(subject)) == []
         (found,) = check(sick)
         assert found.name == check.__name__
-    assert "40%" in next(records.data_wait(cases[records.data_wait])).evidence
+    assert "40%" in next(training.data_wait(cases[training.data_wait])).evidence
 
 
 def _subject() -> Subject:

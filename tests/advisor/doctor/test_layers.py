@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
-from paceline_advisor.doctor.anatomy import look_at
-from paceline_advisor.doctor.layers import class_places
+from paceline_advisor.doctor.anatomy import class_places, look_at
 
 SAMPLES = 3
 

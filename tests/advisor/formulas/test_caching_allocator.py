@@ -7,14 +7,7 @@ import random
 
 import pytest
 
-from paceline_advisor.formulas.caching_allocator import (
-    MIB,
-    CachingAllocator,
-    DoesNotFitError,
-    Settings,
-    rounded,
-    segment_size,
-)
+from paceline_advisor.memory.allocator import MIB, CachingAllocator, DoesNotFitError, Settings, rounded, segment_size
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 0), (1, 512), (512, 512), (513, 1024), (4 * 9600, 38400)])

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline_advisor.formulas.links import Fabric
 from paceline_advisor.formulas.scaling import (
+    Fabric,
     halving_doubling_all_reduce_seconds,
     ring_all_reduce_seconds,
     two_level_all_reduce_seconds,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from paceline_advisor.formulas.lr_range import RULES, minimum, slide, smoothed, steepest, suggest, trough, valley
+from paceline_advisor.formulas.learning_rate import RULES, minimum, slide, smoothed, steepest, suggest, trough, valley
 
 RATES = [float(each) for each in np.geomspace(1e-7, 10, 100)]
 

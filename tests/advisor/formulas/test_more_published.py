@@ -8,8 +8,8 @@ import pytest
 
 from paceline.metrics import critical_batch as batch
 from paceline.models import roofline
-from paceline_advisor.formulas import memory, mlperf, rates, scaling, tiles, time, transformer
-from paceline_advisor.formulas.checks import Finding, Row, contradicts, inconsistencies, is_superlinear
+from paceline_advisor.formulas import memory, scaling, tiles, transformer
+from paceline_advisor.formulas.scaling import Finding, Row, contradicts, inconsistencies, is_superlinear
 
 # Rajbhandari et al., arXiv:1910.02054, table 1: GB per device at stages 1, 2, 3, by parameters and devices.
 ZERO_TABLE = {
@@ -205,13 +205,13 @@ def test_one_device_sends_nothing() -> None:
 
 def test_goyals_network_and_schedule() -> None:
     assert scaling.all_reduce_bytes_per_second_needed(100e6, 0.125) == pytest.approx(1600e6)
-    assert rates.gradual_warmup(0, 100, 3.2, 0.1) == 0.1
-    assert rates.gradual_warmup(100, 100, 3.2, 0.1) == 3.2
-    assert [round(rates.step_rate(epoch, 0.1), 6) for epoch in (29, 30, 60, 80)] == [0.1, 0.01, 0.001, 0.0001]
+    assert scaling.gradual_warmup(0, 100, 3.2, 0.1) == 0.1
+    assert scaling.gradual_warmup(100, 100, 3.2, 0.1) == 3.2
+    assert [round(scaling.step_rate(epoch, 0.1), 6) for epoch in (29, 30, 60, 80)] == [0.1, 0.01, 0.001, 0.0001]
     # Table 2a: the square root rule tried 0.5657 for 8192.
-    assert rates.square_root_rate(8192) == pytest.approx(0.5657, abs=5e-5)
-    assert rates.cosine_rate(50, 100, 1.0) == pytest.approx(0.5)
-    assert rates.effective_rate(0.1, 0.9) == pytest.approx(1)
+    assert scaling.square_root_rate(8192) == pytest.approx(0.5657, abs=5e-5)
+    assert scaling.cosine_rate(50, 100, 1.0) == pytest.approx(0.5)
+    assert scaling.effective_rate(0.1, 0.9) == pytest.approx(1)
 
 
 def test_laws_of_speed_up() -> None:
@@ -246,7 +246,7 @@ def test_mlperfs_reference_epochs_are_met_within_six_percent() -> None:
 
 @pytest.mark.parametrize(("epochs", "minutes", "rate"), [(88, 77.2, 24340), (40, 35.6, 23992), (16, 14.9, 22929)])
 def test_ffcvs_rates_by_its_times(epochs: float, minutes: float, rate: float) -> None:
-    assert mlperf.images_per_second(epochs, minutes) == pytest.approx(rate, rel=1e-4)
+    assert scaling.images_per_second(epochs, minutes) == pytest.approx(rate, rel=1e-4)
 
 
 def test_airbenchs_share_of_an_a100() -> None:
@@ -258,21 +258,21 @@ def test_steps_come_out_even_and_checkpoints_cost_little() -> None:
     assert batch.accumulation_steps(4096, 128, 8) == 4
     with pytest.raises(ValueError, match="3 × 128 samples do not divide 4096"):
         batch.accumulation_steps(4096, 128, 3)
-    assert time.steps(50_000, 2000, 8) == 200
-    assert time.steps(1_281_167, 256, 90, drop_last=False) == 90 * 5005
-    interval = time.checkpoint_interval_seconds(10, 7200)
+    assert scaling.steps(50_000, 2000, 8) == 200
+    assert scaling.steps(1_281_167, 256, 90, drop_last=False) == 90 * 5005
+    interval = scaling.checkpoint_interval_seconds(10, 7200)
     assert interval == pytest.approx(379.5, abs=0.1)
-    assert time.checkpoint_overhead(10, interval) < 0.035
+    assert scaling.checkpoint_overhead(10, interval) < 0.035
 
 
 def test_an_olympic_mean_needs_three_values() -> None:
     with pytest.raises(ValueError, match="2 values"):
-        mlperf.olympic_mean((1.0, 2.0))
+        scaling.olympic_mean((1.0, 2.0))
 
 
 def test_sizes_and_epochs_come_in_pairs() -> None:
     with pytest.raises(ValueError, match="one for a size"):
-        time.progressive_resizing_minutes(1, (1, 2), (1,), 0, 0)
+        scaling.progressive_resizing_minutes(1, (1, 2), (1,), 0, 0)
 
 
 def test_a_table_is_held_against_itself() -> None:

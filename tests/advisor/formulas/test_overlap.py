@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline_advisor.formulas.overlap import Gradient, Passes, Unit, buckets, gather_around, reduce_behind
+from paceline_advisor.formulas.parallel_step import Gradient, Passes, Unit, buckets, gather_around, reduce_behind
 
 MIB = 2**20
 

@@ -7,19 +7,21 @@ from dataclasses import replace
 import pytest
 
 from paceline.recipe.running import Parallel
-from paceline_advisor.formulas.links import Fabric
-from paceline_advisor.formulas.overlap import BUCKET_CAP_MB, Gradient, Unit
 from paceline_advisor.formulas.parallel_step import (
+    BUCKET_CAP_MB,
     HOST_SECONDS,
     LAUNCH_SECONDS,
+    Gradient,
     Host,
     Launches,
     Network,
     OneDevice,
+    Unit,
     Way,
     predict,
     slowest_of,
 )
+from paceline_advisor.formulas.scaling import Fabric
 
 TENSORS = 100
 NETWORK = Network(

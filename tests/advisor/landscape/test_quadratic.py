@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from paceline_advisor.formulas.landscape import keskar_box, keskar_sharpness, loss_barrier
-from paceline_advisor.landscape.curvature import top_eigenvalue
-from paceline_advisor.landscape.directions import filter_normalised, normal_vector, random_direction
+from paceline_advisor.landscape.measures import (
+    STARTS,
+    Box,
+    along,
+    climb,
+    filter_normalised,
+    normal_vector,
+    on_grid,
+    positions,
+    random_direction,
+    sharpness,
+    surface_of,
+    top_eigenvalue,
+)
 from paceline_advisor.landscape.report import Line
-from paceline_advisor.landscape.sharpness import STARTS, Box, climb, sharpness
-from paceline_advisor.landscape.subject import Subject
-from paceline_advisor.landscape.surface import along, on_grid, positions, surface_of
-from paceline_advisor.landscape.trajectory import principal_plane
+from paceline_advisor.landscape.subject import Subject, principal_plane
 
 Bowls = Callable[..., Subject]
 AT = torch.tensor([1.0, -2.0, 0.5, 0.3, 2.0, -1.0])

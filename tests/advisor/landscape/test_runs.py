@@ -17,23 +17,25 @@ import torch.nn.functional as F
 
 from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.metrics.accumulator import Metric
+from paceline.pages.page import Chart
 from paceline.records.run_directory import encode_json
+from paceline.references import trusting_code
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.world import World
-from paceline_advisor.landscape.charts import comparison, page_of
-from paceline_advisor.landscape.opening import Selection, open_run, read_trajectory
-from paceline_advisor.landscape.sharpness import Box
-from paceline_advisor.landscape.study import LandscapeRequest, explore
+from paceline_advisor.commands import Landscape
+from paceline_advisor.landscape.report import comparison
+from paceline_advisor.landscape.study import explore
+from paceline_advisor.landscape.subject import open_run, read_trajectory
 
 Trained = Callable[..., Path]
-FEW = Selection(samples=300)
 
 
-def looked(*runs: Path, **asked: Any) -> Any:
+def looked(*runs: Path, overrides: tuple[str, ...] = (), **asked: Any) -> Any:
     measures = set(asked.get("measure", ("curve", "surface", "line")))
     few = {"points": 3} if measures & {"curve", "line"} else {}
     few |= {"grid": 3} if measures & {"surface", "trajectory"} else {}
-    return explore(LandscapeRequest(targets=runs, **{"selection": FEW, **few, **asked}))
+    words = (*map(str, runs), *overrides)
+    return explore(Landscape(runs=words, **{"samples": 300, **few, **asked}), lambda _: None)
 
 
 def everything_in(folder: Path) -> dict[str, tuple[str, int]]:
@@ -56,12 +58,17 @@ def test_a_whole_look_leaves_the_run_as_it_was(trained: Trained) -> None:
     assert [each.epsilon for each in found.sharpness] == [1e-3, 5e-4]
     assert found.sharpness[0].percent > found.sharpness[1].percent > 0
     assert found.curvature.value > 0
-    assert len(page_of(report).sections) == 2
+    titles = [each.title for each in report.__paceline__().blocks if isinstance(each, Chart)]
+    assert [title.split(",")[0] for title in titles][-3:] == [
+        "Loss around the weights",
+        "Loss around the weights",
+        "The run's way",
+    ]
 
 
 def test_results_are_those_of_evaluate(trained: Trained) -> None:
     run = trained("a")
-    report = looked(run, selection=Selection(samples=None), measure=("curve",))
+    report = looked(run, samples=None, measure=("curve",))
     wanted = evaluate_target(EvaluationRequest(target=run)).metrics
     found = report.runs[0].results["validation"]
     assert found == pytest.approx(dict(wanted), rel=1e-5)
@@ -73,7 +80,7 @@ def test_results_are_those_of_evaluate(trained: Trained) -> None:
 
 # --------------------------------------------------------------------------------------------- BatchNorm
 def test_recomputed_statistics_are_those_of_the_batches_and_leave_no_trace(trained: Trained) -> None:
-    subject = open_run(trained("a"), FEW, World()).subject
+    subject = open_run(trained("a"), Landscape(runs=("a",), samples=300), World()).subject
     weights, statistics = subject.here(), subject.statistics()
     stored = subject.measure(weights, "train", batch_norm="stored")
     recomputed = subject.measure(weights, "train", batch_norm="recomputed")
@@ -96,7 +103,7 @@ def test_recomputed_statistics_are_those_of_the_batches_and_leave_no_trace(train
 @pytest.mark.parametrize("batch_norm", ["recomputed", "stored"])
 def test_slopes_and_curvature_are_of_the_same_loss(trained: Trained, batch_norm: Any) -> None:
     """Held against differences of the loss itself, along a direction."""
-    subject = open_run(trained("a"), replace(FEW, batch_norm=batch_norm), World()).subject
+    subject = open_run(trained("a"), Landscape(runs=("a",), samples=300, batch_norm=batch_norm), World()).subject
     subject.network.double()
     # Batches and loss too: differences say something only where few activations change sides between the points.
     subject._samples = {
@@ -131,10 +138,10 @@ def test_a_network_of_ones_own_without_batch_norm(
     run = trained("plain", model__name="flat_network:make", model__options={})
     with pytest.raises(RecipeError, match="--trust-code"):
         looked(run, measure=("curve",))
-    own = replace(FEW, trust_code=True)
-    assert looked(run, measure=("curve",), selection=own).batch_norm == "none"
-    with pytest.raises(PacelineError, match="--batch-norm stored has no effect"):
-        looked(run, measure=("curve",), selection=replace(own, batch_norm="stored"))
+    with trusting_code():
+        assert looked(run, measure=("curve",)).batch_norm == "none"
+    with trusting_code(), pytest.raises(PacelineError, match="--batch-norm stored has no effect"):
+        looked(run, measure=("curve",), batch_norm="stored")
 
 
 # ------------------------------------------------------------------------------------------------ two runs
@@ -145,7 +152,7 @@ def test_two_runs_side_by_side_and_the_line_between_them(trained: Trained) -> No
     assert curve.positions == (-0.5, 0.0, 0.5, 1.0, 1.5)
     # Both ends are the runs themselves, each with its own weights.
     for run, share in zip(runs, (0.0, 1.0), strict=True):
-        subject = open_run(run, FEW, World()).subject
+        subject = open_run(run, Landscape(runs=(str(run),), samples=300), World()).subject
         wanted = subject.measure(subject.here(), "validation")["loss"]
         assert curve.values["loss"][curve.positions.index(share)] == pytest.approx(wanted, rel=1e-6)
     assert report.line.barrier["train"] > 0
@@ -156,7 +163,7 @@ def test_two_runs_side_by_side_and_the_line_between_them(trained: Trained) -> No
 
 def test_stored_statistics_go_along_the_line_too(trained: Trained) -> None:
     runs = (trained("a"), trained("b", seed=7, batch__global_size=256))
-    report = looked(*runs, measure=("line",), points=5, selection=replace(FEW, batch_norm="stored"))
+    report = looked(*runs, measure=("line",), points=5, batch_norm="stored")
     curve = report.line.curves["validation"]
     for run, found in zip(report.runs, (curve.values["loss"][1], curve.values["loss"][3]), strict=True):
         assert found == pytest.approx(run.results["validation"]["loss"], rel=1e-6)
@@ -177,16 +184,16 @@ def test_what_cannot_be_had_is_said_in_one_sentence(trained: Trained, tmp_path: 
     with pytest.raises(PacelineError, match="--grid has no effect on --measure curve"):
         looked(run, measure=("curve",), grid=5)
     with pytest.raises(PacelineError, match="--epsilon has no effect on --measure curve"):
-        looked(run, measure=("curve",), epsilons=(0.1,))
+        looked(run, measure=("curve",), epsilon=(0.1,))
     with pytest.raises(PacelineError, match=r"--subspace 1000000 is more than the [\d,]+ dimensions"):
-        looked(run, measure=("sharpness",), box=Box(subspace=1_000_000))
+        looked(run, measure=("sharpness",), subspace=1_000_000)
     with pytest.raises(CheckpointError, match="there is no run directory"):
         looked(tmp_path / "nowhere")
 
 
 def test_a_damaged_checkpoint_is_left_out_of_the_way(trained: Trained) -> None:
     run = trained("damaged")
-    opened = open_run(run, FEW, World())
+    opened = open_run(run, Landscape(runs=(str(run),), samples=300), World())
     assert read_trajectory(opened)[0] == [10, 20, 30, 40]
     file = run / "checkpoints" / "step-00000020" / "model.safetensors"
     content = bytearray(file.read_bytes())
@@ -196,11 +203,13 @@ def test_a_damaged_checkpoint_is_left_out_of_the_way(trained: Trained) -> None:
 
 
 def test_points_that_are_no_numbers_are_told_and_left_out_of_charts(trained: Trained) -> None:
-    report = looked(trained("a"), measure=("curve", "surface"), reach=1e30, selection=replace(FEW, batch_norm="stored"))
+    report = looked(trained("a"), measure=("curve", "surface"), reach=1e30, batch_norm="stored")
     (found,) = report.runs
     assert [math.isfinite(each) for each in found.curve.values["loss"]] == [False, True, False]
     assert any("no number at 10 of 12 points" in note for note in report.notes)
-    shown = next(each for each in page_of(report).sections[1].blocks if "Loss around" in each.title)
+    shown = next(
+        each for each in report.__paceline__().blocks if isinstance(each, Chart) and "Loss around" in each.title
+    )
     assert [[each is None for each in row] for row in shown.traces[0]["z"]] == [
         [True, True, True],
         [True, False, True],
@@ -216,22 +225,15 @@ def test_two_processes_find_what_one_does(
     run = trained("a")
     program = (
         "import sys, json\nfrom pathlib import Path\nfrom paceline.records.run_directory import encode_json\n"
-        "from paceline_advisor.landscape.opening import Selection\n"
-        "from paceline_advisor.landscape.study import LandscapeRequest, explore\n"
-        "r = explore(LandscapeRequest(targets=(Path(sys.argv[1]),), selection=Selection(samples=300, "
-        "overrides=('parallel.threads=1',)), points=4, grid=3, products=3, tolerance=0.5))\n"
+        "from paceline_advisor.commands import Landscape\n"
+        "from paceline_advisor.landscape.study import explore\n"
+        "r = explore(Landscape(runs=(sys.argv[1], 'parallel.threads=1'), samples=300, points=4, grid=3, products=3, "
+        "tolerance=0.5), print)\n"
         "print(encode_json(r.to_json()))\n"
     )
     first, second = on_two_ranks(["-c", program, str(run)], tmp_path)
-    alone = explore(
-        LandscapeRequest(
-            targets=(run,),
-            selection=Selection(samples=300, overrides=("parallel.threads=1",)),
-            points=4,
-            grid=3,
-            products=3,
-            tolerance=0.5,
-        )
-    )
+    words = (str(run), "parallel.threads=1")
+    asked = Landscape(runs=words, samples=300, points=4, grid=3, products=3, tolerance=0.5)
+    alone = explore(asked, lambda _: None)
     wanted = json.loads(json.dumps(alone.to_json(), default=str))
     assert first == second == wanted

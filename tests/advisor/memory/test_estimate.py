@@ -15,7 +15,7 @@ from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step, machine_with
-from paceline_advisor.memory.estimate import Asked, MemoryEstimate, estimate
+from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.measured import measured_peak
 from paceline_advisor.memory.replay import peak_of
@@ -45,7 +45,7 @@ def asked(name: str, device: str | None = "h100", processes: int = 1, **override
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     # Few layers: an estimate does a step of them for each device and size.
     small = {"model.options": {"width": 32, "stages": 1, "depth": 1}} if name == "digits" else {}
-    return estimate(Asked(loaded=load_recipe(name, {**small, **dotted}), device=device, processes=processes))
+    return estimate_memory(load_recipe(name, {**small, **dotted}), device, processes)
 
 
 def test_there_are_enough_steps() -> None:

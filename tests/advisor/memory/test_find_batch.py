@@ -16,9 +16,8 @@ import pytest
 from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.memory import peak_private_of, peak_resident_of, private_bytes
-from paceline_advisor.memory.find_batch import find_batch
-from paceline_advisor.memory.surroundings import outside
-from paceline_advisor.memory.trials import Trial, TrialGround, shortened
+from paceline_advisor.memory.find_batch import Trial, TrialGround, find_batch, shortened
+from paceline_advisor.memory.variants import outside
 
 MIB = 2**20
 # Images of 8 pixels through 64 channels: about a MiB of activations for each.

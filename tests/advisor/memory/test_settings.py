@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import RecipeError
-from paceline_advisor.formulas.caching_allocator import MIB, Settings
-from paceline_advisor.memory.settings import allocator_settings
+from paceline_advisor.memory.allocator import MIB, Settings
+from paceline_advisor.memory.job import allocator_settings
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.telemetry.allocations import Allocation
-from paceline_advisor.formulas.caching_allocator import MIB, Settings
-from paceline_advisor.memory.cuda_kernels import ROOM
+from paceline_advisor.memory.allocator import MIB, Settings
+from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.replay import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (

@@ -19,13 +19,12 @@ from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Model
 from paceline.telemetry.memory import private_bytes
 from paceline.trainer.fake_step import fake_step, machine_with
-from paceline_advisor.memory.estimate import Asked, MemoryEstimate, estimate
+from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.measured import measured_peaks
 from paceline_advisor.memory.replay import fits, peak_of
-from paceline_advisor.memory.surroundings import outside
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps, without_collection
-from paceline_advisor.memory.variants import spread_of
+from paceline_advisor.memory.variants import outside, spread_of
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ def recipe(name: str = "digits", **overrides: Any) -> Recipe:
 def asked(device: str | None = "h100", processes: int = 1, **overrides: Any) -> MemoryEstimate:
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     small = {} if "model" in dotted else SMALL
-    return estimate(Asked(loaded=load_recipe("digits", {**small, **dotted}), device=device, processes=processes))
+    return estimate_memory(load_recipe("digits", {**small, **dotted}), device, processes)
 
 
 @pytest.fixture

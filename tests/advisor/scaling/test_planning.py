@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
-from paceline_advisor.memory.estimate import Asked as Estimated
-from paceline_advisor.memory.estimate import MemoryEstimate, estimate
-from paceline_advisor.scaling.planning import LrRule, TrainingPlan, Wanted, plan_training
-from paceline_advisor.scaling.study import Asked, Figure
+from paceline.units import TimeSpan
+from paceline_advisor.commands import Plan
+from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
+from paceline_advisor.scaling.planning import TrainingPlan, plan_training
 
+LrRule = Literal["none", "linear", "sqrt"]
 RULES: tuple[LrRule, ...] = ("none", "linear", "sqrt")
+
+
+def _hours(value: float | None) -> TimeSpan | None:
+    return None if value is None else TimeSpan(value, "hours")
 
 
 @cache
@@ -27,16 +33,21 @@ def _plan(
     rule: LrRule = "none",
     price: float | None = 2.0,
 ) -> TrainingPlan:
-    asked = Asked(
+    asked = Plan(
         recipe="digits",
         overrides=("model.options={width: 4, stages: 1}", "parallel.threads=auto"),
         cluster="dgx-a100",
-        figure=Figure(throughput=1, batch=64),
-        batch_per_device=batch,
-        price=price,
-        seconds_per_sample=0.0,
+        throughput=1,
+        one_gpu_batch=64,
+        batch_per_gpu=batch,
+        price_per_gpu_hour=price,
+        cpu_ms_per_sample=0.0,
+        deadline=_hours(deadline),
+        budget=budget,
+        most_gpus=32,
+        lr_rule=rule,
     )
-    return plan_training(Wanted(scaling=asked, deadline_hours=deadline, budget=budget, most=32, lr_rule=rule), print)
+    return plan_training(asked, print)
 
 
 def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
@@ -103,8 +114,8 @@ def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
     link = "{gigabytes_per_second: 10, latency_microseconds: 10}"
     path = tmp_path / "mine.yaml"
     path.write_text(f"gpus_per_node: 4\nwithin: {link}\nnetwork: {link}\nmost_gpus: 8\n")
-    asked = Asked(recipe="digits", cluster=str(path), figure=Figure(throughput=1, batch=64))
-    plan = plan_training(Wanted(scaling=asked, deadline_hours=0.001), print)
+    asked = Plan(recipe="digits", cluster=str(path), throughput=1, one_gpu_batch=64, deadline=_hours(0.001))
+    plan = plan_training(asked, print)
     assert [each.gpus for each in plan.choices] == [1, 2, 4, 8]
 
 
@@ -129,10 +140,17 @@ LARGE = (
 
 
 def _plan_on(cluster: str, *overrides: str, **more: Any) -> TrainingPlan:
-    asked = Asked(
-        recipe="synthetic", overrides=(*LARGE, *overrides), cluster=cluster, seconds_per_sample=0.0, price=1.0, **more
+    asked = Plan(
+        recipe="synthetic",
+        overrides=(*LARGE, *overrides),
+        cluster=cluster,
+        cpu_ms_per_sample=0.0,
+        price_per_gpu_hour=1.0,
+        deadline=_hours(100.0),
+        most_gpus=4,
+        **more,
     )
-    return plan_training(Wanted(scaling=asked, deadline_hours=100.0, most=4), print)
+    return plan_training(asked, print)
 
 
 @pytest.fixture
@@ -144,12 +162,12 @@ def t4s(tmp_path: Path) -> str:
 
 def _estimated(gpus: int, micro: int) -> MemoryEstimate:
     loaded = load_recipe("synthetic", [*LARGE, f"batch.micro_size={micro}"])
-    return estimate(Estimated(loaded=loaded, device="t4", processes=gpus))
+    return estimate_memory(loaded, "t4", gpus)
 
 
 @pytest.mark.thorough
 def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:
-    plan = _plan_on(t4s, figure=Figure(throughput=1000, batch=1024))
+    plan = _plan_on(t4s, throughput=1000, one_gpu_batch=1024)
     assert {each.gpus: (each.row.passes, each.has_room) for each in plan.choices} == {
         1: (4, True),
         2: (2, True),
@@ -169,7 +187,7 @@ def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:
 def test_what_fits_no_device_is_not_chosen(t4s: str) -> None:
     # 1.2 billion numbers: neither a replica nor half of its state fits into 15 GiB.
     overrides = ("model.options={width: 8192, stages: 1}", "data.image_size=32", "batch.global_size=4")
-    plan = _plan_on(t4s, *overrides, figure=Figure(throughput=1000, batch=1))
+    plan = _plan_on(t4s, *overrides, throughput=1000, one_gpu_batch=1)
     assert not plan.choices[0].has_room
     assert "not even one sample fits" in plan.choices[0].to_json()["memory_reason"]
     assert plan.chosen is None or (plan.chosen.has_room and plan.chosen.row.strategy == "fsdp")
@@ -181,11 +199,11 @@ def test_a_bound_decides_nothing(t4s: str) -> None:
     assert plan.report.is_bound
     assert plan.chosen is None
     assert plan.nearest.gpus == 1
-    assert _plan_on(t4s, figure=Figure(throughput=1000, batch=64)).chosen is not None
+    assert _plan_on(t4s, throughput=1000, one_gpu_batch=64).chosen is not None
 
 
 def test_devices_of_unknown_memory_are_told_of() -> None:
-    plan = _plan_on("ethernet-10g", figure=Figure(throughput=1000, batch=64))
+    plan = _plan_on("ethernet-10g", throughput=1000, one_gpu_batch=64)
     assert all(each.room is None and each.has_room for each in plan.choices)
     assert any("memory is unknown" in each for each in plan.report.notices)
 
@@ -193,15 +211,18 @@ def test_devices_of_unknown_memory_are_told_of() -> None:
 @pytest.mark.thorough
 def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one() -> None:
     scaling = ("optimizer.lr=0.1", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=16")
-    asked = Asked(
+    asked = Plan(
         recipe="digits",
         overrides=("model.options={width: 4, stages: 1}", *scaling),
         cluster="dgx-a100",
-        figure=Figure(throughput=1, batch=64),
-        batch_per_device=16,
-        seconds_per_sample=0.0,
+        throughput=1,
+        one_gpu_batch=64,
+        batch_per_gpu=16,
+        cpu_ms_per_sample=0.0,
+        deadline=_hours(9),
+        most_gpus=2,
     )
-    plans = [plan_training(Wanted(scaling=asked, deadline_hours=9, most=2, lr_rule=rule), print) for rule in RULES]
+    plans = [plan_training(replace(asked, lr_rule=rule), print) for rule in RULES]
     # The recipe's batch is 64, four times its reference.
     assert [each.recipe_lr for each in plans] == pytest.approx([0.4] * 3)
     rates = [[choice.learning_rate for choice in each.choices] for each in plans]

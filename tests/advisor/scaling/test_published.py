@@ -12,10 +12,10 @@ from functools import cache
 import pytest
 
 from paceline.recipe.load import load_recipe
+from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import HOST_SECONDS
-from paceline_advisor.scaling.loops import LOOPS
 from paceline_advisor.scaling.network import Subject, describe
-from paceline_advisor.scaling.study import Asked, Figure, Row, Scaling
+from paceline_advisor.scaling.study import LOOPS, Row, Scaling
 
 ROWS = [
     ("resnet50", "dgx-a100", "fp32", 256, 938, 7248),
@@ -45,19 +45,18 @@ def _subject(recipe: str) -> Subject:
 
 
 def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float, decoding: float | None = None) -> Row:
-    asked = Asked(
+    asked = Scale(
         recipe=recipe,
         overrides=(f"train.precision={precision}",),
-        sizes=(8,),
+        world_sizes=(8,),
         cluster=cluster,
-        strategies=("ddp",),
-        batch_per_device=batch,
-        figure=Figure(throughput=one),
+        strategy="ddp",
+        batch_per_gpu=batch,
+        throughput=one,
         loop="nvidia-convnets",
-        seconds_per_sample=decoding,
+        cpu_ms_per_sample=decoding,
     )
-    loaded = load_recipe(recipe, asked.overrides)
-    (row,) = Scaling(loaded.recipe, recipe, asked, print, _subject(recipe)).report().rows
+    (row,) = Scaling(load_recipe(recipe, asked.overrides), asked, print, _subject(recipe)).report().rows
     return row
 
 
@@ -84,25 +83,25 @@ def test_no_constant_is_one_that_these_rows_would_have_chosen() -> None:
 
 def test_what_limits_a_row_is_named() -> None:
     # A user who knows that his cores take 4.8 ms for an image: in mixed precision ResNet-50 wants more than 40 decode.
-    found = _predicted(*ROWS[3][:5], decoding=4.8e-3).prediction
+    found = _predicted(*ROWS[3][:5], decoding=4.8).prediction
     assert found.limit in ("data", "host")
     assert found.parts["data"] > 0
-    assert _predicted(*ROWS[2][:5], decoding=4.8e-3).prediction.parts["data"] == 0
+    assert _predicted(*ROWS[2][:5], decoding=4.8).prediction.parts["data"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_slower_networks_scale_worse(strategy: str) -> None:
     rates = []
     for cluster in ("dgx-a100", "ethernet-100g", "ethernet-10g"):
-        asked = Asked(
+        asked = Scale(
             recipe="resnet50",
-            sizes=(32,),
+            world_sizes=(32,),
             cluster=cluster,
-            strategies=(strategy,),  # type: ignore[arg-type]  # one of the two words
-            batch_per_device=64,
-            figure=Figure(throughput=1000),
+            strategy=strategy,  # type: ignore[arg-type]  # one of the two words
+            batch_per_gpu=64,
+            throughput=1000,
         )
-        (row,) = Scaling(load_recipe("resnet50").recipe, "resnet50", asked, print, _subject("resnet50")).report().rows
+        (row,) = Scaling(load_recipe("resnet50"), asked, print, _subject("resnet50")).report().rows
         rates.append(row.prediction.efficiency)
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.6 * rates[0]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
-from paceline_advisor.scaling.study import Asked, Figure, Row, ScaleReport, Scaling
+from paceline_advisor.commands import Scale
+from paceline_advisor.scaling.study import Row, ScaleReport, Scaling
 
-NO_FIGURE = Figure()
 SMALL = "model.options={width: 4, stages: 1}"
 
 
-def _report(recipe: str, *overrides: str, cluster: str = "dgx-a100", figure: Figure = NO_FIGURE) -> ScaleReport:
-    asked = Asked(recipe=recipe, overrides=overrides, sizes=(8,), cluster=cluster, strategies=("ddp",), figure=figure)
-    return Scaling(load_recipe(recipe, overrides).recipe, recipe, asked, print).report()
+def _report(recipe: str, *overrides: str, cluster: str = "dgx-a100", **figure: Any) -> ScaleReport:
+    asked = Scale(recipe=recipe, overrides=overrides, world_sizes=(8,), cluster=cluster, strategy="ddp", **figure)
+    return Scaling(load_recipe(recipe, overrides), asked, print).report()
 
 
 def _launched(*overrides: str) -> Row:
     # A GPU's share is an eighth of what was measured, and ends at what its host can launch.
-    (row,) = _report("digits", SMALL, *overrides, figure=Figure(throughput=1_000_000, batch=64)).rows
+    (row,) = _report("digits", SMALL, *overrides, throughput=1_000_000, one_gpu_batch=64).rows
     return row
 
 
@@ -56,11 +57,11 @@ def test_a_precision_that_a_device_lacks_bounds_nothing() -> None:
 
 
 def test_a_detector_is_predicted_without_what_it_refuses() -> None:
-    recipe = load_recipe("shapes-maskrcnn").recipe
-    asked = Asked(recipe="shapes-maskrcnn", sizes=(1, 8), cluster="dgx-a100", figure=Figure(throughput=100, batch=8))
-    scaling = Scaling(recipe, "shapes-maskrcnn", asked, print)
+    loaded = load_recipe("shapes-maskrcnn")
+    asked = Scale(recipe="shapes-maskrcnn", world_sizes=(1, 8), cluster="dgx-a100", throughput=100, one_gpu_batch=8)
+    scaling = Scaling(loaded, asked, print)
     report = scaling.report()
     assert [row.strategy for row in report.rows] == ["single", "ddp"]
     assert any("FSDP does not go with task=detection" in each for each in report.notices)
     with pytest.raises(RecipeError, match="--strategy fsdp does not go with task=detection"):
-        Scaling(recipe, "shapes-maskrcnn", replace(asked, strategies=("fsdp",)), print, subject=scaling.subject)
+        Scaling(loaded, replace(asked, strategy="fsdp"), print, subject=scaling.subject)

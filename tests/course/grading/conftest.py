@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline_course.grading.findings import Runs
-from paceline_course.grading.runs import End, Rank, Run, Step, Validation, Vector
+from paceline_course.grading.runs import End, Rank, Run, Runs, Step, Validation, Vector
 
 EPOCHS, BATCH, RATE, WARMUP = 2, 145, 0.05, 3  # 578 = 3 x 145 + 143: four steps an epoch
 
@@ -20,7 +19,7 @@ EPOCHS, BATCH, RATE, WARMUP = 2, 145, 0.05, 3  # 578 = 3 x 145 + 143: four steps
 def right_run(processes: int) -> Run:
     """A run of a right program."""
     from paceline_course.assignment import TRAINING_SAMPLES, VALIDATION_SAMPLES
-    from paceline_course.grading.expected import accuracy_of_vector, mean_loss_and_gradient
+    from paceline_course.grading.runs import accuracy_of_vector, mean_loss_and_gradient
 
     rng = np.random.default_rng(0)
     weights: Vector = (rng.standard_normal(64 * 32 + 32 + 32 * 10 + 10) * 0.1).astype(np.float32)

@@ -10,30 +10,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline_course.grading import on_ending, on_reports, on_samples, on_schedule, on_weights
-from paceline_course.grading.on_schedule import Schedule, judge_pace
+from paceline_course.grading import on_run, on_training
+from paceline_course.grading.on_run import Schedule, judge_pace
 from paceline_course.grading.runs import End, Step
 from paceline_course.grading.sheet import marking_sheet
 
 SCHEDULE = Schedule(base_lr=0.05, warmup=3)
 
 CONTENT = [
-    on_samples.once,
-    on_samples.disjoint,
-    on_samples.order,
-    on_weights.initial,
-    on_weights.gradient,
-    on_weights.optimizer,
-    on_weights.same_weights,
-    on_weights.one_process,
-    on_reports.loss,
-    on_reports.validation,
-    on_reports.validation_shared,
-    partial(on_schedule.scaled, schedule=SCHEDULE),
-    partial(on_schedule.warmup, schedule=SCHEDULE),
-    on_ending.clean_exit,
-    on_ending.one_writer,
-    on_ending.inside,
+    on_run.once,
+    on_run.disjoint,
+    on_run.order,
+    on_training.initial,
+    on_training.gradient,
+    on_training.optimizer,
+    on_training.same_weights,
+    on_training.one_process,
+    on_training.loss,
+    on_training.validation,
+    on_training.validation_shared,
+    partial(on_run.scaled, schedule=SCHEDULE),
+    partial(on_run.warmup, schedule=SCHEDULE),
+    on_run.clean_exit,
+    on_run.one_writer,
+    on_run.inside,
 ]
 
 
@@ -43,7 +43,7 @@ def test_a_right_program_loses_nothing(criterion: Any, only: Any) -> None:
 
 
 def test_what_was_not_run_earns_nothing_but_for_writing_nowhere(only: Any) -> None:
-    from paceline_course.grading.findings import Runs
+    from paceline_course.grading.runs import Runs
 
     earned = [item.name for item in marking_sheet(SCHEDULE) if item.mark(Runs({})).points]
     assert earned == ["inside"]
@@ -59,15 +59,15 @@ def repeat_first(rank: int, number: int, step: Step) -> Step:
 
 def test_a_sample_that_is_used_twice(only: Any, right: Any, changed: Any) -> None:
     two = changed(right(2), repeat_first)
-    assert "1 samples were not used, and 1 more than once" in on_samples.once(only(two=two)).reason
-    assert on_samples.disjoint(only(two=two)).reason == ""
+    assert "1 samples were not used, and 1 more than once" in on_run.once(only(two=two)).reason
+    assert on_run.disjoint(only(two=two)).reason == ""
 
 
 def test_rows_that_are_not_of_the_training_set(only: Any, right: Any, changed: Any) -> None:
     def foreign(rank: int, number: int, step: Step) -> Step:
         return replace(step, samples=(*step.samples, -1, -5)) if number == 0 else step
 
-    assert "4 rows" in on_samples.once(only(two=changed(right(2), foreign))).reason
+    assert "4 rows" in on_run.once(only(two=changed(right(2), foreign))).reason
 
 
 def test_an_epoch_too_few(only: Any, right: Any, rank_changed: Any) -> None:
@@ -75,19 +75,19 @@ def test_an_epoch_too_few(only: Any, right: Any, rank_changed: Any) -> None:
     for rank in range(2):
         two = rank_changed(two, rank, steps=two.ranks[rank].steps[:4])
     three_epochs = replace(two, epochs=3)
-    assert "In epoch 1 with 2 processes, 578 of 578" in on_samples.once(only(two=three_epochs)).reason
+    assert "In epoch 1 with 2 processes, 578 of 578" in on_run.once(only(two=three_epochs)).reason
 
 
 def test_ranks_with_the_same_samples(only: Any, right: Any, changed: Any) -> None:
     whole = right(1).ranks[0].steps
     three = changed(right(3), lambda rank, number, step: replace(step, samples=whole[number].samples))
-    assert "ranks 0 and 1 trained on 578 samples in common" in on_samples.disjoint(only(three=three)).reason
+    assert "ranks 0 and 1 trained on 578 samples in common" in on_run.disjoint(only(three=three)).reason
 
 
 def test_the_same_order_in_each_epoch(only: Any, right: Any, changed: Any) -> None:
     two = right(2)
     same = changed(two, lambda rank, number, step: replace(step, samples=two.ranks[rank].steps[number % 4].samples))
-    assert "same batches as epoch 0" in on_samples.order(only(two=same)).reason
+    assert "same batches as epoch 0" in on_run.order(only(two=same)).reason
 
 
 def test_no_shuffling(only: Any, right: Any, changed: Any) -> None:
@@ -95,7 +95,7 @@ def test_no_shuffling(only: Any, right: Any, changed: Any) -> None:
         begin = number % 4 * 145
         return replace(step, samples=tuple(range(begin, min(begin + 145, 578)))[rank::2])
 
-    assert "samples 0 to 144" in on_samples.order(only(two=changed(right(2), in_file_order))).reason
+    assert "samples 0 to 144" in on_run.order(only(two=changed(right(2), in_file_order))).reason
 
 
 # -- weights
@@ -114,16 +114,16 @@ def test_gradients_of_another_size(factor: float, words: str, only: Any, right: 
     import re
 
     two = changed(right(2), lambda rank, number, step: replace(step, gradients=step.gradients * np.float32(factor)))
-    assert re.search(words, on_weights.gradient(only(two=two)).reason)
+    assert re.search(words, on_training.gradient(only(two=two)).reason)
 
 
 def test_gradients_that_were_not_combined(only: Any, right: Any, changed: Any) -> None:
-    from paceline_course.grading.expected import mean_loss_and_gradient
+    from paceline_course.grading.runs import mean_loss_and_gradient
 
     def own(rank: int, number: int, step: Step) -> Step:
         return replace(step, gradients=mean_loss_and_gradient([(step.weights, step.samples)])[1])
 
-    reason = on_weights.gradient(only(two=changed(right(2), own))).reason
+    reason = on_training.gradient(only(two=changed(right(2), own))).reason
     assert "differ from the gradient of the mean loss" in reason
     assert "not combined" in reason
 
@@ -134,7 +134,7 @@ def test_gradients_that_were_not_cleared(only: Any, right: Any, changed: Any) ->
     def kept(rank: int, number: int, step: Step) -> Step:
         return replace(step, gradients=step.gradients + before[0].gradients) if number == 1 else step
 
-    assert "step 1 with 2 processes still hold" in on_weights.gradient(only(two=changed(right(2), kept))).reason
+    assert "step 1 with 2 processes still hold" in on_training.gradient(only(two=changed(right(2), kept))).reason
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_steps_of_another_optimizer(
         velocity = momentum * velocity + step.gradients + np.float32(decay) * weights[-1]
         weights.append((weights[-1] - step.learning_rate * velocity).astype(np.float32))
     other = changed(two, lambda rank, number, step: replace(step, weights=weights[number], optimizer="SGD()"))
-    reason = on_weights.optimizer(only(two=other)).reason
+    reason = on_training.optimizer(only(two=other)).reason
     assert (reason == "") is is_right, reason
     assert is_right or "of SGD(), changed weights otherwise than SGD with momentum 0.9" in reason
 
@@ -171,16 +171,16 @@ def test_other_weights_at_the_beginning_and_at_the_end(only: Any, right: Any, ch
     def shifted(rank: int, number: int, step: Step) -> Step:
         return replace(step, weights=step.weights + np.float32(0.25 * rank))
 
-    assert "rank 1 before step 0" in on_weights.initial(only(two=changed(right(2), shifted))).reason
+    assert "rank 1 before step 0" in on_training.initial(only(two=changed(right(2), shifted))).reason
     two = right(2)
     end = replace(two.ranks[1].end, weights=two.ranks[1].end.weights + np.float32(0.25))
-    reason = on_weights.same_weights(only(two=rank_changed(two, 1, end=end))).reason
+    reason = on_training.same_weights(only(two=rank_changed(two, 1, end=end))).reason
     assert "rank 1 at the end with 2 processes differ by up to 0.25" in reason
 
 
 @pytest.mark.parametrize("lost", [{}, {"module.0.weight": np.zeros(1, np.float32)}], ids=["no file", "other names"])
 def test_no_file_of_weights(lost: Any, only: Any, right: Any) -> None:
-    assert "no weights.safetensors" in on_weights.same_weights(only(three=replace(right(3), weights=lost))).reason
+    assert "no weights.safetensors" in on_training.same_weights(only(three=replace(right(3), weights=lost))).reason
 
 
 def test_not_the_result_of_one_process(only: Any, right: Any, rank_changed: Any) -> None:
@@ -188,9 +188,9 @@ def test_not_the_result_of_one_process(only: Any, right: Any, rank_changed: Any)
     for rank in range(2):
         end = replace(two.ranks[rank].end, weights=two.ranks[rank].end.weights + np.float32(1e-4))
         two = rank_changed(two, rank, end=end)
-    assert "0.0001 from those with 1 process" in on_weights.one_process(only(two=two)).reason
+    assert "0.0001 from those with 1 process" in on_training.one_process(only(two=two)).reason
     nan = replace(two.ranks[0].end, weights=two.ranks[0].end.weights * np.float32("nan"))
-    assert "inf" in on_weights.one_process(only(two=rank_changed(two, 0, end=nan))).reason
+    assert "inf" in on_training.one_process(only(two=rank_changed(two, 0, end=nan))).reason
 
 
 # -- reports
@@ -207,12 +207,12 @@ def test_not_the_result_of_one_process(only: Any, right: Any, rank_changed: Any)
 def test_a_loss_that_is_not_the_mean(change: Any, words: str, only: Any, right: Any) -> None:
     two = right(2)
     log = (two.log[0], {**two.log[1], **change})
-    assert words in on_reports.loss(only(two=replace(two, log=log))).reason
+    assert words in on_training.loss(only(two=replace(two, log=log))).reason
 
 
 def test_a_line_of_the_log_twice_is_not_believed(only: Any, right: Any) -> None:
     two = right(2)
-    assert "no number" in on_reports.loss(only(two=replace(two, log=(*two.log, two.log[0])))).reason
+    assert "no number" in on_training.loss(only(two=replace(two, log=(*two.log, two.log[0])))).reason
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_validation_that_does_not_count_once(
 ) -> None:
     two = right(2)
     seen = [replace(one, samples=samples(one.samples)) for one in two.ranks[1].validations]
-    assert words in on_reports.validation(only(two=rank_changed(two, 1, validations=tuple(seen)))).reason
+    assert words in on_training.validation(only(two=rank_changed(two, 1, validations=tuple(seen)))).reason
 
 
 def test_an_accuracy_that_is_one_sample_off(only: Any, right: Any) -> None:
@@ -236,7 +236,7 @@ def test_an_accuracy_that_is_one_sample_off(only: Any, right: Any) -> None:
     log = ({**three.log[0], "validation_accuracy": three.log[0]["validation_accuracy"] + 100 / 301}, three.log[1])
     assert (
         "After epoch 0 with 3 processes, the log says"
-        in on_reports.validation(only(three=replace(three, log=log))).reason
+        in on_training.validation(only(three=replace(three, log=log))).reason
     )
 
 
@@ -244,32 +244,32 @@ def test_an_accuracy_that_is_one_sample_off(only: Any, right: Any) -> None:
 def test_an_accuracy_that_is_no_number(value: Any, only: Any, right: Any) -> None:
     two = right(2)
     log = ({**two.log[0], "validation_accuracy": value}, two.log[1])
-    assert "the log says" in on_reports.validation(only(two=replace(two, log=log))).reason
-    assert "no log.jsonl" in on_reports.validation(only(two=replace(two, log=()))).reason
+    assert "the log says" in on_training.validation(only(two=replace(two, log=log))).reason
+    assert "no log.jsonl" in on_training.validation(only(two=replace(two, log=()))).reason
 
 
 def test_validation_of_one_rank(only: Any, right: Any, rank_changed: Any) -> None:
     two = rank_changed(right(2), 1, validations=())
-    assert "without any sample to validate: 1" in on_reports.validation_shared(only(two=two)).reason
+    assert "without any sample to validate: 1" in on_training.validation_shared(only(two=two)).reason
 
 
 def test_statistics_of_batchnorm(only: Any, right: Any, rank_changed: Any) -> None:
     two = right(2)
-    assert on_reports.batchnorm(only(batchnorm=two)).reason == ""
-    assert "not trained to its end" in on_reports.batchnorm(only()).reason
+    assert on_training.batchnorm(only(batchnorm=two)).reason == ""
+    assert "not trained to its end" in on_training.batchnorm(only()).reason
     last = two.ranks[1].validations[-1]
     other = replace(last, statistics=last.statistics + np.float32(0.5))
     local = rank_changed(two, 1, validations=(*two.ranks[1].validations[:-1], other))
-    assert "on rank 1 differ by up to 0.5" in on_reports.batchnorm(only(batchnorm=local)).reason
+    assert "on rank 1 differ by up to 0.5" in on_training.batchnorm(only(batchnorm=local)).reason
     silent = replace(two, log=())
-    assert "the last in the log is no number" in on_reports.batchnorm(only(batchnorm=silent)).reason
-    assert on_reports.batchnorm(only(batchnorm=silent, two=silent)).reason == "", "no log at all has its own line"
+    assert "the last in the log is no number" in on_training.batchnorm(only(batchnorm=silent)).reason
+    assert on_training.batchnorm(only(batchnorm=silent, two=silent)).reason == "", "no log at all has its own line"
     mode = rank_changed(two, 1, validations=(replace(last, training=True),))
-    assert "training mode" in on_reports.batchnorm(only(batchnorm=mode)).reason
+    assert "training mode" in on_training.batchnorm(only(batchnorm=mode)).reason
 
 
 def test_the_target(only: Any, right: Any) -> None:
-    finding = on_reports.accuracy(only(batchnorm=right(2)))
+    finding = on_training.accuracy(only(batchnorm=right(2)))
     assert "is 90 % on the validation set, and the saved one has" in finding.reason
     assert finding.seen["accuracy"] == pytest.approx(right(2).log[-1]["validation_accuracy"])
 
@@ -288,7 +288,7 @@ def test_the_target(only: Any, right: Any) -> None:
 )
 def test_the_learning_rate(change: Any, scaled: str, warmed: str, only: Any, right: Any, changed: Any) -> None:
     two = changed(right(2), lambda rank, number, step: replace(step, learning_rate=change(step.learning_rate, number)))
-    found = on_schedule.scaled(only(two=two), SCHEDULE).reason, on_schedule.warmup(only(two=two), SCHEDULE).reason
+    found = on_run.scaled(only(two=two), SCHEDULE).reason, on_run.warmup(only(two=two), SCHEDULE).reason
     assert [bool(text) for text in found] == [bool(scaled), bool(warmed)]
     assert scaled in found[0]
     assert warmed in found[1]
@@ -311,7 +311,7 @@ def test_pace() -> None:
 
 def test_how_runs_end(only: Any, right: Any, rank_changed: Any) -> None:
     def reason(**changes: Any) -> str:
-        return on_ending.ends(only(batchnorm=right(2), three=replace(right(3), **changes))).reason
+        return on_run.ends(only(batchnorm=right(2), three=replace(right(3), **changes))).reason
 
     assert reason() == ""
     assert "hung" in reason(ended_for="hang")
@@ -321,32 +321,32 @@ def test_how_runs_end(only: Any, right: Any, rank_changed: Any) -> None:
         three = right(3)
         for rank, message in enumerate(messages):
             three = rank_changed(three, rank, end=End(1, message, has_process_group=True, weights=None))
-        return on_ending.ends(only(batchnorm=right(2), three=three)).reason
+        return on_run.ends(only(batchnorm=right(2), three=three)).reason
 
     assert "rank 2 with ValueError: too few" in failing("RuntimeError: closed by peer", "", "ValueError: too few.")
     assert "did not make the same exchanges" in failing("RuntimeError: Connection closed by peer")
     gone = rank_changed(right(3), 1, end=None)
-    assert "broke off on ranks 1" in on_ending.ends(only(batchnorm=right(2), three=gone)).reason
+    assert "broke off on ranks 1" in on_run.ends(only(batchnorm=right(2), three=gone)).reason
     shorter = rank_changed(right(3), 1, steps=right(3).ranks[1].steps[:-1])
-    assert "after 8, 7, 8 steps" in on_ending.ends(only(batchnorm=right(2), three=shorter)).reason
+    assert "after 8, 7, 8 steps" in on_run.ends(only(batchnorm=right(2), three=shorter)).reason
 
 
 def test_exit_codes_and_process_groups(only: Any, right: Any, rank_changed: Any) -> None:
-    assert "exit code 1" in on_ending.clean_exit(only(two=replace(right(2), exit_codes=(0, 1)))).reason
+    assert "exit code 1" in on_run.clean_exit(only(two=replace(right(2), exit_codes=(0, 1)))).reason
     end = replace(right(2).ranks[0].end, has_process_group=True)
-    assert "destroy_process_group" in on_ending.clean_exit(only(two=rank_changed(right(2), 0, end=end))).reason
+    assert "destroy_process_group" in on_run.clean_exit(only(two=rank_changed(right(2), 0, end=end))).reason
 
 
 def test_who_writes(only: Any, right: Any, rank_changed: Any) -> None:
     both = rank_changed(right(2), 1, written=("checkpoint.pt",))
-    assert "ranks 0, 1 wrote: checkpoint.pt, log.jsonl" in on_ending.one_writer(only(two=both)).reason
+    assert "ranks 0, 1 wrote: checkpoint.pt, log.jsonl" in on_run.one_writer(only(two=both)).reason
     failed = rank_changed(both, 1, end=End(1, "FileNotFoundError: checkpoint.tmp", False, None))
-    assert "ranks 0, 1 wrote" in on_ending.one_writer(only(two=failed)).reason
-    assert "ranks 0, 1 write the same files" in on_ending.ends(only(two=failed)).reason
+    assert "ranks 0, 1 wrote" in on_run.one_writer(only(two=failed)).reason
+    assert "ranks 0, 1 write the same files" in on_run.ends(only(two=failed)).reason
     nobody = rank_changed(right(2), 0, written=())
-    assert "no rank wrote" in on_ending.one_writer(only(two=nobody)).reason
+    assert "no rank wrote" in on_run.one_writer(only(two=nobody)).reason
     outside = rank_changed(right(2), 0, refused=("/etc/passwd",))
-    assert "/etc/passwd" in on_ending.inside(only(two=outside)).reason
+    assert "/etc/passwd" in on_run.inside(only(two=outside)).reason
 
 
 def test_going_on_after_a_kill(only: Any, right: Any, changed: Any, rank_changed: Any) -> None:
@@ -359,7 +359,7 @@ def test_going_on_after_a_kill(only: Any, right: Any, changed: Any, rank_changed
         return replace(run, exit_codes=(-9, -9))
 
     def resume(run: Any) -> str:
-        return on_ending.resume(only(resumed=run)).reason
+        return on_run.resume(only(resumed=run)).reason
 
     assert resume(after(4)) == ""
     assert "no checkpoint was taken up" in resume(after(0))
@@ -376,7 +376,7 @@ def test_going_on_after_a_kill(only: Any, right: Any, changed: Any, rank_changed
     assert "learning rate" in resume(changed(after(4), lambda r, n, s: replace(s, learning_rate=1.0)))
 
     def atomic(again: Any, resumed: Any = None) -> str:
-        return on_ending.atomic(only(resumed=resumed or after(4), again=again)).reason
+        return on_run.atomic(only(resumed=resumed or after(4), again=again)).reason
 
     assert atomic(after(4)) == ""
     assert "could not start again" in atomic(after(8))

@@ -15,15 +15,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from image_sets import opened_set
 
-from paceline.data.image.sets.image_folder import open_image_folder
-from paceline.data.image.sets.parquet import open_parquet
-from paceline.data.image.sets.webdataset import open_webdataset
-from paceline.data.image.tables import Asked, open_csv
 from paceline.data.text.datasets import open_text
 from paceline.files import LeftOut
-from paceline.inference.archives import members
-from paceline.inference.sources import pictures_of
+from paceline.inference.sources import members, pictures_of
 from paceline.recipe.data import Data
 
 STEMS = ("a", "b", "7.5_cm", "v1.2.3", "UPPER", "a b", "ünï", os.fsdecode(b"caf\xe9"))
@@ -161,14 +157,14 @@ def test_samples_in_tars(tmp_path: Path, seed: int) -> None:
     dotted = [f"d/{name.replace('/', '-')}.5_cm.png" for name in sorted(tree.used)]
     other = [f"o/{name}" for name in sorted(tree.others)]
     path = tar(tmp_path / "x.tar", [*names, *dotted, *other, *sorted(tree.ignored)], special)
-    found = open_webdataset(path, channels=3, validation_fraction=0)
+    found = opened_set("webdataset", path, channels=3, validation_fraction=0)
     assert len(found.train) == len(samples)
     assert count(found.left_out) == len(dotted) + len(other) + 2
     (tmp_path / "tars" / ".hidden").mkdir(parents=True)
     for name in ("0.TAR", "linked.tar", ".hidden/9.tar", "._9.tar"):
         (tmp_path / "tars" / name).symlink_to(tmp_path / "x.tar")
     (tmp_path / "tars" / "x.tar.gz").touch()
-    again = open_webdataset(tmp_path / "tars", channels=3, validation_fraction=0)
+    again = opened_set("webdataset", tmp_path / "tars", channels=3, validation_fraction=0)
     assert (len(again.train), count(again.left_out)) == (2 * len(samples), 2 * count(found.left_out) + 1)
 
 
@@ -178,7 +174,7 @@ def test_tables(tmp_path: Path, seed: int) -> None:
     buffer = io.BytesIO()
     pq.write_table(pa.table({"image": [b"x", b"y"], "label": [0, 1]}), buffer)
     written(tmp_path / "tables", tree, buffer.getvalue())
-    found = open_parquet(tmp_path / "tables", channels=3, validation_fraction=0, asked=Asked())
+    found = opened_set("parquet", tmp_path / "tables", channels=3, validation_fraction=0)
     assert len(found.train) == 2 * len(tree.used)
     assert count(found.left_out) == len(tree.others)
 
@@ -202,7 +198,7 @@ def test_image_folders(tmp_path: Path, seed: int) -> None:
     (tmp_path / "images" / "linked").symlink_to(written(tmp_path / "elsewhere", Tree({"1.png"}, {"2.mp4"}, {".3.png"})))
     (tmp_path / "images" / "beside.txt").touch()
     told: list[str] = []
-    found = open_image_folder(tmp_path / "images", channels=3, validation_fraction=0.5, fault=told.append)
+    found = opened_set("image_folder", tmp_path / "images", channels=3, validation_fraction=0.5, fault=told.append)
     assert len(found.train) + len(found.validation) == len(flat.used) + 1
     assert sum("is not an image (supported" in each for each in told) == len(flat.others) + 1
     assert [each for each in told if "/empty' is empty" in each or "/empty' is a folder inside" in each]
@@ -221,6 +217,6 @@ def test_rows_of_tables_of_paths(tmp_path: Path, seed: int) -> None:
     told: list[str] = []
     if len(names) < 2:
         pytest.skip("this seed draws fewer than two names in UTF-8, and so one class")
-    found = open_csv(tmp_path / "x.csv", channels=3, validation_fraction=0, asked=Asked(), fault=told.append)
+    found = opened_set("csv", tmp_path / "x.csv", channels=3, validation_fraction=0, fault=told.append)
     assert len(found.train) == len(names)
     assert len(found.train) + len(told) == len(rows)

@@ -19,8 +19,8 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.main import run as command
 from paceline.errors import CheckpointError, DataError
-from paceline.inference.ahead import answers_ahead
 from paceline.inference.answer_files import answer_file
+from paceline.inference.answers import answers_ahead
 from paceline.inference.labelling import ImageLabeller
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.inference.sources import PictureFile

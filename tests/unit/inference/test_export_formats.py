@@ -27,9 +27,9 @@ from paceline.data.image.sets.digits import read_digits
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import PacelineError
+from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export
 from paceline.inference.exportable import open_exportable
-from paceline.inference.placing import put_in_place
 from paceline.inference.predict import Predictor, trained_task
 from paceline.models.digest import weights_sha256
 

@@ -14,9 +14,8 @@ import pytest
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError
 from paceline.files import LeftOut
-from paceline.inference import archives
-from paceline.inference.archives import members
-from paceline.inference.sources import PictureFile, pictures_of
+from paceline.inference import sources
+from paceline.inference.sources import PictureFile, members, pictures_of
 
 FILES = {"b/1.png": b"one", "a/2.JPG": b"two" * 400, "notes.txt": b"no picture", "c/3.jpeg": b"", "zz.png": b"z" * 512}
 PICTURES = ["b/1.png", "a/2.JPG", "c/3.jpeg", "zz.png"]
@@ -145,7 +144,7 @@ def test_a_folder_is_searched_as_a_run_searches_one(tmp_path: Path) -> None:
 
 
 def test_members_are_no_larger_than_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "LARGEST_FILE_BYTES", 1000)
+    monkeypatch.setattr(sources, "LARGEST_FILE_BYTES", 1000)
     files = {"small.png": b"s" * 1000, "large.png": bytes(1001), "last.png": b"l"}
     expected = [files["small.png"], "1,001 bytes; at most 1,000 are read", b"l"]
     deflated = {"compression": zipfile.ZIP_DEFLATED}

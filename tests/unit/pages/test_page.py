@@ -30,9 +30,9 @@ from paceline.pages.page import (
     Text,
     Tile,
     Tiles,
+    plotly_script,
     write_page,
 )
-from paceline.pages.plotly_script import plotly_script
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028`\"'&"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -203,7 +203,7 @@ def test_controls_and_marks_of_direction_are_written_out(tmp_path: Path) -> None
 
 def test_neither_torch_nor_plotlys_python_is_loaded() -> None:
     program = (
-        "import sys; from paceline.pages.page import *; from paceline.pages.plotly_script import plotly_script; "
+        "import sys; from paceline.pages.page import *; from paceline.pages.page import plotly_script; "
         "plotly_script(); assert not {'torch', 'plotly', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -17,6 +17,7 @@ from paceline.records.events import (
     EVENT_KINDS,
     CheckpointEvent,
     EvaluationEvent,
+    EventWriter,
     FinishEvent,
     IncidentEvent,
     MeasurementEvent,
@@ -25,9 +26,9 @@ from paceline.records.events import (
     StartEvent,
     StepEvent,
     StopEvent,
+    truncate_after,
 )
 from paceline.records.reader import read_events
-from paceline.records.writer import EventWriter, truncate_after
 
 TIMINGS = {"step_seconds": 0.1, "data_wait_seconds": 0.01, "throughput_samples_per_second": None}
 
@@ -165,7 +166,7 @@ def test_a_killed_writer_loses_nothing_it_had_flushed(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from paceline.records.writer import EventWriter\n"
+        "from paceline.records.events import EventWriter\n"
         "writer = EventWriter(Path(sys.argv[1]))\n"
         "for step in range(1, 10**9):\n"
         "    writer.append({'event': 'step', 'step': step, 'filler': 'x' * (step % 300)})\n"

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RunDirectoryError
-from paceline.records.ledger import LedgerWriter, ledger_files, ledger_path, read_ledger, truncate_ledgers
-from paceline.records.ledger_count import count_epochs
-from paceline.records.summary import LedgerFacts
+from paceline.records.ledger import LedgerWriter, count_epochs, ledger_files, ledger_path, read_ledger, truncate_ledgers
+from paceline.records.reader import LedgerFacts
 
 Record = tuple[int, int, list[int], list[int]]
 

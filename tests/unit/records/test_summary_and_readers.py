@@ -11,9 +11,8 @@ import pytest
 
 from paceline.errors import RunDirectoryError
 from paceline.records.environment import capture_environment, git_facts
-from paceline.records.reader import read_plan, read_recipe, read_summary
+from paceline.records.reader import LedgerFacts, Summary, read_plan, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, write_json, write_text
-from paceline.records.summary import LedgerFacts, Summary
 
 SUMMARY = Summary(
     status="completed",
@@ -116,8 +115,7 @@ def test_git_revision_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_records_load_no_torch() -> None:
     program = (
         "import sys, importlib\n"
-        "for name in ('run_directory', 'events', 'writer', 'reader', 'ledger', 'ledger_count', 'summary',"
-        " 'environment'):\n"
+        "for name in ('run_directory', 'events', 'reader', 'ledger', 'environment'):\n"
         "    importlib.import_module('paceline.records.' + name)\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -12,10 +12,17 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import RunDirectoryError
-from paceline.records.events import CheckpointEvent, EvaluationEvent, FinishEvent, IncidentEvent, StartEvent, StepEvent
-from paceline.records.writer import EventWriter, truncate_after
-from paceline.report.watch import EventFollower, WatchedRun, is_locked
-from paceline.report.watch_screen import draw_chart, line_of, row, screen, table
+from paceline.records.events import (
+    CheckpointEvent,
+    EvaluationEvent,
+    EventWriter,
+    FinishEvent,
+    IncidentEvent,
+    StartEvent,
+    StepEvent,
+    truncate_after,
+)
+from paceline.report.watch import EventFollower, WatchedRun, draw_chart, is_locked, line_of, row, screen, table
 
 
 def step(number: int, loss: float = 1.0, **more: Any) -> StepEvent:

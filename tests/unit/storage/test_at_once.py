@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from paceline.storage.at_once import begin, run_at_once
+from paceline.storage.remote import begin, run_at_once
 
 _NEVER_ANSWERED = """
 import threading, time
-from paceline.storage.at_once import begin, run_at_once
+from paceline.storage.remote import begin, run_at_once
 begin(lambda: run_at_once(lambda _: time.sleep(300), range(9), threads=2, name="x"), name="y")
 time.sleep(0.2)
 """

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from paceline.errors import StorageError
-from paceline.storage.retries import Retries
+from paceline.storage.remote import Retries
 
 
 class Failing:

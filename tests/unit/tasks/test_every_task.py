@@ -15,7 +15,7 @@ from paceline.registry import built_in
 from paceline.report.audit import audit_run
 from paceline.tasks.build import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline_advisor.memory.estimate import Asked, estimate
+from paceline_advisor.memory.estimate import estimate_memory
 
 _SHORT = {
     "train.duration": "4 steps",
@@ -91,6 +91,6 @@ def test_a_run_of_it_goes_on_where_it_was_cut_off_and_is_audited_reported_and_ev
 )
 def test_its_memory_is_estimated(task: str) -> None:
     name, changes = TINY[task]
-    found = estimate(Asked(loaded=load_recipe(name, {**_SHORT, **changes}), device="cpu"))
+    found = estimate_memory(load_recipe(name, {**_SHORT, **changes}), device="cpu")
     assert found.needed > found.peak.allocated > 0
     assert {"first step", "step", "evaluation"} <= set(found.peak.parts)

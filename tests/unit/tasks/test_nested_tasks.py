@@ -25,22 +25,21 @@ from paceline.errors import PacelineError
 from paceline.models.compiled import shape_of
 from paceline.pages.page import Chart, Tiles
 from paceline.recipe.load import load_recipe
-from paceline.report.html.outcome import outcome
+from paceline.references import trusting_code
+from paceline.report.html.page import outcome
 from paceline.report.html.runs import read_runs
 from paceline.report.html.training import training
-from paceline.report.watch import WatchedRun
-from paceline.report.watch_screen import row
+from paceline.report.watch import WatchedRun, row
 from paceline.tasks.build import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only
 from paceline.world import World
-from paceline_advisor.commands import NoiseScale
-from paceline_advisor.landscape.opening import Selection, open_run
+from paceline_advisor.commands import Landscape, NoiseScale, Prove
+from paceline_advisor.landscape.subject import open_run
 from paceline_advisor.memory.batch_trial import Orders, TrialTask
-from paceline_advisor.memory.estimate import Asked, estimate
+from paceline_advisor.memory.estimate import estimate_memory
 from paceline_advisor.memory.measured import measured_peak
 from paceline_advisor.prove.notes import alike, content_of
-from paceline_advisor.prove.study import Asked as ProveAsked
 from paceline_advisor.prove.study import prove
 from paceline_advisor.scaling.network import describe
 from paceline_advisor.tuning.noise_scale import measure_noise
@@ -166,7 +165,7 @@ def test_two_processes_train_and_score_like_one(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_estimated_from_its_own_batches(name: str) -> None:
     loaded = load_recipe(f"{name}.yaml")
-    found = estimate(Asked(loaded=loaded))
+    found = estimate_memory(loaded)
     assert found.fits
     assert found.largest is not None
     assert found.largest >= 8
@@ -175,7 +174,7 @@ def test_memory_is_estimated_from_its_own_batches(name: str) -> None:
     if name == "Sequences":  # of the other, samples are as large as they happen to be
         single = dataclasses.replace(loaded.recipe, batch=dataclasses.replace(loaded.recipe.batch, micro_size=8))
         measured = measured_peak(single, 8, torch.device("cpu"))
-        alone = estimate(Asked(loaded=dataclasses.replace(loaded, recipe=single)))
+        alone = estimate_memory(dataclasses.replace(loaded, recipe=single))
         assert alone.peak.parts["step"] == pytest.approx(measured, rel=0.1)
 
 
@@ -198,7 +197,7 @@ def test_a_trial_of_a_batch_size_repeats_its_samples(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_prove_what_they_are(name: str) -> None:
-    report = prove(ProveAsked(recipe=f"{name}.yaml", processes=1), lambda _: None)
+    report = prove(Prove(recipe=f"{name}.yaml", processes=1), lambda _: None)
     verdicts = {check.name: check.verdict for check in report.checks}
     assert report.passed, report
     assert {verdicts[each] for each in ("samples", "gradient", "accumulation", "tail", "metric")} == {"passed"}
@@ -212,13 +211,14 @@ def test_a_loss_that_is_no_mean_over_tokens_is_found(nested: Any, monkeypatch: p
         return loss * batch.weight / (2 * len(batch.ids))
 
     monkeypatch.setattr(nested.Sequences, "loss", by_sample)
-    report = prove(ProveAsked(recipe="Sequences.yaml", processes=1), lambda _: None)
+    report = prove(Prove(recipe="Sequences.yaml", processes=1), lambda _: None)
     assert next(each for each in report.checks if each.name == "accumulation").verdict == "failed"
 
 
 def test_a_landscape_is_that_of_the_loss_over_tokens() -> None:
     result = train("Sequences", "run", train__duration="5 steps", evaluate__batch_size=256)
-    subject = open_run(Path("run"), Selection(trust_code=True), World()).subject
+    with trusting_code():
+        subject = open_run(Path("run"), Landscape(runs=("run",)), World()).subject
     found = subject.measure(subject.here(), "validation")
     assert found == pytest.approx({name: result.metrics[name] for name in found}, rel=1e-5)
     assert {*found} == {"loss", "accuracy", "median_loss"}
@@ -298,5 +298,5 @@ def test_lists_are_not_compiled_for() -> None:
 def test_a_landscape_needs_a_mean_loss_first(nested: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train("Boxes", "run", train__duration="2 steps")
     monkeypatch.setattr(nested.Boxes, "metrics", nested.Boxes.metrics[::-1])
-    with pytest.raises(PacelineError, match="median_error, is collected and no mean"):
-        open_run(Path("run"), Selection(trust_code=True), World())
+    with pytest.raises(PacelineError, match="median_error, is collected and no mean"), trusting_code():
+        open_run(Path("run"), Landscape(runs=("run",)), World())

@@ -19,7 +19,7 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.train import plan_only
-from paceline_advisor.memory.estimate import Asked, estimate
+from paceline_advisor.memory.estimate import estimate_memory
 
 TINY = """
 task: recommendation
@@ -152,7 +152,7 @@ def test_exact_runs_and_their_refusals(train: Callable[..., Any]) -> None:
 
 
 def test_the_memory_of_a_step_is_estimated(recipe: Path) -> None:
-    dense = estimate(Asked(loaded=load_recipe(recipe), device="cpu"))
+    dense = estimate_memory(load_recipe(recipe), device="cpu")
     assert any("each process holds all of them" in each for each in dense.notices)
     assert dense.peak.causes["weights"] > 75 * 4 * 4
     refused = pytest.raises(PacelineError, match="cannot be told without numbers")

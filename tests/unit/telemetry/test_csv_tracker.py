@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from paceline.records.events import EvaluationEvent, IncidentEvent, StepEvent
-from paceline.records.writer import EventWriter, truncate_after
+from paceline.records.events import EvaluationEvent, EventWriter, IncidentEvent, StepEvent, truncate_after
 from paceline.telemetry.async_tracker import AsyncTracker
-from paceline.telemetry.csv_tracker import CsvTracker
+from paceline.telemetry.trackers import CsvTracker
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:

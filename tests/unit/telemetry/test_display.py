@@ -21,11 +21,11 @@ from paceline.telemetry.display import (
     Display,
     LiveDisplay,
     PlainDisplay,
+    RunProgress,
     SilentDisplay,
     UnfailingDisplay,
     choose_display,
 )
-from paceline.telemetry.progress import RunProgress
 
 
 def start(display: Display) -> None:
@@ -229,7 +229,7 @@ LIVE = """
 import sys, time
 from paceline.recipe.phases import Epochs
 from paceline.telemetry.display import choose_display
-from paceline.telemetry.progress import RunProgress
+from paceline.telemetry.display import RunProgress
 display = choose_display(sys.stdout)
 progress = RunProgress(30, 10, Epochs.cut(10, [(0, 1, 1)]), "samples")
 display.start(progress, title="digits", lines=["a plan [of two]"])

@@ -11,8 +11,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.records.events import EvaluationEvent, IncidentEvent, StepEvent
-from paceline.telemetry.tensorboard_tracker import TensorBoardTracker
-from paceline.telemetry.trackers import build_trackers
+from paceline.telemetry.trackers import TensorBoardTracker, build_trackers
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

@@ -17,7 +17,7 @@ import pytest
 from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reading import read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
-from paceline.records.identity import read_identity, write_identity
+from paceline.records.reader import read_identity, write_identity
 from paceline.records.run_directory import RunDirectory
 from paceline.report.audit import audit_run
 

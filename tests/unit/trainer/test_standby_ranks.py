@@ -13,8 +13,8 @@ import pytest
 from paceline.distributed.environment import Launch
 from paceline.recipe.load import load_recipe
 from paceline.records.events import Status
+from paceline.records.reader import Summary
 from paceline.records.run_directory import write_json
-from paceline.records.summary import Summary
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.world import World
 

@@ -7,7 +7,7 @@ hashes of their names, one that is added moves at most one other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.source import SampleSource, SubsetSource
+from paceline.data.image.source import HeadedSource, SampleSource, SubsetSource
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -94,6 +94,7 @@ def _lowest(members: Ids, words: Hashes, fraction: float) -> Ids:
 
 
 _NAMED = 3
+_PROBED = 256
 
 Fault = Callable[[str], None]
 """Told in one sentence what is wrong with a source; that part of it is left out."""
@@ -159,6 +160,11 @@ class DatasetRequest:
         return Path(self.data.path).expanduser()
 
     @property
+    def validation_fraction(self) -> float:
+        """Share of each class held out where the data has no split of its own."""
+        return self.data.validation_fraction
+
+    @property
     def channels(self) -> int | None:
         """Channels to decode to, 1 or 3; None for what the images have."""
         return None if self.data.channels == "auto" else self.data.channels
@@ -216,6 +222,34 @@ class StoredImages:
     statistics: Statistics | None = None
     listing: str = ""
     left_out: tuple[str, ...] = ()
+
+
+def probe(source: HeadedSource, samples: Iterable[int] | None = None) -> Probe:
+    """Look at the heads of some images, or of at most 256 spread evenly over a source."""
+    chosen = range(0, len(source), max(1, -(-len(source) // _PROBED))) if samples is None else samples
+    heads = [head for head in map(source.head, chosen) if head is not None]
+    sizes = {size for size, _ in heads}
+    return Probe(
+        count=len(heads),
+        size=sizes.pop() if len(sizes) == 1 else None,
+        greyscale=bool(heads) and all(grey for _, grey in heads),
+    )
+
+
+def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_out: str, **facts: Any) -> StoredImages:
+    """As :func:`in_splits`, of image files, which become grey if all training images looked at are.
+
+    Args:
+        request: Says how many channels there are to be, if it says, and which share of each class to hold out.
+        sources: Training images, and held-out ones if the data has them; their ``channels`` are set.
+        held_out: See :func:`in_splits`.
+        **facts: Further attributes of :class:`StoredImages`.
+    """
+    found = probe(sources[0])
+    channels = request.channels or (1 if found.greyscale else 3)
+    for source in sources:
+        source.channels = channels
+    return in_splits(sources, held_out, request.validation_fraction, channels=channels, probe=found, **facts)
 
 
 def in_splits(

@@ -14,30 +14,36 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import Probe
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
-from paceline.data.image.source import EncodedSource, Ids, Image, Names
+from paceline.data.image.source import Head, Ids, Image, Names
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
 
 # Each mapped file holds a file descriptor, of which a process often has 1024.
 _MOST_MAPPED = 256
-_PROBED = 256
 
 
-class SampleName(Protocol):
-    """Names samples for people."""
+@dataclass(frozen=True)
+class PlacedNames:
+    """Names of samples, and what they lie in, for people.
 
-    @property
-    def names(self) -> Names:
-        """What each is called where it lies."""
-        ...
+    Attributes:
+        names: What each is called there.
+        places: Files or a folder.
+        place_of: Which of these each sample lies in, integers [N]; None where there is one.
+    """
 
-    def __call__(self, sample: int) -> str: ...
+    names: Names
+    places: tuple[str, ...]
+    place_of: NDArray[Any] | None = None
+
+    def __call__(self, sample: int) -> str:
+        """Return the name, and where it lies."""
+        return f"{self.names.text(sample)} in {self.places[0 if self.place_of is None else self.place_of[sample]]}"
 
 
 class MappedFile(NamedTuple):
@@ -132,20 +138,22 @@ def _mapped(file: MappedFile) -> mmap.mmap:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-class MappedSource:
-    """Image files inside larger files, decoded when they are read."""
+class EncodedImages:
+    """Image files inside larger files, decoded when they are read; a source defines :meth:`encoded` and the rest."""
 
-    def __init__(self, content: MappedBytes, labels: Ids, channels: int, name: SampleName) -> None:
-        """Take one part per label; ``name`` gives each sample's name for people."""
-        if len(content) != len(labels):
-            raise ValueError(f"found {len(content)} parts for {len(labels)} labels")
-        self.labels = labels
-        self.channels = channels
-        self._content = content
-        self._name = name
+    channels: int
+    labels: Ids
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def encoded(self, sample: int) -> memoryview:
+        """Return the content of image file ``sample``, which is not copied; raises BrokenImageError."""
+        raise NotImplementedError
+
+    def path(self, sample: int) -> str:
+        """Return the sample's name, and where it lies."""
+        raise NotImplementedError
 
     def read(self, sample: int) -> Image:
         """Decode image ``sample``; raises BrokenImageError."""
@@ -154,6 +162,30 @@ class MappedSource:
             return decode(content, self.channels)
         except BrokenImageError as error:
             raise BrokenImageError(self.path(sample), error.reason) from error
+
+    def head(self, sample: int) -> Head | None:
+        """Return ((height, width), is greyscale) of image ``sample`` from its head; None if that cannot be read."""
+        try:
+            return image_header(io.BytesIO(self.encoded(sample)))
+        except BrokenImageError:  # reading it will say what is wrong with it
+            return None
+
+    def size(self, sample: int) -> tuple[int, int] | None:
+        """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""
+        return upright_size(io.BytesIO(self.encoded(sample)))
+
+
+class MappedSource(EncodedImages):
+    """Image files inside larger files that are mapped into memory."""
+
+    def __init__(self, content: MappedBytes, labels: Ids, channels: int, name: PlacedNames) -> None:
+        """Take one part per label; ``name`` gives each sample's name for people."""
+        if len(content) != len(labels):
+            raise ValueError(f"found {len(content)} parts for {len(labels)} labels")
+        self.labels = labels
+        self.channels = channels
+        self._content = content
+        self._name = name
 
     def encoded(self, sample: int) -> memoryview:
         """Return the content of image file ``sample``, which is not copied; raises BrokenImageError."""
@@ -171,10 +203,6 @@ class MappedSource:
         """Have the images fetched from the disk before they are asked for one by one."""
         self._content.will_read(samples)
 
-    def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""
-        return upright_size(io.BytesIO(self.encoded(sample)))
-
     def path(self, sample: int) -> str:
         """Return the sample's name, and where it lies."""
         return self._name(sample)
@@ -183,25 +211,6 @@ class MappedSource:
     def names(self) -> Names:
         """What the samples are called where they lie."""
         return self._name.names
-
-
-def probe(source: EncodedSource, samples: Iterable[int] | None = None) -> Probe:
-    """Look at the heads of some images, or of at most 256 spread evenly over a source."""
-    chosen = range(0, len(source), max(1, -(-len(source) // _PROBED))) if samples is None else samples
-    heads = [head for head in (_head(source, sample) for sample in chosen) if head is not None]
-    sizes = {size for size, _ in heads}
-    return Probe(
-        count=len(heads),
-        size=sizes.pop() if len(sizes) == 1 else None,
-        greyscale=bool(heads) and all(grey for _, grey in heads),
-    )
-
-
-def _head(source: EncodedSource, sample: int) -> tuple[tuple[int, int], bool] | None:
-    try:
-        return image_header(io.BytesIO(source.encoded(sample)))
-    except BrokenImageError:  # reading it will say what is wrong with it
-        return None
 
 
 def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
@@ -218,6 +227,3 @@ def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
         except OSError as error:
             raise DataError(f"{str(path)!r} cannot be read: {error.strerror}; correct the path.") from error
     return found
-
-
-__all__ = ["MappedBytes", "MappedFile", "MappedSource", "Names", "Places", "mapped_files", "probe"]

@@ -17,11 +17,13 @@ from typing import Protocol, Self, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, read_file, upright_size
+from paceline.data.image.decode import BrokenImageError, decode, image_header, read_file, upright_size
 
 Image = NDArray[np.uint8]
 Content = bytes | bytearray | memoryview
 Ids = NDArray[np.int64]
+Head = tuple[tuple[int, int], bool]
+"""Height and width of an image, and whether it is greyscale."""
 
 EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
 
@@ -99,6 +101,16 @@ class EncodedSource(SampleSource, Protocol):
         Raises:
             BrokenImageError: If the file cannot be read.
         """
+        ...
+
+
+class HeadedSource(SampleSource, Protocol):
+    """A source of image files of which the heads can be read alone."""
+
+    channels: int
+
+    def head(self, sample: int) -> Head | None:
+        """Return ((height, width), is greyscale) of a file; None if its head cannot be read."""
         ...
 
 
@@ -188,6 +200,10 @@ class FileSource:
     def encoded(self, sample: int) -> bytes:
         """Return what file ``sample`` holds; raises BrokenImageError."""
         return read_file(self.path(sample))
+
+    def head(self, sample: int) -> Head | None:
+        """Return ((height, width), is greyscale) of file ``sample`` from its head; None if that cannot be read."""
+        return image_header(self.path(sample))
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""

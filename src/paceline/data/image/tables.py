@@ -6,7 +6,6 @@ are two names.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import os
 import re
@@ -19,12 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data.image.dataset import Fault, Problems, StoredImages, in_splits
-from paceline.data.image.sets.image_folder import probe_files
+from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.source import FileSource, Ids, Names
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import text_of_cell
-from paceline.files import LeftOut, files_below, has_ending, odd_kind, refuse_odd_kinds
+from paceline.files import LeftOut, files_below, has_ending, odd_kind
 from paceline.recipe.data import Data
 
 
@@ -305,7 +302,6 @@ def told_unread(splits: Sequence[str]) -> str:
 
 # Normalising a path, as of a table in a folder, takes one of the slashes away.
 _ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
-_LARGEST_HEAD = 2**16
 
 
 @dataclass(frozen=True)
@@ -327,59 +323,21 @@ class PathRows:
     where: Callable[[int], str]
 
 
-def open_csv(
-    path: str | Path, *, channels: int | None, validation_fraction: float, asked: Asked, fault: Fault | None = None
-) -> StoredImages:
-    """Read a table of paths and labels, and look at the heads of a few images.
-
-    Args:
-        path: A file with a first line that names its columns, which are separated by commas, semicolons or tabs.
-        channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
-        validation_fraction: Share of each class held out where no row is of a split for that.
-        asked: Which columns.
-        fault: Told of each row that names no file, or one that another row names, if the rest is wanted.
-
-    Raises:
-        DataError: If it cannot be read, or a column, a label or a path is missing.
-    """
-    file = Path(path).expanduser()
-    header, rows, lines = _read(file)
-    columns = find_columns(asked, header, repr(str(file)))
-    image, label = header.index(columns.image), header.index(columns.label)
-    splits = None if columns.split is None else [row[header.index(columns.split)] for row in rows]
-
-    def where(row: int) -> str:
-        return f"line {lines[row]} of {str(file)!r}"
-
-    found = PathRows(
-        root=file.absolute().parent,
-        paths=[text_of_cell(row[image].strip()) for row in rows],
-        labels=[text_of_cell(row[label].strip()) for row in rows],
-        parts=parts_of(splits, len(rows), repr(str(file))),
-        where=where,
-    )
-    return open_paths(found, str(file), channels=channels, validation_fraction=validation_fraction, fault=fault)
-
-
-def open_paths(
-    rows: PathRows, table: str, *, channels: int | None, validation_fraction: float, fault: Fault | None
-) -> StoredImages:
-    """Open the images that rows name.
+def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredImages:
+    """Open the images that rows name, and look at the heads of a few.
 
     Args:
         rows: The rows.
         table: The table's path, for messages.
-        channels: See :func:`open_csv`.
-        validation_fraction: See :func:`open_csv`.
-        fault: See :func:`open_csv`.
+        request: Its ``fault`` is told of each row that names no file, or one that another row names.
 
     Raises:
-        DataError: See :func:`open_csv`.
+        DataError: If a label or a path is missing.
     """
     parts = rows.parts.splits
     problems = Problems()
     sizes = _sizes(rows, np.concatenate(parts), problems)
-    problems.tell(fault)
+    problems.tell(request.fault)
     parts = [part[sizes[part] >= 0] for part in parts]
     if not all(len(part) for part in parts):
         raise DataError(f"{table!r} names no image that is there: correct the paths in it.")
@@ -387,64 +345,19 @@ def open_paths(
     classes, numbered = number_classes(labels, table)
     names = [os.fsencode(each) for each in rows.paths]
     listed = [Names.of(names[row] for row in part.tolist()) for part in parts]
-    probe = probe_files(rows.root, listed[0])
-    channels = channels or (1 if probe.greyscale else 3)
-    whole = [FileSource(rows.root, each, label, channels) for each, label in zip(listed, numbered, strict=True)]
+    whole = [FileSource(rows.root, each, label, 3) for each, label in zip(listed, numbered, strict=True)]
     digest = hashlib.sha256()
     for part, numbers in zip(parts, numbered, strict=True):
         lines = (b"%s\0%d\0%d\n" % (names[row], sizes[row], label) for row, label in zip(part, numbers, strict=True))
         digest.update(b"".join(lines) + b"\0")
     digest.update("\0".join(classes).encode())
-    return in_splits(
+    return file_splits(
+        request,
         whole,
         rows.parts.told,
-        validation_fraction,
         classes=classes,
         digest=digest.hexdigest(),
-        channels=channels,
-        probe=probe,
     )
-
-
-def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
-    """The header, the rows, and the line that each row ends at."""
-    refuse_odd_kinds(file)
-    try:
-        with open(file, encoding="utf-8-sig", newline="") as opened:
-            first = opened.readline(_LARGEST_HEAD)
-            opened.seek(0)
-            delimiter = "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)
-            reader = csv.reader(opened, delimiter=delimiter, strict=True)
-            header = [name.strip() for name in next(reader, [])]
-            rows, lines = [], []
-            for row in reader:
-                if row:
-                    rows.append(row)
-                    lines.append(reader.line_num)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        if isinstance(error, UnicodeDecodeError):
-            reason = f"it is not in UTF-8: {reason}; save it again in that encoding"
-        raise DataError(
-            f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
-            "or the path."
-        ) from None
-    _check(file, header, rows, lines)
-    return header, rows, lines
-
-
-def _check(file: Path, header: list[str], rows: list[list[str]], lines: list[int]) -> None:
-    if not rows:
-        raise DataError(f"{str(file)!r} has no rows: expected is a line of column names, and one for each image.")
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
-        raise DataError(f"{str(file)!r} has two columns called {twice[0]!r}: rename one of them.")
-    for row, line in zip(rows, lines, strict=True):
-        if len(row) != len(header):
-            raise DataError(
-                f"line {line} of {str(file)!r} has {len(row)} fields, but its first line names {len(header)} columns "
-                f"({', '.join(header)}): a field with a separator in it stands in quotation marks."
-            )
 
 
 def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:

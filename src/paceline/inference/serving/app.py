@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from functools import cache
+from html import escape
 from http import HTTPStatus
+from importlib.resources import files
+from string import Template
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    generate_latest,
+)
 from pydantic import BaseModel, Field
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
@@ -21,9 +30,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.inference.answers import Answer
-from paceline.inference.serving.csrf import SiteCheck
-from paceline.inference.serving.page import PageFacts, content_policy, page
 from paceline.inference.serving.service import Limits, Service, busy
+from paceline.pages.page import script_digest
 
 LARGEST_TOP_K = 1000
 _FIELD = "images"
@@ -231,8 +239,7 @@ async def _uploads(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
 
 def _add_views(app: FastAPI, service: Service, model: str) -> None:
     digest = service.predictor.digest
-    facts = PageFacts(model=model, digest=digest, limits=service.limits, classes=len(service.predictor.classes))
-    shown, policy = page(facts), content_policy()
+    shown, policy = page(service, model), content_policy()
 
     @app.get("/health")
     async def health() -> Health:
@@ -321,3 +328,83 @@ class _Gate:
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             phrase = HTTPStatus(status).phrase
             self._say(f"{now} {method} {route} {status} {phrase} {1000 * seconds:.1f} ms {received:,} bytes")
+
+
+_SHOWN = 80
+
+
+class SiteCheck:
+    """Tells requests of programs and of the service's own page from those of other sites' pages.
+
+    Args:
+        names: Host names of the service, in addition to addresses in numbers; None if any is accepted.
+        pages: Further sites whose pages may send requests.
+    """
+
+    def __init__(self, names: Iterable[str] | None, pages: Iterable[str] = ()) -> None:
+        self._names = None if names is None else frozenset(map(str.lower, names))
+        self._pages = frozenset(map(str.lower, pages))
+
+    def problem(self, headers: Headers) -> str:
+        """Return why a request is refused; empty if it is accepted."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = _name(host)
+        if not self._is_known(name):
+            return (
+                f"this service is not called {name[:_SHOWN]}; ask for it by its address, or start it with --allow-host"
+            )
+        if origin is not None and origin.partition("//")[2] != (host or None) and _name(origin) not in self._pages:
+            return (
+                f"a page of {origin[:_SHOWN]} sent this request, and only this service's own page may; if that page "
+                "is meant to, start the service with --allow-host"
+            )
+        return ""
+
+    def _is_known(self, name: str) -> bool:
+        if self._names is None or not name or name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _name(place: str) -> str:
+    """Return the host of a ``host:port`` or a page's address, in small letters; empty if there is none."""
+    try:
+        found = urlsplit(place if "//" in place else f"//{place}").hostname
+    except ValueError:
+        return place
+    return (found or "").rstrip(".")
+
+
+def page(service: Service, model: str) -> str:
+    """Return the page as HTML."""
+    limits, digest, classes = service.limits, service.predictor.digest, len(service.predictor.classes)
+    return Template(_part("page.html")).substitute(
+        style=_part("page.css"),
+        script=_part("page.js"),
+        model=escape(model),
+        digest=escape(digest),
+        short=escape(digest[:12]),
+        classes=classes,
+        most=min(classes, 10),
+        images=limits.images,
+        bytes=limits.request_bytes,
+        megabytes=f"{limits.request_bytes / 2**20:.0f}",
+    )
+
+
+def content_policy() -> str:
+    """What the page may do: run its own script, show what is chosen, ask this service; nothing else."""
+    style, script = (script_digest(_part(name).encode()) for name in ("page.css", "page.js"))
+    return (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+@cache
+def _part(name: str) -> str:
+    return files("paceline.inference.serving").joinpath(name).read_text(encoding="utf-8")

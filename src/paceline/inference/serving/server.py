@@ -15,10 +15,8 @@ from PIL import Image
 
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.inference.answers import ImagePredictor
-from paceline.inference.serving.app import make_app
-from paceline.inference.serving.csrf import SiteCheck
-from paceline.inference.serving.metrics import Metrics
-from paceline.inference.serving.service import Limits, Service
+from paceline.inference.serving.app import SiteCheck, make_app
+from paceline.inference.serving.service import Limits, Metrics, Service
 
 _CONNECTIONS = 512
 _IDLE_SECONDS = 15

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from starlette.exceptions import HTTPException
 
 from paceline.data.image.decode import BrokenImageError, image_header
-from paceline.inference.answers import Answer, ImagePredictor
-from paceline.inference.serving.batching import Batcher
-from paceline.inference.serving.metrics import Metrics
+from paceline.inference.answers import Answer, ImagePredictor, Prepared
 from paceline.machine import available_cores
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
@@ -24,6 +24,38 @@ a thousand times larger than its size says."""
 _DECODED_BYTES = 2**30
 # Most that a pixel takes while it is decoded, copies in other modes included.
 _PIXEL_BYTES = 16
+
+
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Metrics:
+    """Counts since the service began, and the process's memory and time.
+
+    Args:
+        model: What is served.
+        digest: SHA-256 of its weights.
+    """
+
+    def __init__(self, model: str, digest: str) -> None:
+        self.registry = CollectorRegistry()
+        Info("paceline_model", "The model that is served.", registry=self.registry).info(
+            {"model": model, "weights_sha256": digest}
+        )
+        ProcessCollector(registry=self.registry)
+        self.requests = Counter(
+            "paceline_requests", "Requests by route and status.", ("route", "status"), registry=self.registry
+        )
+        self.images = Counter("paceline_images", "Images by outcome.", ("outcome",), registry=self.registry)
+        self.queue = Gauge(
+            "paceline_queue_images", "Images that are decoded, or wait for the network.", registry=self.registry
+        )
+        self.seconds = Histogram(
+            "paceline_request_seconds", "Seconds from a request's head to its answer.", registry=self.registry
+        )
+        self.batches = Histogram(
+            "paceline_batch_images", "Images in each batch.", buckets=_BATCH_SIZES, registry=self.registry
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +182,76 @@ def check_picture(content: bytes, most: int) -> int:
     if height * width > most:
         raise BrokenImageError("", f"{width}x{height} pixels; at most {most:,} are decoded")
     return height * width
+
+
+class _Waiting(NamedTuple):
+    image: Prepared
+    top_k: int
+    answer: asyncio.Future[Answer]
+
+
+class Batcher:
+    """Gives the network, in a thread of its own, whatever waits.
+
+    Args:
+        predictor: Answers.
+        most: Images in a batch.
+        wait_seconds: How long the first image of a batch waits for others.
+        metrics: Counts batches.
+    """
+
+    def __init__(self, predictor: ImagePredictor, most: int, wait_seconds: float, metrics: Metrics) -> None:
+        self._predictor = predictor
+        self._most = min(most, predictor.largest_batch or most)
+        self._wait_seconds = wait_seconds
+        self._metrics = metrics
+        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
+
+    async def answer(self, image: Prepared, top_k: int) -> Answer:
+        """Return the answer for an image, which may have more labels than asked for."""
+        waiting = _Waiting(image, top_k, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(waiting)
+        return await waiting.answer
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer within this context."""
+        with ThreadPoolExecutor(1, thread_name_prefix="network") as network:
+            task = asyncio.create_task(self._answer_all(network))
+            try:
+                yield
+            finally:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    async def _answer_all(self, network: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            # A request that is overdue has cancelled its images.
+            batch = [each for each in await self._batch() if not each.answer.done()]
+            if not batch:
+                continue
+            self._metrics.batches.observe(len(batch))
+            images, top_k = [each.image for each in batch], max(each.top_k for each in batch)
+            try:
+                answers = await loop.run_in_executor(network, self._predictor.answer, images, top_k)
+            except Exception as error:  # noqa: BLE001  # each request reports it, and the next batch may be answered
+                for each in batch:
+                    if not each.answer.done():
+                        each.answer.set_exception(error)
+                continue
+            for each, answer in zip(batch, answers, strict=True):
+                if not each.answer.done():
+                    each.answer.set_result(answer)
+
+    async def _batch(self) -> list[_Waiting]:
+        """Return what waits, or comes within the time that the first one waits."""
+        batch = [await self._queue.get()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_seconds):
+                while len(batch) < self._most:
+                    batch.append(await self._queue.get())
+        while len(batch) < self._most and not self._queue.empty():
+            batch.append(self._queue.get_nowait())
+        return batch

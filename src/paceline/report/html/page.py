@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
 from paceline.files import refuse_odd_outputs
-from paceline.pages.page import Block, Page, Section, Text, write_page
+from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile, Tiles, write_page
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, cannot
-from paceline.report.html.config import environment, recipe
-from paceline.report.html.outcome import facts_of, outcome
-from paceline.report.html.predictions import predictions
-from paceline.report.html.runs import RunRecord, read_runs
-from paceline.report.html.scaling import scaling
-from paceline.report.html.speed import memory, speed
+from paceline.report.html.runs import Event, RunRecord, flattened, read_runs
+from paceline.report.html.speed import memory, scaling, speed
 from paceline.report.html.timeline import findings, happened, proof, steps_in_words
-from paceline.report.html.training import training
-from paceline.units import format_bytes
-
-_Maker = Callable[[Sequence[RunRecord]], Iterator[Block]]
-_SECTIONS: dict[str, _Maker] = {
-    "Outcome": outcome,
-    "Training": training,
-    "Speed": speed,
-    "Memory": memory,
-    "Scaling": scaling,
-    "Predictions": predictions,
-    "Events": happened,
-    "Samples": proof,
-    "Doctor": findings,
-    "Recipe": recipe,
-    "Environment": environment,
-}
+from paceline.report.html.training import predictions, training
+from paceline.units import format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +117,7 @@ def page_of(runs: Sequence[RunRecord]) -> Page:
     )
 
 
-def _blocks(make: _Maker, runs: Sequence[RunRecord]) -> tuple[Block, ...]:
+def _blocks(make: _SectionMaker, runs: Sequence[RunRecord]) -> tuple[Block, ...]:
     """A section's blocks; files that are not what they should be spoil their own section only."""
     try:
         return tuple(make(runs))
@@ -151,3 +133,210 @@ def _subtitle(runs: Sequence[RunRecord]) -> str:
     network = run.recipe.get("model.name")
     data = run.recipe.get("data.dataset")
     return f"{network or 'A network'} on {data or 'its data'}, {steps_in_words(run)}, in {run.path}"
+
+
+def recipe(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """The recipe's keys, those that differ first."""
+    yield from _side_by_side(runs, [run.recipe for run in runs], "recipe", folded=len(runs) > 1)
+    reasons = [(key, str(why)) for run in runs[:1] for key, why in run.plan.get("reasons", {}).items()]
+    if reasons and len(runs) == 1:
+        yield Table(columns=("key", "reason"), rows=reasons, caption="Why each auto is what it is", folded=True)
+
+
+def environment(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """Machines and versions, those that differ first."""
+    yield from _side_by_side(runs, [_environment(run) for run in runs], "environment", folded=True)
+
+
+def _environment(run: RunRecord) -> dict[str, Any]:
+    told = flattened(run.environment)
+    told.pop("time", None)
+    return {
+        key: format_bytes(value) if key.endswith("memory_bytes") and value else value for key, value in told.items()
+    }
+
+
+def _side_by_side(
+    runs: Sequence[RunRecord], trees: Sequence[Mapping[str, Any]], what: str, *, folded: bool
+) -> Iterator[Block]:
+    keys = list(dict.fromkeys(key for tree in trees for key in tree))
+    if not keys:
+        yield Text(f"No {what} is recorded.")
+        return
+    columns = ("key", *(run.name if len(runs) > 1 else "value" for run in runs))
+    differing = [key for key in keys if len({repr(tree.get(key)) for tree in trees}) > 1]
+    if len(runs) > 1:
+        if differing:
+            rows = [(key, *_values(trees, key, differs=True)) for key in differing]
+            yield Table(columns=columns, rows=rows, caption=f"Where the {what}s differ")
+        else:
+            yield Text(f"The {what}s are the same.")
+    rows = [(key, *_values(trees, key, differs=key in differing)) for key in keys]
+    yield Table(columns=columns, rows=rows, caption=f"The whole {what}", folded=folded)
+
+
+def _values(trees: Sequence[Mapping[str, Any]], key: str, *, differs: bool) -> Iterator[str]:
+    """A value of each; what differs from the first is marked."""
+    values = [_written(tree[key]) if key in tree else "–" for tree in trees]
+    yield from (Marked(value) if differs and value != values[0] else value for value in values)
+
+
+def _written(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list():
+            return ", ".join(map(_written, value)) or "none"
+        case _:
+            return str(value)
+
+
+_STATUS = {
+    "completed": "completed",
+    "stopped": "stopped on request",
+    "failed": "failed",
+    "unfinished": "not finished",
+    "not begun": "not begun",
+}
+
+
+def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """The section's blocks."""
+    for run in runs:
+        yield from _status(run, len(runs) > 1)
+    if len(runs) == 1:
+        yield Tiles(tuple(_tiles(runs[0])))
+        return
+    facts = [_facts(run) for run in runs]
+    names = list(dict.fromkeys(name for each in facts for name in each))
+    yield Table(
+        columns=("run", *names),
+        rows=[
+            (run.name, *(each[name].partition(" · ")[0] if name in each else None for name in names))
+            for run, each in zip(runs, facts, strict=True)
+        ],
+        caption="Outcome of each run",
+    )
+
+
+def facts_of(run: RunRecord) -> dict[str, Any]:
+    """The outcome as JSON values."""
+    steps, evaluations = run.of("step"), run.of("evaluation")
+    return {
+        "run_dir": str(run.path),
+        "name": run.name,
+        "status": run.status,
+        "step": run.step,
+        "records": len(steps),
+        "evaluations": len(evaluations),
+        "incidents": len(run.of("incident")),
+        "resumes": len(run.of("resume")),
+    }
+
+
+def _status(run: RunRecord, is_one_of_many: bool) -> Iterator[Block]:
+    who = f"{run.name}: " if is_one_of_many else ""
+    if run.status == "failed":
+        message = (run.finish or {}).get("message") or "the processes ended without saying why; see their output."
+        yield Text(f"{who}{message}", kind="bad")
+    elif run.status == "stopped":
+        stops = run.of("stop")
+        why = f" ({stops[-1]['reason']})" if stops else ""
+        yield Text(f"{who}The run was stopped{why}; the same command goes on with it.", kind="warning")
+    elif run.status == "unfinished":
+        yield Text(
+            f"{who}No end is recorded: the run is under way, or was killed. The same command goes on with it.",
+            kind="warning",
+        )
+    elif run.status == "not begun":
+        yield Text(f"{who}The run has not begun to train.", kind="warning")
+    for complaint in run.complaints:
+        yield Text(f"{who}{complaint}", kind="warning")
+
+
+def _tiles(run: RunRecord) -> Iterator[Tile]:
+    total = run.total_steps
+    notes = {"status": _ending(run), "steps": f"of {format_count(total)}" if total else ""}
+    for label, fact in _facts(run).items():
+        value, _, note = fact.partition(" · ")
+        yield Tile(label, value, note or notes.get(label, ""))
+
+
+def _ending(run: RunRecord) -> str:
+    resumes = len(run.of("resume"))
+    return f"resumed {resumes} time{'s' * (resumes > 1)}" if resumes else ""
+
+
+def _facts(run: RunRecord) -> dict[str, str]:
+    """By label a value, and after a dot a few more words."""
+    facts = {"status": _STATUS.get(run.status, run.status), **_headline(run), "steps": format_count(run.step)}
+    steps, summary = run.of("step"), run.summary
+    if steps:
+        facts["samples"] = f"{format_count(steps[-1]['samples'])} · in training, with repeats"
+    if summary is not None:
+        facts["training time"] = (
+            f"{format_seconds(summary.train_seconds)} · {format_seconds(summary.total_seconds)} in all"
+        )
+        if summary.throughput_samples_per_second:
+            facts["throughput"] = (
+                f"{format_count(summary.throughput_samples_per_second)}/s · samples, over all processes"
+            )
+        if summary.throughput_tokens_per_second:
+            facts["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s · padding left out"
+        if summary.data_wait_fraction is not None:
+            facts["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} % · of the steps"
+        if summary.mfu is not None:
+            facts["MFU"] = f"{100 * summary.mfu:.1f} % · of the devices' peak"
+        if summary.peak_memory_bytes is not None:
+            facts["peak memory"] = f"{format_bytes(summary.peak_memory_bytes)} · of the first process"
+    if run.plan.get("parameters"):
+        facts["parameters"] = f"{format_count(run.plan['parameters'])} · trainable"
+    return {**facts, "hardware": _hardware(run)}
+
+
+def _headline(run: RunRecord) -> dict[str, str]:
+    """The last and the best evaluation of what one looks at first: accuracy, say, else the loss."""
+    evaluations = run.of("evaluation")
+    for metric in dict.fromkeys((run.headline, "loss")):
+        label = "held-out loss" if metric == "loss" else metric_title(metric)
+        unit, choose = f" {metric_unit(metric)}".rstrip(), max if run.higher_is_better(metric) else min
+        known = [event for event in evaluations if event.get(metric) is not None]
+        if known:
+            last = [event for event in known if event["step"] == known[-1]["step"]]
+            best: Event = choose(known, key=itemgetter(metric))
+            where = f"{best['weights']} weights, after step {format_count(best['step'])}"
+            told = ", ".join(f"{event['weights']} {_figure(event[metric])}{unit}" for event in last)
+            return {
+                f"best {label}": f"{_figure(best[metric])}{unit} · {where}",
+                f"last {label}": f"{_figure(last[-1][metric])}{unit} · {told}",
+            }
+    return {}
+
+
+def _figure(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 10 else f"{value:.4f}"
+
+
+def _hardware(run: RunRecord) -> str:
+    count = run.world_size
+    name = run.plan.get("device_name") or run.environment.get("device") or "unknown"
+    processes = f"{count} process{'es' * (count > 1)}"
+    return f"{name} · {processes}, {run.plan.get('precision', 'unknown precision')}"
+
+
+_SectionMaker = Callable[[Sequence[RunRecord]], Iterator[Block]]
+_SECTIONS: dict[str, _SectionMaker] = {
+    "Outcome": outcome,
+    "Training": training,
+    "Speed": speed,
+    "Memory": memory,
+    "Scaling": scaling,
+    "Predictions": predictions,
+    "Events": happened,
+    "Samples": proof,
+    "Doctor": findings,
+    "Recipe": recipe,
+    "Environment": environment,
+}

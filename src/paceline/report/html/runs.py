@@ -13,6 +13,7 @@ from typing import Any
 from paceline.errors import RunDirectoryError
 from paceline.records.reader import (
     NO_METRICS,
+    Summary,
     read_environment,
     read_events,
     read_json,
@@ -21,7 +22,6 @@ from paceline.records.reader import (
     read_summary,
 )
 from paceline.records.run_directory import existing_run
-from paceline.records.summary import Summary
 from paceline.report.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]

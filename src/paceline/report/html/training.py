@@ -1,12 +1,15 @@
-"""Section Training: loss, accuracy, learning rate and gradient over steps."""
+"""Sections Training and Predictions: curves over steps, confusion matrices and examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any, TypeGuard
 
-from paceline.pages.page import Block, Table, Text
-from paceline.report.html.curves import Line, curves, of_events, of_runs
+from paceline.pages.charts import SERIES
+from paceline.pages.page import Block, Chart, Gallery, Picture, Table, Text
 from paceline.report.html.runs import Event, RunRecord
 from paceline.units import metric_title, metric_unit
 
@@ -119,3 +122,291 @@ def _best_of(run: RunRecord, metric: str, known: Sequence[Event]) -> tuple[float
         return "", ""
     best = (max if is_higher else min)(known, key=itemgetter(metric))
     return best[metric], int(best["step"])
+
+
+# Of all lines of a chart together.
+_MOST_POINTS = 4000
+_FEW_POINTS, _MANY_POINTS = 40, 500
+_MOST_MARKS = 40
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A curve.
+
+    Attributes:
+        name: What it is called.
+        x: Steps.
+        y: None where there is no number.
+        style: Which colour, dash and symbol.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    style: int
+
+
+def of_events(name: str, events: Iterable[Event], key: str, style: int) -> Line | None:
+    """The curve of one key of some events; None where none of them has a number there."""
+    found = [(event["step"], event[key]) for event in events if key in event]
+    if all(value is None for _, value in found):
+        return None
+    return Line(name=name, x=[step for step, _ in found], y=[value for _, value in found], style=style)
+
+
+def of_runs(runs: Sequence[RunRecord], kind: str, key: str, name: str) -> list[Line]:
+    """The curve of one key for each run that has it: called by the run where there are several."""
+    lines = (of_events(run.name if len(runs) > 1 else name, run.of(kind), key, style) for style, run in enumerate(runs))
+    return [line for line in lines if line is not None]
+
+
+def curves(
+    title: str, unit: str, lines: Sequence[Line], runs: Sequence[RunRecord], description: str = "", **axis: Any
+) -> Iterator[Chart]:
+    """A chart of curves over steps, or none without one."""
+    if not lines:
+        return
+    most = max(60, _MOST_POINTS // len(lines))
+    layout = {
+        "xaxis": {"title": "step", "rangemode": "tozero"},
+        "yaxis": {"title": unit, **axis},
+        "shapes": list(_marks(runs)),
+        "showlegend": len(lines) > 1,
+        "hovermode": "x unified" if len(lines) < SERIES else "closest",
+    }
+    shown = [_trace(line, most) for line in lines]
+    count = sum(len(line.x) for line in lines)
+    if sum(len(trace["x"]) for trace in shown) < count:
+        description += (
+            f" Of {count:,} points those are drawn that are the lowest or highest of their stretch, or its ends; "
+            "events.jsonl has all."
+        )
+    yield Chart(title=title, traces=shown, layout=layout, description=description.strip())
+
+
+def look(style: int) -> dict[str, Any]:
+    """The line and markers of a series; beyond eight the colours come again, with other dashes."""
+    colour = f"var(--series-{style % SERIES + 1})"
+    dash = _DASHES[(style % SERIES + style // SERIES) % len(_DASHES)]
+    return {
+        "line": {"color": colour, "dash": dash, "width": 2},
+        "marker": {"color": colour, "symbol": _SYMBOLS[style % len(_SYMBOLS)], "size": 6},
+    }
+
+
+def _trace(line: Line, most: int) -> dict[str, Any]:
+    places = thinned(line.y, most)
+    style = look(line.style)
+    if len(places) > _MANY_POINTS:
+        style["line"]["width"] = 1.2
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(places) <= _FEW_POINTS else "lines",
+        "name": line.name,
+        "x": [line.x[at] for at in places],
+        "y": [line.y[at] for at in places],
+        **style,
+    }
+
+
+def _marks(runs: Sequence[RunRecord]) -> Iterator[Mapping[str, Any]]:
+    """Vertical lines where a run was resumed, dashed, and where something went wrong, dotted; of one run only."""
+    if len(runs) != 1:
+        return
+    for kind, dash, colour in (("resume", "dash", "var(--muted)"), ("incident", "dot", "var(--bad)")):
+        steps = sorted({event["step"] for event in runs[0].of(kind)})
+        for step in steps[:: -(-len(steps) // _MOST_MARKS) or 1]:
+            yield {
+                "type": "line",
+                "xref": "x",
+                "yref": "paper",
+                "x0": step,
+                "x1": step,
+                "y0": 0,
+                "y1": 1,
+                "line": {"color": colour, "width": 1.5, "dash": dash},
+            }
+
+
+Number = float | int | None
+
+
+def thinned(values: Sequence[Number], most: int) -> list[int]:
+    """The places of points that show a curve: of each stretch its lowest and highest, its ends, and a gap in it.
+
+    Every point shown is one of the curve's own; nothing is averaged.
+
+    Args:
+        values: The curve; None where it has a gap.
+        most: About so many points; at least eight.
+    """
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    # A stretch gives at most five points, mostly four.
+    stretches = max(2, most // 4)
+    places = {0, count - 1}
+    for index in range(stretches):
+        first, end = index * count // stretches, (index + 1) * count // stretches
+        if first < end:
+            places |= _telling(values, first, end)
+    return sorted(places)
+
+
+def _telling(values: Sequence[Number], first: int, end: int) -> set[int]:
+    known = [(value, at) for at, value in enumerate(values[first:end], start=first) if _is_number(value)]
+    if not known:
+        return {first}
+    gaps = [at for at in range(first, end) if not _is_number(values[at])]
+    return {known[0][1], known[-1][1], min(known)[1], max(known)[1], *gaps[:1]}
+
+
+def _is_number(value: Number) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+_MOST_CLASSES, _MOST_FIGURES, _MOST_PICTURES, _MOST_PAIRS = 100, 14, 60, 12
+
+
+def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """The section's blocks."""
+    for run in runs:
+        whose = f"{run.name}: " if len(runs) > 1 else ""
+        confusion, examples = run.extra("evaluation/confusion.json"), run.extra("evaluation/examples.json")
+        if confusion is None and examples is None:
+            yield Text(
+                f"{whose}No predictions are kept here: evaluations of classifiers leave them behind, unless "
+                "evaluate.keep_examples=0."
+            )
+            continue
+        named = (confusion or examples or {}).get("classes")
+        classes = [str(each) for each in named] if isinstance(named, list) else []
+        matrix = _matrix(confusion, len(classes))
+        if matrix and len(matrix) == len(classes):
+            yield from _confusion(matrix, classes, f"{whose}{_of(confusion or {})}", whose)
+        pictures = list(_pictures(examples or {}, classes))
+        if pictures:
+            wrong = sum(each.is_wrong for each in pictures)
+            yield Text(
+                f"{whose}{len(pictures)} examples, {wrong} of them wrong, which ✗ marks. Beneath each: what was "
+                f"predicted, with its probability, and what it is{_of(examples or {}, ', ')}."
+            )
+            yield Gallery(pictures)
+
+
+def _matrix(confusion: Mapping[str, Any] | None, classes: int) -> list[list[int]]:
+    """The whole matrix, of which only what is not zero is written where there are many classes."""
+    rows = (confusion or {}).get("matrix")
+    triples = (confusion or {}).get("triples")
+    if rows is None and isinstance(triples, list):
+        rows = [[0] * classes for _ in range(classes)]
+        try:
+            for label, predicted, count in triples:
+                rows[label][predicted] = int(count)
+        except (TypeError, ValueError, IndexError):  # damaged
+            return []
+    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
+        return []
+    return rows
+
+
+def _of(document: Mapping[str, Any], before: str = "") -> str:
+    said = [f"{document['weights']} weights"] if document.get("weights") else []
+    said += [f"after step {document['step']:,}"] if isinstance(document.get("step"), int) else []
+    return before + ", ".join(said) if said else ""
+
+
+def _confusion(matrix: Sequence[Sequence[int]], classes: Sequence[str], told: str, whose: str) -> Iterator[Block]:
+    count = len(classes)
+    sums = [sum(row) for row in matrix]
+    if count <= _MOST_CLASSES:
+        yield _heatmap(matrix, sums, classes, told, f"{whose}confusion matrix" if whose else "Confusion matrix")
+    pairs = sorted(
+        ((matrix[a][b], a, b) for a in range(count) for b in range(count) if a != b and matrix[a][b]), reverse=True
+    )
+    rows = [(classes[a], classes[b], number, f"{number / sums[a]:.1%}") for number, a, b in pairs[:_MOST_PAIRS]]
+    if rows:
+        columns = ("is", "taken for", "times", "of its samples")
+        yield Table(
+            columns=columns, rows=rows, caption=f"{whose}what is confused most" if whose else "What is confused most"
+        )
+    recall = [(classes[at], sums[at], matrix[at][at], _share(matrix[at][at], sums[at])) for at in range(count)]
+    columns = ("class", "samples", "right", "share")
+    yield Table(
+        columns=columns,
+        rows=recall,
+        caption=f"{whose}right answers by class" if whose else "Right answers by class",
+        folded=True,
+    )
+
+
+def _heatmap(
+    matrix: Sequence[Sequence[int]], sums: Sequence[int], classes: Sequence[str], told: str, title: str
+) -> Chart:
+    shares = [[value / total if total else None for value in row] for row, total in zip(matrix, sums, strict=True)]
+    places = list(range(len(classes)))
+    labels = [name if len(name) <= 18 else f"{name[:17]}…" for name in classes]
+    ticks = {"tickmode": "array", "tickvals": places, "ticktext": labels, "showgrid": False, "constrain": "domain"}
+    if len(classes) > 30:
+        ticks = {"showgrid": False, "constrain": "domain"}
+    trace = {
+        "type": "heatmap",
+        "z": shares,
+        "customdata": [
+            [[row, column, matrix[at][to]] for to, column in enumerate(classes)] for at, row in enumerate(classes)
+        ],
+        "hovertemplate": "%{customdata[0]} taken for %{customdata[1]}: %{customdata[2]:,} (%{z:.1%})<extra></extra>",
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": [[0, "var(--low)"], [1, "var(--high)"]],
+        "colorbar": {"tickformat": ".0%", "thickness": 12, "outlinewidth": 0},
+        # With its figure in each cell, a scale tells nothing more.
+        "showscale": len(classes) > _MOST_FIGURES,
+        "xgap": 1,
+        "ygap": 1,
+    }
+    if len(classes) <= _MOST_FIGURES:
+        trace |= {"text": [[str(value) for value in row] for row in matrix], "texttemplate": "%{text}"}
+    return Chart(
+        title=title,
+        traces=[trace],
+        layout={
+            "height": min(760, 190 + 30 * len(classes)),
+            "xaxis": {"title": "predicted", **ticks},
+            "yaxis": {"title": "is", "autorange": "reversed", **ticks},
+        },
+        description=f"Counts of held-out samples, coloured by their share of the row; {told}".rstrip("; ") + ".",
+        wide=len(classes) > _MOST_FIGURES,
+        table=Table(
+            columns=("is \\ predicted", *classes),
+            rows=[(name, *row) for name, row in zip(classes, matrix, strict=True)],
+            caption="Figures of this chart",
+            folded=True,
+        ),
+    )
+
+
+def _pictures(examples: Mapping[str, Any], classes: Sequence[str]) -> Iterator[Picture]:
+    def name(index: Any) -> str:
+        return classes[index] if isinstance(index, int) and 0 <= index < len(classes) else str(index)
+
+    for each in (examples.get("examples") or ())[:_MOST_PICTURES]:
+        if not isinstance(each, Mapping):
+            continue
+        label, predicted, probability = each.get("label"), each.get("predicted"), each.get("probability")
+        sure = f" {probability:.0%}" if isinstance(probability, (int, float)) else ""
+        is_wrong = label != predicted
+        truth = f", is {name(label)}" if is_wrong else ""
+        yield Picture(
+            data=str(each.get("image", "")),
+            caption=f"{name(predicted)}{sure}{truth}",
+            alternative=f"sample {each.get('sample')}: predicted {name(predicted)}, is {name(label)}",
+            is_wrong=is_wrong,
+        )
+
+
+def _share(part: int, whole: int) -> str | None:
+    return f"{part / whole:.1%}" if whole else None

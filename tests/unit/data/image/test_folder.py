@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_sets import opened_set
 from PIL import Image
 
 from paceline.data.image.dataset import StoredImages
-from paceline.data.image.sets.image_folder import EXTENSIONS, open_image_folder
+from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
 
 
@@ -24,7 +25,7 @@ def make(root: Path, *names: str, size: tuple[int, int] = (8, 8), mode: str = "R
 
 
 def opened(root: Path, fraction: float = 0.5, channels: int | None = None) -> StoredImages:
-    return open_image_folder(root, channels=channels, validation_fraction=fraction)
+    return opened_set("image_folder", root, channels=channels, validation_fraction=fraction)
 
 
 def paths(folder: StoredImages, root: Path) -> tuple[list[str], list[str]]:
@@ -202,7 +203,7 @@ def test_all_that_is_wrong_is_in_one_message(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "nothing-here").mkdir()
     with pytest.raises(DataError) as raised:
-        open_image_folder(tmp_path, channels=3, validation_fraction=0)
+        opened_set("image_folder", tmp_path, channels=3, validation_fraction=0)
     assert all(
         each in str(raised.value) for each in ("movie.mp4", "and 10 more", "IMG_1.HEIC", "nothing-here' is empty")
     )
@@ -223,7 +224,7 @@ def test_everything_that_is_wrong_can_be_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "train" / "cat" / "labels.txt").touch()
     (tmp_path / "train" / "fox").mkdir()
     told: list[str] = []
-    folder = open_image_folder(tmp_path, channels=None, validation_fraction=0.5, fault=told.append)
+    folder = opened_set("image_folder", tmp_path, channels=None, validation_fraction=0.5, fault=told.append)
     for part in (
         "'extra' next to",
         "labels.txt' is not",

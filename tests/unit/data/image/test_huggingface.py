@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_sets import opened_set
 from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import decode
-from paceline.data.image.sets.huggingface import open_huggingface
 from paceline.data.image.source import EncodedSource
 from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError
@@ -70,7 +70,7 @@ def test_images_are_read_where_they_lie(tmp_path: Path) -> None:
         tmp_path / "hf",
         {"train": table(range(11), [k % 2 for k in range(11)]), "test": table([20, 21, 22], [1, 0, 1])},
     )
-    opened = open_huggingface(root, channels=None, validation_fraction=0.5)
+    opened = opened_set("huggingface", root, channels=None, validation_fraction=0.5)
     assert (opened.classes, opened.split, opened.is_split_off) == (("cat", "dog"), "the split test", False)
     for source, numbers in ((opened.train, range(11)), (opened.validation, range(20, 23))):
         assert isinstance(source, EncodedSource)
@@ -83,7 +83,7 @@ def test_images_are_read_where_they_lie(tmp_path: Path) -> None:
     assert opened.left_out == ()
     shutil.copy(next(root.glob("test/*.arrow")), root / "train" / "cache-1.arrow")
     save(root / "extra", table([1], [0]))
-    (told,) = open_huggingface(root, channels=None, validation_fraction=0.5).left_out
+    (told,) = opened_set("huggingface", root, channels=None, validation_fraction=0.5).left_out
     extra = len(list((root / "extra").iterdir()))
     assert f"state.json names: {extra + 1} left out (" in told
 
@@ -140,26 +140,26 @@ def test_parquet_is_packed_and_trained_on(tmp_path: Path) -> None:
 )
 def test_labels_of_no_class_are_refused(tmp_path: Path, labels: list[int | None], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        open_huggingface(save(tmp_path / "hf", table(range(3), labels)), channels=3, validation_fraction=0)
+        opened_set("huggingface", save(tmp_path / "hf", table(range(3), labels)), channels=3, validation_fraction=0)
 
 
 def test_what_is_no_such_dataset_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no dataset of Hugging Face's on the local disk"):
-        open_huggingface(tmp_path, channels=3, validation_fraction=0)
+        opened_set("huggingface", tmp_path, channels=3, validation_fraction=0)
     root = save_splits(tmp_path / "odd", {"test": table([1, 2], [0, 1])})
     with pytest.raises(DataError, match="has the splits test, but none that is called train"):
-        open_huggingface(root, channels=3, validation_fraction=0)
+        opened_set("huggingface", root, channels=3, validation_fraction=0)
     root = save(tmp_path / "text", table([1, 2], [0, 1]), {"label": FEATURES["label"]})
     with pytest.raises(DataError, match="has 0 columns of images, and one is expected"):
-        open_huggingface(root, channels=3, validation_fraction=0)
+        opened_set("huggingface", root, channels=3, validation_fraction=0)
     root = save(tmp_path / "unlabelled", table([1, 2], [0, 1]), {"image": FEATURES["image"]})
     with pytest.raises(DataError, match="has no column of the type ClassLabel"):
-        open_huggingface(root, channels=3, validation_fraction=0)
+        opened_set("huggingface", root, channels=3, validation_fraction=0)
     content = table([1, 2], [0, 1])
     image = pa.StructArray.from_arrays([pa.array([None, None], pa.binary()), pa.array(["a", "b"])], ["bytes", "path"])
     root = save(tmp_path / "outside", content.set_column(0, "image", image))
     with pytest.raises(DataError, match="names image files in place of holding them"):
-        open_huggingface(root, channels=3, validation_fraction=0)
+        opened_set("huggingface", root, channels=3, validation_fraction=0)
     (tmp_path / "odd" / "dataset_dict.json").write_text("{")
     with pytest.raises(DataError, match=r"dataset_dict\.json' cannot be read"):
-        open_huggingface(tmp_path / "odd", channels=3, validation_fraction=0)
+        opened_set("huggingface", tmp_path / "odd", channels=3, validation_fraction=0)

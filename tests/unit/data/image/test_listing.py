@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_sets import opened_set
 
 from paceline.data.image.dataset import StoredImages
 from paceline.data.image.sets import image_folder as listing
-from paceline.data.image.sets.image_folder import Names, cache_file, open_image_folder
+from paceline.data.image.sets.image_folder import Names, cache_file
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def age(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(root: Path) -> StoredImages:
-    return open_image_folder(root, channels=3, validation_fraction=0.5)
+    return opened_set("image_folder", root, channels=3, validation_fraction=0.5)
 
 
 def facts(folder: StoredImages) -> tuple[object, ...]:

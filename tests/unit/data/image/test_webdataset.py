@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_sets import opened_set
 from PIL import Image
 
 from paceline.data.image.dataset import StoredImages
@@ -18,7 +19,7 @@ from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.mapped import MappedFile
 from paceline.data.image.sets import webdataset as tar_index
-from paceline.data.image.sets.webdataset import expand, index_tar, open_webdataset
+from paceline.data.image.sets.webdataset import expand, index_tar
 from paceline.data.image.source import EncodedSource, SubsetSource
 from paceline.errors import DataError
 from paceline.recipe.data import Data
@@ -113,20 +114,20 @@ def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     """Or half of the samples would be missed without a word."""
     path = write_tar(tmp_path / "x.tar", [*samples(range(4)), *samples(range(2))])
     with pytest.raises(DataError, match=r"holds '000000\.jpg' twice, and which of the two"):
-        open_webdataset(path, channels=None, validation_fraction=0.5)
+        opened_set("webdataset", path, channels=None, validation_fraction=0.5)
 
 
 def test_names_that_differ_in_their_case_alone_are_one_samples(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", [*samples(range(4)), ("000003.JPG", jpeg(3))])
     with pytest.raises(DataError, match=r"holds both '000003\.jpg' and '000003\.JPG', which are one sample's"):
-        open_webdataset(path, channels=None, validation_fraction=0.5)
+        opened_set("webdataset", path, channels=None, validation_fraction=0.5)
 
 
 def test_samples_of_a_pattern(tmp_path: Path) -> None:
     write_tar(tmp_path / "t-000.tar", samples(range(8)))
     write_tar(tmp_path / "t-001.tar", samples(range(8, 13)))
     for pattern in ("t-{000..001}.tar", "t-*.tar", "t-00{0,1}.tar"):
-        opened = open_webdataset(tmp_path / pattern, channels=None, validation_fraction=0)
+        opened = opened_set("webdataset", tmp_path / pattern, channels=None, validation_fraction=0)
         train = opened.train
         assert isinstance(train, EncodedSource)
         assert (opened.classes, opened.is_split_off, opened.channels) == (("0", "1"), True, 3)
@@ -148,12 +149,12 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
     write_tar(tmp_path / "imagenet-train-000.tar", samples(range(6)))
     write_tar(tmp_path / "imagenet-validation-000.tar", samples(range(6, 10)))
     write_tar(tmp_path / "imagenet-test-000.tar", samples([11]))
-    opened = open_webdataset(tmp_path, channels=None, validation_fraction=0.2)
+    opened = opened_set("webdataset", tmp_path, channels=None, validation_fraction=0.2)
     assert (len(opened.train), len(opened.validation)) == (6, 4)
     assert opened.split == "the validation tars; those of test are not read"
     write_tar(tmp_path / "odd.tar", samples([12]))
     with pytest.raises(DataError, match=r"'odd\.tar' says neither train nor val"):
-        open_webdataset(tmp_path, channels=None, validation_fraction=0.2)
+        opened_set("webdataset", tmp_path, channels=None, validation_fraction=0.2)
 
 
 def test_without_splits_a_part_is_held_out(tmp_path: Path) -> None:
@@ -183,7 +184,9 @@ def test_labels_in_json_and_names_of_classes(tmp_path: Path) -> None:
         ("cls", ("cat", "dog"), [1, 0, 1]),
         ("number", ("0", "1", "2"), [0, 1, 2]),
     ):
-        opened = open_webdataset(write_tar(tmp_path / kind / "x.tar", members(kind)), channels=3, validation_fraction=0)
+        opened = opened_set(
+            "webdataset", write_tar(tmp_path / kind / "x.tar", members(kind)), channels=3, validation_fraction=0
+        )
         assert opened.classes == classes
         assert opened.train.labels.tolist() == labels
 
@@ -207,11 +210,11 @@ def test_labels_in_json_and_names_of_classes(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_with_the_samples_is_told(tmp_path: Path, members: list[Member], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        open_webdataset(write_tar(tmp_path / "x.tar", members), channels=3, validation_fraction=0)
+        opened_set("webdataset", write_tar(tmp_path / "x.tar", members), channels=3, validation_fraction=0)
 
 
 def opened_tar(path: Path) -> StoredImages:
-    return open_webdataset(path, channels=3, validation_fraction=0)
+    return opened_set("webdataset", path, channels=3, validation_fraction=0)
 
 
 def test_members_that_are_not_read_are_reported(tmp_path: Path) -> None:
@@ -271,17 +274,17 @@ def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
     ):
         (tmp_path / f"{name}.tar").write_bytes(damaged)
         with pytest.raises(DataError, match=message):
-            open_webdataset(tmp_path / f"{name}.tar", channels=3, validation_fraction=0)
+            opened_set("webdataset", tmp_path / f"{name}.tar", channels=3, validation_fraction=0)
     for pattern in ("nothing.tar", "no-{0..1}.tar", "no*.tar"):
         with pytest.raises(DataError, match="there is no such file: correct the path"):
-            open_webdataset(tmp_path / pattern, channels=3, validation_fraction=0)
+            opened_set("webdataset", tmp_path / pattern, channels=3, validation_fraction=0)
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError, match=r"has no \.tar files in it"):
-        open_webdataset(tmp_path / "bare", channels=3, validation_fraction=0)
+        opened_set("webdataset", tmp_path / "bare", channels=3, validation_fraction=0)
 
 
 def test_a_broken_image_is_named(tmp_path: Path) -> None:
     members = [*samples(range(3)), ("bad.jpg", b"no image"), ("bad.cls", b"1")]
-    train = open_webdataset(write_tar(tmp_path / "x.tar", members), channels=3, validation_fraction=0).train
+    train = opened_set("webdataset", write_tar(tmp_path / "x.tar", members), channels=3, validation_fraction=0).train
     with pytest.raises(BrokenImageError, match=r"^bad\.jpg in .*x\.tar: not an image"):
         train.read(3)

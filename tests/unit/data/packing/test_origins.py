@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_sets import opened_set
 from PIL import Image
 
 from paceline.cli.pack import KINDS as KINDS_OF_THE_COMMAND
 from paceline.data.image.datasets import open_dataset
-from paceline.data.image.sets.image_folder import open_image_folder
 from paceline.data.image.sets.packed import read_manifest
 from paceline.data.packing.origins import detect, open_origin
 from paceline.data.packing.pack import Request, pack
@@ -142,7 +142,7 @@ def test_tars_hold_the_same_images_as_their_folder(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     packed(tars(tmp_path / "tars", photos), tmp_path / "dest")
     ours = open_dataset(Data(dataset="packed", path=str(tmp_path / "dest")))
-    folder = open_image_folder(photos, channels=None, validation_fraction=0)
+    folder = opened_set("image_folder", photos, channels=None, validation_fraction=0)
     assert ours.classes == folder.classes
     for mine, other in ((ours.train, folder.train), (ours.validation, folder.validation)):
         assert mine.labels.tolist() == other.labels.tolist()

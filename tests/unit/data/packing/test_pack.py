@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_sets import opened_set
 from PIL import Image
 
 from paceline.data.image.decode import decode
-from paceline.data.image.sets.image_folder import open_image_folder
-from paceline.data.image.sets.packed import MANIFEST, open_packed, packed_images, read_manifest
+from paceline.data.image.sets.packed import MANIFEST, open_packed, read_manifest
 from paceline.data.image.source import EncodedSource, SampleSource, as_array
 from paceline.data.image.tables import Asked
 from paceline.data.packing.origins import Wanted
@@ -40,7 +40,7 @@ def packed(source: Path | str, destination: Path, **options: object) -> Packed:
 
 
 def splits(root: Path, channels: int | None = None) -> tuple[SampleSource, SampleSource]:
-    opened = packed_images(root, channels=channels, validation_fraction=0.25)
+    opened = opened_set("packed", root, channels=channels, validation_fraction=0.25)
     return opened.train, opened.validation
 
 
@@ -50,8 +50,8 @@ def files(root: Path) -> dict[str, str]:
 
 def test_originals_are_the_files(photos: Path, tmp_path: Path) -> None:
     packed(photos, tmp_path / "dest")
-    folder = open_image_folder(photos, channels=None, validation_fraction=0)
-    opened = packed_images(tmp_path / "dest", channels=None, validation_fraction=0)
+    folder = opened_set("image_folder", photos, channels=None, validation_fraction=0)
+    opened = opened_set("packed", tmp_path / "dest", channels=None, validation_fraction=0)
     assert opened.statistics is None
     assert (opened.classes, opened.channels, opened.split) == (("cat", "dog"), 3, "the folder val/")
     for ours, theirs in ((opened.train, folder.train), (opened.validation, folder.validation)):
@@ -68,7 +68,7 @@ def test_originals_are_the_files(photos: Path, tmp_path: Path) -> None:
 def test_a_source_without_a_split_is_split_as_its_folder_is(make_photos: Callable[..., Path], tmp_path: Path) -> None:
     root = make_photos(tmp_path / "photos", splits=("",))
     packed(root, tmp_path / "dest")
-    folder = open_image_folder(root, channels=None, validation_fraction=0.25)
+    folder = opened_set("image_folder", root, channels=None, validation_fraction=0.25)
     for ours, theirs in zip(splits(tmp_path / "dest"), (folder.train, folder.validation), strict=True):
         assert len(ours) == len(theirs) > 0
         names = [ours.path(sample).partition(" in ")[0] for sample in range(len(ours))]
@@ -93,7 +93,7 @@ def test_processes_and_sizes_of_shards_change_no_byte(photos: Path, tmp_path: Pa
 def test_jpegs_are_made_smaller_and_nothing_else(photos: Path, tmp_path: Path) -> None:
     packed(photos, tmp_path / "dest", mode="jpeg", max_side=30, quality=95)
     originals, smaller = (
-        open_image_folder(photos, channels=None, validation_fraction=0).train,
+        opened_set("image_folder", photos, channels=None, validation_fraction=0).train,
         splits(tmp_path / "dest")[0],
     )
     assert isinstance(smaller, EncodedSource)
@@ -115,7 +115,7 @@ def test_jpegs_are_made_smaller_and_nothing_else(photos: Path, tmp_path: Path) -
 
 def test_raw_images_are_the_decoded_ones(photos: Path, tmp_path: Path) -> None:
     packed(photos, tmp_path / "dest", mode="raw")
-    originals = open_image_folder(photos, channels=None, validation_fraction=0).train
+    originals = opened_set("image_folder", photos, channels=None, validation_fraction=0).train
     for channels in (None, 1):
         stored = splits(tmp_path / "dest", channels)[0]
         assert not isinstance(stored, EncodedSource)
@@ -183,9 +183,10 @@ class Refuse:
         if name.partition('.')[0] in ('pyarrow', 'datasets'):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-from pathlib import Path
+from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.sets.packed import packed_images
-opened = packed_images(Path(sys.argv[1]), channels=None, validation_fraction=0)
+from paceline.recipe.data import Data
+opened = packed_images(DatasetRequest(data=Data(dataset="packed", path=sys.argv[1], validation_fraction=0)))
 print(sum(int(opened.train.read(sample).sum()) for sample in range(len(opened.train))))
 assert 'torch' not in sys.modules
 """

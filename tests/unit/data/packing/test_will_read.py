@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from image_sets import opened_set
 
 from paceline.data.image.reading import SliceReader
-from paceline.data.image.sets.packed import PackedDataset, open_packed, packed_images
+from paceline.data.image.sets.packed import PackedDataset, open_packed
 from paceline.data.image.source import SampleSource, SubsetSource, announce, repeated
 from paceline.data.image.transforms import View
 from paceline.data.packing.pack import Request, pack
@@ -74,7 +75,7 @@ def test_the_disk_is_asked_for_all_at_once(packed: PackedDataset) -> None:
     chosen = np.array([31, 7, 19])
     if any(is_in_memory(packed, int(row)) for row in chosen):
         pytest.skip("this file system keeps everything in memory")
-    train = packed_images(packed.root, channels=None, validation_fraction=0).train
+    train = opened_set("packed", packed.root, channels=None, validation_fraction=0).train
     announce(train, chosen)
     deadline = time.monotonic() + 10
     while not all(is_in_memory(packed, int(row)) for row in chosen) and time.monotonic() < deadline:
@@ -84,7 +85,7 @@ def test_the_disk_is_asked_for_all_at_once(packed: PackedDataset) -> None:
 
 
 def test_who_reads_slices_says_so(packed: PackedDataset) -> None:
-    base = Told(packed_images(packed.root, channels=None, validation_fraction=0).train)
+    base = Told(opened_set("packed", packed.root, channels=None, validation_fraction=0).train)
     source = repeated(SubsetSource(base, np.arange(5, 15)), 2)
     piece = SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.array([3, 13, 0]), step_weight=3)
     batch = SliceReader(source, View(image_size=8, channels=3))[piece]

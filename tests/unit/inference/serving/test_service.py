@@ -21,7 +21,7 @@ from starlette import requests  # noqa: E402
 
 from paceline.inference.serving import app  # noqa: E402
 from paceline.inference.serving import service as services  # noqa: E402
-from paceline.inference.serving.metrics import Metrics  # noqa: E402
+from paceline.inference.serving.service import Metrics  # noqa: E402
 
 SIDE = 4000
 LARGE = 16 * SIDE * SIDE

@@ -19,16 +19,20 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.data.image.dataset import Probe, Statistics, StoredImages
+from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
+from paceline.data.image.sets import PART, SPLIT
+from paceline.data.image.sets.image_folder import open_image_folder
 from paceline.data.image.source import ArraySource, Image, array_digest, with_channels
+from paceline.dataset_registry import Size, dataset
 from paceline.errors import DataError
 
+_KEYS = ("path", "download", *PART)
 _SIZE = 32
 _PIXELS = 3 * _SIZE * _SIZE
 _LARGEST_FILE = 2**30
@@ -440,3 +444,22 @@ def downloading(root: Path, name: str) -> Iterator[None]:
             f"({' '.join(f'{type(error).__name__}: {reason}'.split())}): download it where there is a network, copy "
             "the folder here, and leave data.download out."
         ) from error
+
+
+@dataset("cifar10", keys=(*_KEYS, *SPLIT), size=Size("CIFAR-10", 50_000, 10, 32))
+def _cifar10(request: DatasetRequest) -> StoredImages:
+    """CIFAR-10 as it is published, or as an image folder."""
+    if request.data.download or find_archive(request.path, "cifar10") is not None:
+        return _archive(request)
+    found = open_image_folder(request)
+    return replace(found, statistics=ARCHIVES["cifar10"].statistics(found.channels))
+
+
+@dataset("fashion_mnist", keys=_KEYS, size=Size("Fashion-MNIST", 60_000, 10, 28))
+@dataset("mnist", keys=_KEYS, size=Size("MNIST", 60_000, 10, 28))
+@dataset("cifar100", keys=_KEYS, size=Size("CIFAR-100", 50_000, 100, 32))
+def _archive(request: DatasetRequest) -> StoredImages:
+    """A published archive, downloaded first if the recipe asks for that."""
+    if request.data.download:
+        download(request.path, request.data.dataset)
+    return open_archive(request.path, request.data.dataset, request.channels)

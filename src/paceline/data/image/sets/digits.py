@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.image.dataset import Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 
 SIZE = 8
@@ -35,14 +37,15 @@ def read_digits() -> ArraySource:
     return ArraySource(grey.reshape(-1, SIZE, SIZE, 1), table[:, -1], "digits")
 
 
-def open_digits(channels: int | None, validation_fraction: float) -> StoredImages:
-    """Open the digits, in 1 or 3 channels (None: 1), with a share of each class held out."""
-    source, channels = read_digits(), channels or 1
+@dataset("digits", keys=(*PART, *SPLIT))
+def open_digits(request: DatasetRequest) -> StoredImages:
+    """The digits that scikit-learn brings, with a share of each class held out."""
+    source, channels = read_digits(), request.channels or 1
     whole = ArraySource(with_channels(source.images, channels), source.labels, source.name)
     return in_splits(
         [whole],
         "",
-        validation_fraction,
+        request.validation_fraction,
         classes=CLASSES,
         digest=array_digest(source),
         channels=channels,

@@ -10,17 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data.image.dataset import StoredImages, in_splits
-from paceline.data.image.mapped import MappedBytes, MappedSource, Places, mapped_files, probe
+from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
+from paceline.data.image.mapped import MappedBytes, MappedSource, PlacedNames, Places, mapped_files
+from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import open_parquet, read_schema
 from paceline.data.image.source import Ids, Names
-from paceline.data.image.tables import Asked, files_ending_in, mapped, require_pyarrow, splits_of_files, told_unread
+from paceline.data.image.tables import files_ending_in, mapped, require_pyarrow, splits_of_files, told_unread
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below
 from paceline.plain_json import load_json
@@ -53,17 +55,6 @@ class Columns(NamedTuple):
     image: str
     label: str
     classes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _RowName:
-    """Names rows for people: the file that the image came from, if that is known, or the row."""
-
-    names: Names
-    root: str
-
-    def __call__(self, sample: int) -> str:
-        return f"{self.names.text(sample)} in {self.root}"
 
 
 def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFaceFiles | None:
@@ -171,56 +162,31 @@ def choose_columns(files: HuggingFaceFiles, label_column: str = "auto", image_co
     return Columns(images[0], label, tuple(str(name) for name in files.features[label].get("names", ())))
 
 
-def open_huggingface(
-    path: str | Path,
-    *,
-    channels: int | None,
-    validation_fraction: float,
-    label_column: str = "auto",
-    image_column: str = "auto",
-    in_any_order: bool = True,
-) -> StoredImages:
-    """Find where in the files each image lies, and look at the heads of a few.
-
-    Args:
-        path: A folder that ``save_to_disk`` wrote, or parquet files as on the hub.
-        channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
-        validation_fraction: Share of each class held out where there is no validation or test split.
-        label_column: Which column holds the labels, or ``auto``.
-        image_column: Which column holds the images, or ``auto``.
-        in_any_order: Whether images will be read in any order, which parquet's row groups may be too large for.
+@dataset("huggingface", keys=TABLE, size=IMAGENET)
+def open_huggingface(request: DatasetRequest) -> StoredImages:
+    """Open a folder that ``save_to_disk`` wrote, or parquet files as on the hub; look at the heads of a few images.
 
     Raises:
         DataError: If there is no such dataset, or it cannot be read in any order.
     """
     left_out = LeftOut()
-    files = find_files(path, left_out)
+    files = find_files(request.path, left_out)
     if files is None:
-        raise _not_there(Path(path))
-    columns = choose_columns(files, label_column, image_column)
+        raise _not_there(request.path)
+    columns = choose_columns(files, request.data.label_column, request.data.image_column)
     train_split, held_out_split, held_out = choose_splits(files)
     if files.is_parquet:
-        return open_parquet(
-            path,
-            channels=channels,
-            validation_fraction=validation_fraction,
-            asked=Asked(image=columns.image, label=columns.label, split=None),
-            in_any_order=in_any_order,
-        )
+        named = replace(request.data, image_column=columns.image, label_column=columns.label, split_column=None)
+        return open_parquet(replace(request, data=named))
     digest = hashlib.sha256(json.dumps([columns.image, columns.label, columns.classes]).encode())
     splits = [train_split] if held_out_split is None else [train_split, held_out_split]
     sources = [_read_split(files, columns, split, digest) for split in splits]
-    found = probe(sources[0])
-    for source in sources:
-        source.channels = channels or (1 if found.greyscale else 3)
-    return in_splits(
+    return file_splits(
+        request,
         sources,
         held_out,
-        validation_fraction,
         classes=columns.classes,
         digest=digest.hexdigest(),
-        channels=sources[0].channels,
-        probe=found,
         left_out=left_out.told(),
     )
 
@@ -258,7 +224,7 @@ def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: A
     for part in (length, labels, names.ends, names.blob):
         digest.update(np.ascontiguousarray(part).tobytes())
     places = Places(file=np.repeat(np.arange(len(rows)), [len(each[0]) for each in rows]), begin=begin, length=length)
-    return MappedSource(MappedBytes(mapped_ones, places), labels, 3, _RowName(names, str(files.root)))
+    return MappedSource(MappedBytes(mapped_ones, places), labels, 3, PlacedNames(names, (str(files.root),)))
 
 
 def _rows(path: Path, columns: Columns) -> tuple[Ids, Ids, Ids, list[str | None]]:

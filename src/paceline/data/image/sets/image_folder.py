@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import Fault, Probe, Problems, StoredImages, in_splits
-from paceline.data.image.decode import image_header
+from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
+from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, entries_of, has_ending, is_folder, is_ignored, visible
 from paceline.machine import cache_folder
@@ -298,24 +299,16 @@ def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 _HELD_OUT = ("val", "test")
-_PROBED = 256
 
 
-def open_image_folder(
-    path: str | Path, *, channels: int | None, validation_fraction: float, fault: Fault | None = None
-) -> StoredImages:
-    """List an image folder, and look at the heads of a few images.
-
-    Args:
-        path: The folder.
-        channels: What the files are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
-        validation_fraction: Share of each class held out where the folder has no split of its own.
-        fault: Told of everything that is laid out in another way, if the rest is wanted.
+@dataset("image_folder", keys=FILES, size=IMAGENET)
+def open_image_folder(request: DatasetRequest) -> StoredImages:
+    """List a folder of class folders, and look at the heads of a few images.
 
     Raises:
         DataError: If the folder is missing, or is laid out in another way.
     """
-    root = _existing_folder(Path(path).expanduser())
+    root, fault = _existing_folder(request.path), request.fault
     problems, left_out = Problems(), LeftOut()
     train_folder, held_out_folder = _split_folders(root, problems)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
@@ -324,8 +317,6 @@ def open_image_folder(
     if held_out_folder is not None:
         _require_same_classes(train_folder, train.classes, held_out_folder, listed.listings[1].classes, problems)
     problems.tell(fault)
-    probe = probe_files(root, train.names)
-    channels = channels or (1 if probe.greyscale else 3)
     classes, split = train.classes, ""
     if held_out_folder is not None:
         classes = tuple(sorted({*classes, *listed.listings[1].classes}))
@@ -335,15 +326,13 @@ def open_image_folder(
         for entry in visible(folder):
             if not is_folder(entry):
                 left_out.add("files outside the class folders", os.path.relpath(entry.path, root))
-    return in_splits(
-        [FileSource(root, each.names, each.labels_among(classes), channels) for each in listed.listings],
+    return file_splits(
+        request,
+        [FileSource(root, each.names, each.labels_among(classes), 3) for each in listed.listings],
         split,
-        validation_fraction,
         classes=classes,
         digest=listed.digest,
         listing=listed.how,
-        channels=channels,
-        probe=probe,
         left_out=left_out.told(),
     )
 
@@ -376,19 +365,6 @@ def unread_entries(path: str | Path) -> Iterator[str]:
         for each in visible(folder):
             if is_folder(each):
                 yield from (entry.path for entry in entries_of(Path(each.path)) if is_ignored(entry.name))
-
-
-def probe_files(root: Path, names: Names) -> Probe:
-    """Look at the heads of at most 256 files spread evenly over the folder, which takes milliseconds."""
-    chosen = range(0, len(names), -(-len(names) // _PROBED) or 1)
-    paths = [os.path.join(root, os.fsdecode(names[index])) for index in chosen]
-    heads = [head for head in map(image_header, paths) if head is not None]
-    sizes = {size for size, _ in heads}
-    return Probe(
-        count=len(heads),
-        size=sizes.pop() if len(sizes) == 1 else None,
-        greyscale=bool(heads) and all(grey for _, grey in heads),
-    )
 
 
 def _existing_folder(root: Path) -> Path:

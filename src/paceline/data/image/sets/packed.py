@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from paceline.data.image.dataset import Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places
+from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
 from paceline.plain_json import load_json
@@ -283,21 +285,10 @@ class PackedIndex:
         return len(self.label)
 
 
-@dataclass(frozen=True)
-class _SampleName:
-    """Names samples of a packed dataset for people."""
-
-    names: Names
-    root: str
-
-    def __call__(self, sample: int) -> str:
-        return f"{self.names.text(sample)} in {self.root}"
-
-
 class PackedFiles(MappedSource):
     """The image files of one split."""
 
-    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: _SampleName) -> None:
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: PlacedNames) -> None:
         super().__init__(content, index.label.copy(), channels, name)
         self._height, self._width = index.height, index.width
 
@@ -309,7 +300,7 @@ class PackedFiles(MappedSource):
 class PackedPixels:
     """The images of one split that are stored as pixels: nothing is decoded."""
 
-    def __init__(self, content: MappedBytes, index: PackedIndex, channels: tuple[int, int], name: _SampleName) -> None:
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: tuple[int, int], name: PlacedNames) -> None:
         """Take what the index says; ``channels`` are those stored, and those wanted."""
         self.labels: Ids = index.label.copy()
         self._content = content
@@ -409,26 +400,22 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
     return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], places), index)
 
 
-def packed_images(path: Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
-    """Open a packed dataset as training and held-out images.
-
-    Args:
-        path: Its directory.
-        channels: What images are decoded to; None for what the source's would be.
-        validation_fraction: Share of each class held out where the source had no split of its own.
+@dataset("packed", keys=FILES, size=IMAGENET)
+def packed_images(request: DatasetRequest) -> StoredImages:
+    """Open what ``paceline pack`` wrote as training and held-out images.
 
     Raises:
         DataError: See :func:`open_packed`.
     """
-    packed = open_packed(path)
+    packed = open_packed(request.path)
     manifest, form, origin = packed.manifest, packed.manifest.form, packed.manifest.origin
-    wanted = channels or form.channels
+    wanted = request.channels or form.channels
     sources: list[SampleSource] = []
     begin = 0
     for split in SPLITS if origin.held_out else SPLITS[:1]:
         end = begin + manifest.samples.get(split, 0)
         index, content = packed.index.part(begin, end), packed.content.part(begin, end)
-        name = _SampleName(index.name, str(packed.root))
+        name = PlacedNames(index.name, (str(packed.root),))
         if form.mode == "raw":
             sources.append(PackedPixels(content, index, (form.channels, wanted), name))
         else:
@@ -440,7 +427,7 @@ def packed_images(path: Path, *, channels: int | None, validation_fraction: floa
     return in_splits(
         sources,
         origin.held_out,
-        validation_fraction,
+        request.validation_fraction,
         classes=manifest.classes,
         digest=manifest.digest,
         channels=wanted,

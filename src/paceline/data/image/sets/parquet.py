@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.data.image.dataset import Fault, Probe, StoredImages, in_splits
-from paceline.data.image.decode import BrokenImageError, decode, upright_size
-from paceline.data.image.mapped import MappedFile, mapped_files, probe
-from paceline.data.image.source import Ids, Image, Names, SubsetSource
+from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits, probe
+from paceline.data.image.decode import BrokenImageError
+from paceline.data.image.mapped import EncodedImages, MappedFile, mapped_files
+from paceline.data.image.sets import IMAGENET, TABLE
+from paceline.data.image.source import Ids, Names, SubsetSource
 from paceline.data.image.tables import (
     TEST,
     TRAIN,
@@ -41,6 +41,7 @@ from paceline.data.image.tables import (
     splits_of_files,
     told_unread,
 )
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import LeftOut, refuse_odd_kinds
@@ -107,7 +108,7 @@ def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{str(path)!r} cannot be read ({' '.join(str(error).split())}): download or make it again.")
 
 
-class ParquetSource:
+class ParquetSource(EncodedImages):
     """The images of some parquet files; keeps the row groups that were read last."""
 
     def __init__(self, paths: Sequence[Path], leaf: str, labels: Ids, names: Sequence[str]) -> None:
@@ -139,9 +140,6 @@ class ParquetSource:
         # Number and length in memory of the group that came to most; images that repeat are stored once in a file.
         self._largest = (0, 0)
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
     def encoded(self, sample: int) -> memoryview:
         """Return the content of image file ``sample``; raises BrokenImageError."""
         group = self._group_of(sample)
@@ -152,17 +150,6 @@ class ParquetSource:
         if content is None:
             raise BrokenImageError(self.path(sample), "its row has no image")
         return memoryview(content)
-
-    def read(self, sample: int) -> Image:
-        """Decode image ``sample``; raises BrokenImageError."""
-        try:
-            return decode(bytes(self.encoded(sample)), self.channels)
-        except BrokenImageError as error:
-            raise BrokenImageError(self.path(sample), error.reason) from error
-
-    def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""
-        return upright_size(io.BytesIO(self.encoded(sample)))
 
     def path(self, sample: int) -> str:
         """Return the sample's name, and the file that it lies in."""
@@ -269,52 +256,34 @@ def _check_size(group: RowGroup, size: int, path: str) -> None:
         )
 
 
-def open_parquet(
-    path: str | Path,
-    *,
-    channels: int | None,
-    validation_fraction: float,
-    asked: Asked,
-    fault: Fault | None = None,
-    in_any_order: bool = True,
-) -> StoredImages:
-    """Read the labels, and look at the heads of a few images.
+@dataset("parquet", keys=(*TABLE, "split_column"), size=IMAGENET)
+def open_parquet(request: DatasetRequest) -> StoredImages:
+    """Read the labels of parquet tables, of images or of their paths, and look at the heads of a few images.
 
-    Args:
-        path: A parquet file, a folder of them, or a pattern.
-        channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
-        validation_fraction: Share of each class held out where there is no split for that.
-        asked: Which columns.
-        fault: Told of paths that are wrong, where the table holds paths, if the rest is wanted.
-        in_any_order: Whether images will be read in any order, which row groups may be too large for.
+    ``data.path`` is a file, a folder of files, or a pattern. Where the table holds paths, ``request.fault`` is told of
+    those that are wrong.
 
     Raises:
         DataError: If there is no such table, or a column or a label is missing.
     """
     left_out = LeftOut()
-    table = _Table(Path(path).expanduser(), asked, left_out)
+    table = _Table(request.path, Asked.of(request.data), left_out)
     parts = table.parts
     if table.kind == "path":
-        images = open_paths(
-            table.path_rows(),
-            str(table.root),
-            channels=channels,
-            validation_fraction=validation_fraction,
-            fault=fault,
-        )
+        images = open_paths(table.path_rows(), str(table.root), request)
         return replace(images, left_out=left_out.told())
     classes, labels = table.labels()
     source = ParquetSource(table.paths, table.leaf, labels, table.names())
     table.check_present(source)
-    probe = source.probe(str(path), in_any_order=in_any_order)
-    source.channels = channels or (1 if probe.greyscale else 3)
+    probe = source.probe(str(request.data.path), in_any_order=request.in_any_order)
+    source.channels = request.channels or (1 if probe.greyscale else 3)
     digest = hashlib.sha256(source.digest().encode() + "\0".join(classes).encode())
     for ids in (parts.train, parts.held_out):
         digest.update(b"-" if ids is None else ids.astype("<i8").tobytes())
     return in_splits(
         [source] if parts.held_out is None else [SubsetSource(source, each) for each in parts.splits],
         "; ".join(each for each in (parts.told, table.unread) if each),
-        validation_fraction,
+        request.validation_fraction,
         classes=classes,
         digest=digest.hexdigest(),
         channels=source.channels,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import Probe, Statistics, StoredImages
-from paceline.recipe.data import Data
+from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
+from paceline.dataset_registry import dataset
 
 _KEY = 0x6E6F6973
 _SIZE = 224
@@ -38,9 +38,10 @@ class SyntheticSource:
         return f"synthetic[{self._first + sample}]"
 
 
-def open_synthetic(data: Data) -> StoredImages:
+@dataset("synthetic", keys=("samples", "classes"))
+def open_synthetic(request: DatasetRequest) -> StoredImages:
     """Images of the size and channels of a recipe (colour and 224 pixels if it leaves them open), a tenth held out."""
-    channels = 3 if data.channels == "auto" else data.channels
+    data, channels = request.data, request.channels or 3
     size = _SIZE if data.image_size == "auto" else data.image_size
     shape = (size, size, channels)
     held_out = max(1, data.samples // 10)

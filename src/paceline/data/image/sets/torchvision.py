@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.dataset import Probe, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits, probe
 from paceline.data.image.decode import BrokenImageError, pixels_of
+from paceline.data.image.sets import PART
 from paceline.data.image.sets.archives import downloading
-from paceline.data.image.sets.image_folder import probe_files
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below, is_ignored_member
 
@@ -42,43 +43,30 @@ _MOST_ASKED = 200_000
 _COMPARED = 3
 
 
-def open_torchvision(
-    name: str,
-    root: Path | None,
-    *,
-    channels: int | None,
-    validation_fraction: float,
-    download: bool = False,
-    options: Mapping[str, Any] | None = None,
-) -> StoredImages:
-    """Open a data set of ``torchvision.datasets``.
-
-    Args:
-        name: Its name there.
-        root: Where its files lie; None for one that has none.
-        channels: What images become, 1 or 3; None for 3 unless all images looked at are greyscale.
-        validation_fraction: Share of each class held out where it has no split for that.
-        download: Whether to download it where it is not there.
-        options: Further arguments of its class.
+@dataset("torchvision:NAME", keys=("path", "download", "options", *PART))
+def open_torchvision(request: DatasetRequest) -> StoredImages:
+    """Open a data set of ``torchvision.datasets``, with ``data.options`` as further arguments of its class.
 
     Raises:
         DataError: If there is none of that name, its files are not there, or its labels are no classes.
     """
-    splits, held_out = _open_splits(_class(name), name, root, download, dict(options or {}))
+    data, name = request.data, request.data.dataset.removeprefix(PREFIX)
+    root = None if data.path is None else request.path
+    splits, held_out = _open_splits(_class(name), name, root, data.download, dict(data.options))
     labels = [_labels(each, name) for each in splits]
-    classes = _classes(splits[0], labels, options or {})
+    classes = _classes(splits[0], labels, data.options)
     found = [_source(each, label, root) for each, label in zip(splits, labels, strict=True)]
-    probe = _probe(found[0], root)
-    channels = channels or (1 if probe.greyscale else 3)
+    probed = _probe(found[0])
+    channels = request.channels or (1 if probed.greyscale else 3)
     whole = [_as_seen(each, channels) for each in found]
     return in_splits(
         whole,
         held_out,
-        validation_fraction,
+        request.validation_fraction,
         classes=classes,
         digest=_digest(found, splits, root),
         channels=channels,
-        probe=probe,
+        probe=probed,
         listing=_told(whole[0]),
         left_out=_left_out(found, name, root),
     )
@@ -361,10 +349,9 @@ def _pixels(image: Any, channels: int) -> Image:
     raise ValueError(f"it hands out {type(image).__name__}, and no image of Pillow's")
 
 
-def _probe(source: Made, root: Path | None) -> Probe:
+def _probe(source: Made) -> Probe:
     if isinstance(source, FileSource):
-        assert root is not None
-        return probe_files(root, source.names)
+        return probe(source)
     if isinstance(source, ArraySource):
         return Probe(len(source), (source.images.shape[1], source.images.shape[2]), source.images.shape[-1] == 1)
     chosen = np.unique(np.linspace(0, len(source) - 1, 16).astype(np.int64)).tolist()
@@ -382,7 +369,7 @@ def _as_seen(source: Made, channels: int) -> SampleSource:
 def _digest(sources: Sequence[Made], datasets: Sequence[Any], root: Path | None) -> str:
     """Over pixels, or names and sizes of files; of what only the data set knows, over labels and some images."""
     digest = hashlib.sha256()
-    for source, dataset in zip(sources, datasets, strict=True):
+    for source, made in zip(sources, datasets, strict=True):
         if isinstance(source, ArraySource):
             digest.update(array_digest(source).encode())
         elif isinstance(source, FileSource):
@@ -390,7 +377,7 @@ def _digest(sources: Sequence[Made], datasets: Sequence[Any], root: Path | None)
             lines = (b"%s\0%d\n" % (source.names[each], size) for each, size in enumerate(sizes))
             digest.update(b"".join(lines))
         else:
-            digest.update(type(dataset).__name__.encode())
+            digest.update(type(made).__name__.encode())
             for sample in _compared(len(source)):
                 digest.update(source.read(sample).tobytes())
         digest.update(source.labels.tobytes())

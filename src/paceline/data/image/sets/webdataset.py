@@ -22,10 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import StoredImages, in_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places, mapped_files, probe
+from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places, mapped_files
+from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
 from paceline.data.image.tables import as_label, files_ending_in, number_classes
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.files import LeftOut, has_ending, is_ignored_member
 from paceline.machine import cache_folder
@@ -140,59 +142,41 @@ _OTHER = "members that are neither an image nor a label of one"
 
 
 @dataclass(frozen=True)
-class _TarName:
-    """Names samples in tars for people."""
-
-    names: Names
-    files: tuple[str, ...]
-    file: Ids
-
-    def __call__(self, sample: int) -> str:
-        return f"{self.names.text(sample)} in {self.files[self.file[sample]]}"
-
-
-@dataclass(frozen=True)
 class _Part:
     """The samples of some tars."""
 
     content: MappedBytes
-    name: _TarName
+    name: PlacedNames
     labels: list[int | str]
     lengths: Ids
 
 
-def open_webdataset(path: str | Path, *, channels: int | None, validation_fraction: float) -> StoredImages:
-    """Index the tars, and look at the heads of a few images.
+@dataset("webdataset", keys=FILES, size=IMAGENET)
+def open_webdataset(request: DatasetRequest) -> StoredImages:
+    """Index WebDataset tars, and look at the heads of a few images.
 
-    Args:
-        path: A tar, a pattern (``train-{000..146}.tar``, ``*.tar``), or a folder of tars. Of a folder, those with
-            ``train``, ``val``, ``validation`` or ``test`` as a word of their names are those splits.
-        channels: What images are decoded to, 1 or 3; None for 3 unless all images looked at are greyscale.
-        validation_fraction: Share of each class held out where there are no tars of a validation split.
+    ``data.path`` is a tar, a pattern (``train-{000..146}.tar``, ``*.tar``), or a folder of tars. Of a folder, those
+    with ``train``, ``val``, ``validation`` or ``test`` as a word of their names are those splits.
 
     Raises:
         DataError: If there are no such tars, or one is damaged, or a sample has no label.
     """
     left_out = LeftOut()
-    train_tars, held_out_tars, held_out = _splits(path, left_out)
+    train_tars, held_out_tars, held_out = _splits(request.path, left_out)
     train = _read(train_tars, left_out)
     parts = [train] if not held_out_tars else [train, _read(held_out_tars, left_out)]
-    classes, labels = number_classes([part.labels for part in parts], str(path))
-    found = probe(MappedSource(train.content, labels[0], 3, train.name))
-    channels = channels or (1 if found.greyscale else 3)
+    classes, labels = number_classes([part.labels for part in parts], str(request.path))
     digest = hashlib.sha256()
     for part in parts:
         for sample, label in enumerate(part.labels):
             digest.update(f"{part.name.names.text(sample)}\0{part.lengths[sample]}\0{label}\n".encode())
         digest.update(b"\0")
-    return in_splits(
-        [MappedSource(part.content, each, channels, part.name) for part, each in zip(parts, labels, strict=True)],
+    return file_splits(
+        request,
+        [MappedSource(part.content, each, 3, part.name) for part, each in zip(parts, labels, strict=True)],
         held_out,
-        validation_fraction,
         classes=classes,
         digest=digest.hexdigest(),
-        channels=channels,
-        probe=found,
         left_out=left_out.told(),
     )
 
@@ -212,9 +196,8 @@ def expand(pattern: str) -> list[str]:
     return ["".join(chosen) for chosen in product(*choices)]
 
 
-def _splits(path: str | Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
+def _splits(root: Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
     """Return the tars to train on, those held out, and which those are."""
-    root = Path(path).expanduser()
     if not root.is_dir():
         return _tars(str(root)), [], ""
     tars = files_ending_in("tar", root, left_out)
@@ -268,7 +251,7 @@ def _read(tars: Sequence[Path], left_out: LeftOut) -> _Part:
         )
     table = np.array(rows, dtype=np.int64)
     places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
-    told = _TarName(Names.of(names), tuple(str(tar) for tar in tars), places.file)
+    told = PlacedNames(Names.of(names), tuple(str(tar) for tar in tars), places.file)
     return _Part(MappedBytes(files, places), told, labels, places.length)
 
 

@@ -1,0 +1,85 @@
+"""Tables of paths and labels: CSV or TSV files."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from paceline.data.image.dataset import DatasetRequest, StoredImages
+from paceline.data.image.sets import IMAGENET, TABLE
+from paceline.data.image.tables import Asked, PathRows, find_columns, open_paths, parts_of
+from paceline.dataset_registry import dataset
+from paceline.errors import DataError
+from paceline.escaping import text_of_cell
+from paceline.files import refuse_odd_kinds
+
+_LARGEST_HEAD = 2**16
+
+
+@dataset("csv", keys=(*TABLE, "split_column"), size=IMAGENET)
+def open_csv(request: DatasetRequest) -> StoredImages:
+    """Read a table of paths and labels, and look at the heads of a few images.
+
+    The file's first line names its columns, which are separated by commas, semicolons or tabs.
+
+    Raises:
+        DataError: If it cannot be read, or a column, a label or a path is missing.
+    """
+    file = request.path
+    header, rows, lines = _read(file)
+    columns = find_columns(Asked.of(request.data), header, repr(str(file)))
+    image, label = header.index(columns.image), header.index(columns.label)
+    splits = None if columns.split is None else [row[header.index(columns.split)] for row in rows]
+
+    def where(row: int) -> str:
+        return f"line {lines[row]} of {str(file)!r}"
+
+    found = PathRows(
+        root=file.absolute().parent,
+        paths=[text_of_cell(row[image].strip()) for row in rows],
+        labels=[text_of_cell(row[label].strip()) for row in rows],
+        parts=parts_of(splits, len(rows), repr(str(file))),
+        where=where,
+    )
+    return open_paths(found, str(file), request)
+
+
+def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
+    """The header, the rows, and the line that each row ends at."""
+    refuse_odd_kinds(file)
+    try:
+        with open(file, encoding="utf-8-sig", newline="") as opened:
+            first = opened.readline(_LARGEST_HEAD)
+            opened.seek(0)
+            delimiter = "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)
+            reader = csv.reader(opened, delimiter=delimiter, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            rows, lines = [], []
+            for row in reader:
+                if row:
+                    rows.append(row)
+                    lines.append(reader.line_num)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"it is not in UTF-8: {reason}; save it again in that encoding"
+        raise DataError(
+            f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
+            "or the path."
+        ) from None
+    _check(file, header, rows, lines)
+    return header, rows, lines
+
+
+def _check(file: Path, header: list[str], rows: list[list[str]], lines: list[int]) -> None:
+    if not rows:
+        raise DataError(f"{str(file)!r} has no rows: expected is a line of column names, and one for each image.")
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise DataError(f"{str(file)!r} has two columns called {twice[0]!r}: rename one of them.")
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != len(header):
+            raise DataError(
+                f"line {line} of {str(file)!r} has {len(row)} fields, but its first line names {len(header)} columns "
+                f"({', '.join(header)}): a field with a separator in it stands in quotation marks."
+            )

@@ -1,0 +1,38 @@
+"""A recipe written to a new file, for `--apply`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paceline.errors import RecipeError
+
+
+def check_new(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before anything is measured; None is no file.
+
+    Raises:
+        RecipeError: If there is something of that name, or no folder for it.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if os.path.lexists(path):
+        raise RecipeError(f"--apply {path}: there is a file of that name already; name a new one, or remove it.")
+    if not folder.is_dir():
+        raise RecipeError(f"--apply {path}: there is no folder '{folder}'; make it, or name another.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RecipeError(f"--apply {path}: nothing may be written in '{folder}'; name a file in another folder.")
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a recipe to a file that does not exist yet.
+
+    Raises:
+        RecipeError: If it cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise RecipeError(f"--apply {path}: cannot be written ({error.strerror}).") from error

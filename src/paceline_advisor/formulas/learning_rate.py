@@ -1,0 +1,266 @@
+"""Suggestions of a learning rate from the curve of a range test."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from paceline.errors import RecipeError
+
+FEWEST_STEPS = 20
+
+
+# No mean of some losses in a row that is lower than those before by so many standard errors: it has not fallen.
+_SURE = 3.5
+_FEWEST = 5
+_FASTAI = "fastai, callback.schedule"
+_LEFT_OUT_AT_END = 5
+_SLIDE_POINTS = 15
+_SLIDE_CHANGE = 0.005
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a learning rate is read off the curve.
+
+    Attributes:
+        words: The rule in one sentence.
+        source: Who proposed it.
+        choose: From rates and losses, one for each point that counts, to the rate; raises ValueError with the reason if
+            there is no such point.
+        smooth: Whether it looks at the smoothed losses, or at the losses themselves.
+    """
+
+    words: str
+    source: str
+    choose: Callable[[Sequence[float], Sequence[float]], float]
+    smooth: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """What one rule says.
+
+    Attributes:
+        lr: The learning rate; None where the curve has no such point.
+        why_not: The reason then.
+        rule: The rule in one sentence.
+        source: Who proposed it.
+    """
+
+    lr: float | None
+    why_not: str = ""
+    rule: str
+    source: str
+
+
+def smoothed(losses: Sequence[float], smoothing: float) -> list[float]:
+    """The exponential average of the losses up to each, corrected for its beginning at zero (Kingma and Ba 2014).
+
+    Args:
+        losses: One for each step.
+        smoothing: Weight of the past, in [0, 1).
+    """
+    average, found = 0.0, []
+    for count, loss in enumerate(losses, start=1):
+        average = smoothing * average + (1 - smoothing) * loss
+        found.append(average / (1 - smoothing**count))
+    return found
+
+
+def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The middle of the longest valley: of the longest sequence of points, each lower than the one before.
+
+    As fastai counts it, the valley begins as many points before its end as the sequence has.
+
+    Raises:
+        ValueError: If there are no two such points.
+    """
+    lengths = [1] * len(losses)
+    for index, loss in enumerate(losses):
+        before = [lengths[earlier] for earlier in range(index) if loss < losses[earlier]]
+        lengths[index] = 1 + max(before, default=0)
+    longest = max(lengths)
+    if longest < 2:
+        raise ValueError("the loss never falls")
+    end = lengths.index(longest)
+    third = longest / 3
+    return rates[max(0, end - longest + int(third) + int(third / 2))]
+
+
+def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The rate where the loss falls fastest over the logarithm of the rate.
+
+    Raises:
+        ValueError: If it falls nowhere.
+    """
+    slopes = np.diff(losses) / np.diff(np.log(rates))
+    if not slopes.size or slopes.min() >= 0:
+        raise ValueError("the loss never falls")
+    return rates[int(slopes.argmin())]
+
+
+def minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """A tenth of the rate with the lowest loss."""
+    return rates[int(np.argmin(losses))] / 10
+
+
+def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """Where a window of 15 points that slides down from the highest rate first has the same slope at both ends.
+
+    Raises:
+        ValueError: If there are not enough points, or none where it has.
+    """
+    if len(losses) <= _SLIDE_POINTS + 1:
+        raise ValueError(f"it needs more than {_SLIDE_POINTS + 1} points, and {len(losses)} count")
+    slopes = np.gradient(np.asarray(losses))
+    right = len(losses) - 1
+    left = right - _SLIDE_POINTS
+    found = rates[left]
+    while left >= 0 and abs(slopes[right] - slopes[left]) > _SLIDE_CHANGE:
+        found = rates[left]
+        right, left = right - 1, left - 1
+    if left < 0:
+        raise ValueError("the slope changes everywhere: there is no such place")
+    return found
+
+
+def trough(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The middle of the tenth of the points in a row whose mean loss is lowest.
+
+    An average over the past has its minimum later than the loss has, by as much as it smooths; a mean to both sides of
+    a point has it in the same place.
+    """
+    width = max(_FEWEST, len(losses) // 10)
+    means = np.convolve(losses, np.ones(width), mode="valid")
+    return rates[int(means.argmin()) + width // 2]
+
+
+RULES: Mapping[str, Rule] = {
+    "trough": Rule(
+        "the middle of the tenth of the steps with the lowest mean loss",
+        "the extremum of Smith 2018, section 4.1, as a peak that a schedule falls from",
+        trough,
+        smooth=False,
+    ),
+    "valley": Rule("the middle of the longest valley of the loss", f"{_FASTAI}.valley", valley),
+    "steepest": Rule("where the loss falls fastest over log(rate)", f"{_FASTAI}.steep", steepest),
+    "minimum": Rule("a tenth of the rate with the lowest loss", f"{_FASTAI}.minimum", minimum),
+    "slide": Rule(
+        "coming from the highest rate, where the slope stops changing over 15 points", f"{_FASTAI}.slide", slide
+    ),
+}
+
+MEDIAN = "median"
+# Of the rules whose place is that of the fall, not of the flat part before it, nor of the rise after it.
+_OF_MEDIAN = ("trough", "steepest", "minimum")
+NAMES = (MEDIAN, *RULES)
+
+
+def suggest(
+    rates: Sequence[float], losses: Sequence[float], *, smoothing: float, steps: int | None = None
+) -> dict[str, Suggestion]:
+    """What every rule says of a range test.
+
+    Args:
+        rates: Learning rate of each step, ascending.
+        losses: Loss of each step before its update; all finite.
+        smoothing: Weight of the past in the average that the rules see, in [0, 1).
+        steps: Steps that the test was to have, if it was ended early; a tenth of them is left out at the beginning.
+    """
+    curve = smoothed(losses, smoothing)
+    first, last = (len(losses) if steps is None else steps) // 10, len(losses) - _LEFT_OUT_AT_END
+    why_not = _why_none(losses, first, last)
+    found = {
+        name: _suggested(rule, rates[first:last], (curve if rule.smooth else losses)[first:last], why_not)
+        for name, rule in RULES.items()
+    }
+    return {MEDIAN: _median(found), **found}
+
+
+def _median(found: Mapping[str, Suggestion]) -> Suggestion:
+    chosen = [found[name] for name in _OF_MEDIAN]
+    without = [each.why_not for each in chosen if each.lr is None]
+    return Suggestion(
+        lr=None if without else statistics.median(each.lr for each in chosen if each.lr is not None),
+        why_not=without[0] if without else "",
+        rule=f"the middle one of {', '.join(_OF_MEDIAN)}",
+        source="of those three",
+    )
+
+
+def _suggested(rule: Rule, rates: Sequence[float], losses: Sequence[float], why_not: str) -> Suggestion:
+    chosen = None
+    if not why_not:
+        try:
+            chosen = float(rule.choose(rates, losses))
+        except ValueError as error:
+            why_not = str(error)
+    return Suggestion(lr=chosen, why_not=why_not, rule=rule.words, source=rule.source)
+
+
+def _why_none(losses: Sequence[float], first: int, last: int) -> str:
+    """Why nothing can be said of a curve, or an empty string."""
+    if last - first < _FEWEST:
+        return f"the test ended after {len(losses)} steps: the rates it began with are too high already"
+    window = max(_FEWEST, len(losses) // 10)
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    ends = np.arange(2 * window, last + 1)
+    if not ends.size:
+        return f"{len(losses)} steps are too few to tell a fall of the loss from its noise"
+    begins = ends - window
+    falls = sums[begins] / begins - (sums[ends] - sums[begins]) / window
+    # Of neighbours, since the fall itself is none of the noise.
+    squares = np.cumsum(np.square(np.diff(losses))) / np.arange(1, len(losses)) / 2
+    errors = np.sqrt(squares[ends - 2] * (1 / window + 1 / begins))
+    if (falls <= _SURE * errors).all():
+        return "the loss does not fall beyond its own noise"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How a range test is done.
+
+    Attributes:
+        lowest: Learning rate of the first step.
+        highest: Learning rate of the last.
+        steps: Optimizer steps.
+        shape: ``exponential``: the same factor from each step to the next. ``linear``: the same difference.
+        smoothing: Weight of the past in the average that is looked at, in [0, 1).
+        divergence: The test ends where the average is above so many times its lowest value.
+
+    Raises:
+        RecipeError: If they do not fit together.
+    """
+
+    lowest: float = 1e-7
+    highest: float = 10.0
+    steps: int = 100
+    shape: Literal["exponential", "linear"] = "exponential"
+    smoothing: float = 0.98
+    divergence: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.lowest < self.highest and math.isfinite(self.highest)):
+            raise RecipeError(
+                f"a range test from {self.lowest:g} to {self.highest:g} cannot be: it goes from a rate above 0 to a "
+                "higher one; change --lowest or --highest."
+            )
+        if self.steps < FEWEST_STEPS:
+            raise RecipeError(
+                f"a range test of {self.steps} steps says nothing; take at least {FEWEST_STEPS} (--steps)."
+            )
+        if self.shape not in ("exponential", "linear"):
+            raise RecipeError(f"shape={self.shape!r} is none that a range test has; choose exponential or linear.")
+        if not 0 <= self.smoothing < 1:
+            raise RecipeError(f"smoothing={self.smoothing:g} is not in [0, 1); 0 looks at each loss by itself.")
+        if not self.divergence > 1:
+            raise RecipeError(
+                f"divergence={self.divergence:g} would end the test at its best loss; take a factor above 1."
+            )

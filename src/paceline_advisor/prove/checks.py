@@ -1,0 +1,532 @@
+"""Checks of a proof: samples, modes, gradients, learning rate, average, buffers and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+
+import torch
+
+from paceline.data.batch import Batch
+from paceline.optim.schedules import LearningRate
+from paceline.recipe.plan import Plan
+from paceline.recipe.schema import Recipe
+from paceline.records.reader import read_events
+from paceline.records.run_directory import RunDirectory
+from paceline_advisor.prove.evidence import Evidence
+from paceline_advisor.prove.notes import Check, MicroBatchNote, Observed, Question, alike, named, sure
+from paceline_advisor.prove.reference import Difference, Dropout, Plain, difference, dropouts, joined, parts_of
+
+_MOST_TRIED = 8
+# Until two differ: a layer that drops whole samples may well do the same twice.
+_DRAWS = 16
+
+
+def order(evidence: Evidence) -> Check:
+    """Each sample once in each epoch, in an order of its own."""
+    question = Question(
+        name="order",
+        compared="two epochs: each sample once in each, in different orders",
+        advice="Samples are repeated, left out, or come in the same order in every epoch: build the stream from the "
+        "slices that the geometry gives, which depend on the epoch.",
+    )
+    wanted = set(range(evidence.sizes.samples))
+    for run in evidence.as_asked:
+        epochs = [
+            [
+                sample
+                for note in run.micro_batches
+                if _epoch(evidence, note) == epoch
+                for sample in (*note.ids, *note.broken)
+            ]
+            for epoch in range(2)
+        ]
+        for number, ids in enumerate(epochs, start=1):
+            missing = len(wanted - set(ids))
+            surplus = len(ids) - len(set(ids) & wanted)
+            if (missing or surplus) and run.went_past(number * evidence.sizes.steps_per_epoch - 1):
+                found = f"{run.name}: in epoch {number}, {missing} samples are missing and {surplus} are too many"
+                return question.measured(missing + surplus, found=found)
+        if epochs[0] == epochs[1] != []:
+            return question.measured(len(wanted), found=f"{run.name}: both epochs have the same order")
+    return question.measured(0)
+
+
+def samples(evidence: Evidence) -> Check:
+    """The same samples with the same contents in every run; varied anew in each epoch, if the recipe varies them."""
+    question = Question(
+        name="samples",
+        compared="each step's samples and their contents, in every run",
+        advice="What a sample is depends on the micro-batch, the process, or a random state: key what is drawn for "
+        "it by seed, epoch and sample, as Paceline's own augmentation is.",
+    )
+    mixes = evidence.recipe.data.mix.mixup > 0 or evidence.recipe.data.mix.cutmix > 0
+    # What is mixed has partners in its micro-batch.
+    others = evidence.as_asked if mixes else evidence.runs
+    wanted = _by_step(evidence.asked)
+    for run in others:
+        found = _by_step(run)
+        apart = [step for step in wanted if not _same(found.get(step, []), wanted[step])]
+        if apart and not run.trouble:
+            text = f"{run.name}: step {apart[0] + 1} has other samples, or other contents, than in one process"
+            return question.measured(len(apart), found=text)
+    is_cropped = evidence.recipe.data.augment.crop != "none" and "data.augment.crop" not in evidence.plans[1].unused
+    if is_cropped and not _varies(evidence):
+        return question.failed(f"data.augment.crop={evidence.recipe.data.augment.crop} gives the same in every epoch")
+    return question.measured(0)
+
+
+def parameters(evidence: Evidence) -> Check:
+    """Every trainable parameter takes part in the loss."""
+    question = Question(
+        name="parameters",
+        compared="trainable parameters, and those that ever got a gradient",
+        advice="Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
+        "processes refuse them.",
+    )
+    steps = evidence.asked.ranks[0].steps
+    unused = [name for name in steps[0].without_gradient if all(name in step.without_gradient for step in steps)]
+    return question.measured(len(unused), found=f"without a gradient: {named(unused)}" if unused else "")
+
+
+def training_mode(evidence: Evidence) -> Check:
+    """Training mode where it is learned, evaluation mode where it is scored, and back."""
+    question = Question(
+        name="training-mode",
+        compared="each module's mode where it learns and where it is scored",
+        advice="Something calls eval() or train() and does not put back what was: whoever evaluates restores each "
+        "module's mode; a model's factory returns it in training mode.",
+    )
+    for run in evidence.as_asked:
+        for rank, notes in enumerate(run.ranks):
+            if not notes.micro_batches:
+                continue
+            first = notes.micro_batches[0].evaluating
+            for note in notes.micro_batches:
+                changed = sorted(set(note.evaluating) ^ set(first))
+                if "" in note.evaluating or changed:
+                    which = "the network" if "" in note.evaluating else named(changed)
+                    text = f"{run.name}, rank {rank}, step {note.step + 1}: {which} was not in its training mode"
+                    wrong = sum("" in each.evaluating or each.evaluating != first for each in notes.micro_batches)
+                    return question.measured(wrong, found=text)
+            if any(score.training for score in notes.scores):
+                return question.failed(f"{run.name}, rank {rank}: the network was scored in training mode")
+    still = evidence.asked.ranks[0].micro_batches[0].evaluating
+    return question.measured(0, found=f"in evaluation mode throughout: {named(still)}" if still else "")
+
+
+def dropout(evidence: Evidence) -> Check:
+    """Everything that is to drop something does, and not the same at every step."""
+    question = Question(
+        name="dropout",
+        compared="two draws of each dropout; random state of each forward pass",
+        advice="A dropout is configured but does nothing, or does the same at every step: call the module, leave it "
+        "in training mode, and let it draw from torch's generator.",
+    )
+    places = dropouts(evidence.plain.network)
+    if not places:
+        asked = [key for key, value in evidence.recipe.model.options.items() if _asks_for_dropout(key, value)]
+        if asked and not _varies_by_itself(evidence):
+            return question.failed(f"model.options.{asked[0]} has no effect: nothing is dropped")
+        return question.not_applicable("the network has no dropout")
+    for run in evidence.as_asked:
+        notes = run.micro_batches
+        evaluating = sorted({name for note in notes for name in note.evaluating} & {each.name for each in places})
+        if evaluating:
+            return question.measured(len(evaluating), found=f"{run.name}: in evaluation mode: {named(evaluating)}")
+        if len({note.generator for note in notes}) < len(notes):
+            return question.failed(f"{run.name}: several micro-batches draw the same random numbers")
+    inert = _inert(evidence, places)
+    text = f"without effect: {named([each.title for each in inert])}" if inert else ""
+    return question.measured(len(inert), found=text)
+
+
+def _epoch(evidence: Evidence, note: MicroBatchNote) -> int:
+    return note.step // evidence.sizes.steps_per_epoch
+
+
+def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
+    found: dict[int, list[tuple[int, str]]] = {}
+    for note in run.micro_batches:
+        found.setdefault(note.step, []).extend(zip(note.ids, note.contents, strict=True))
+    # Those of one length may share a micro-batch, and so come in another order where there are more of these.
+    return {step: sorted(each, key=itemgetter(0)) for step, each in found.items()}
+
+
+def _same(found: list[tuple[int, str]], wanted: list[tuple[int, str]]) -> bool:
+    pairs = list(zip(found, wanted, strict=False))
+    return len(found) == len(wanted) and all(one[0] == two[0] and alike(one[1], two[1]) for one, two in pairs)
+
+
+def _varies(evidence: Evidence) -> bool:
+    contents: dict[int, set[str]] = {}
+    for note in evidence.asked.micro_batches:
+        for sample, content in zip(note.ids, note.contents, strict=True):
+            contents.setdefault(sample, set()).add(content)
+    return any(len(each) > 1 for each in contents.values())
+
+
+def _asks_for_dropout(key: str, value: object) -> bool:
+    return "drop" in key and isinstance(value, int | float) and 0 < value < 1
+
+
+def _varies_by_itself(evidence: Evidence) -> bool:
+    """Whether the loss of the same micro-batch depends on the random state."""
+    plain, batch = evidence.plain, parts_of(evidence.asked.batches, 0)[0]
+    with torch.no_grad():
+        first = plain.loss(batch, 0).item()
+        return any(plain.loss(batch, seed).item() != first for seed in range(1, _DRAWS))
+
+
+def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
+    """The dropouts that change no loss, all others being off; a network that draws otherwise too cannot be asked."""
+    evidence.plain.shake()
+    for each in places:
+        each.set(0.0)
+    found = [] if _varies_by_itself(evidence) else _inert_alone(evidence, places)
+    for each in places:
+        each.set(each.probability)
+    return found
+
+
+def _inert_alone(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
+    def is_inert(each: Dropout) -> bool:
+        each.set(0.5)
+        varies = _varies_by_itself(evidence)
+        each.set(0.0)
+        return not varies
+
+    layers = [each for each in places if each.is_layer]
+    inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
+    active = [each.name for each in layers if each not in inert]
+    # A number beside the layers that were made with it need not be read again.
+    numbers = [each for each in places if not each.is_layer and not any(each.is_around(name) for name in active)]
+    return inert + [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
+
+
+Groups = Sequence[Sequence[Batch]]
+_Gap = tuple[Observed, int, Difference]
+
+
+def gradient(evidence: Evidence) -> Check:
+    """The engine against a plain loop over the same micro-batches."""
+    question = Question(
+        name="gradient",
+        compared="each step's gradient against a plain PyTorch loop's",
+        advice="The trainer does not hand the optimizer what the loss says: look for code that changes gradients, "
+        "weights the micro-batches or draws random numbers before the loss.",
+    )
+    return _worst(question, _against_parts(evidence, evidence.asked, evidence.sizes.whole_steps), evidence)
+
+
+def accumulation(evidence: Evidence) -> Check:
+    """One big batch against its micro-batches."""
+    sizes, nature = evidence.sizes, evidence.nature
+    rest = ""
+    if not nature.is_at_rest:
+        stilled = [*(["dropout off"] if nature.dropouts else []), *(["BatchNorm frozen"] if nature.norms else [])]
+        rest = f" ({', '.join(stilled)})"
+    question = Question(
+        name="accumulation",
+        compared=f"1 and {sizes.micro_batches} micro-batches against one plain pass{rest}",
+        advice="A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by "
+        "the number of micro-batches or add up where the mean is meant.",
+    )
+    if nature.uncomparable:
+        return question.not_applicable(nature.uncomparable)
+    gaps = [gap for run in (evidence.whole, evidence.parts) for gap in _against_whole(evidence, run, sizes.whole_steps)]
+    return _worst(question, gaps, evidence)
+
+
+def tail(evidence: Evidence) -> Check:
+    """An epoch's last step, which has fewer samples."""
+    sizes = evidence.sizes
+    step = sizes.tail_step
+    question = Question(
+        name="tail",
+        compared=f"an epoch's last {sizes.tail} samples, in parts, against plain PyTorch",
+        advice="The last, smaller step of an epoch is dropped or weighted wrongly: divide by the samples that are "
+        "there, not by a batch size of the recipe.",
+    )
+    for run in evidence.runs:
+        taken = sum(len(each.ids) + len(each.broken) for each in run.micro_batches if each.step == step)
+        if taken != sizes.tail and run.went_past(step):
+            return question.failed(f"{run.name}: step {step + 1} took {taken} samples instead of {sizes.tail}")
+    gaps = [gap for run in evidence.as_asked for gap in _against_parts(evidence, run, [step])]
+    if not evidence.nature.uncomparable:
+        gaps += _against_whole(evidence, evidence.parts, [step])
+    return _worst(question, gaps, evidence)
+
+
+def processes(evidence: Evidence) -> Check:
+    """Several processes against one."""
+    sizes, run = evidence.sizes, evidence.several
+    each = sizes.micro_batches // sizes.processes
+    question = Question(
+        name="processes",
+        compared=f"{sizes.processes} processes of {each} micro-batches against a plain loop in one",
+        advice="What is computed depends on the number of processes or the rank: look for a world size in the loss, "
+        "a learning rate or a batch that is scaled by it, or state that only one process has.",
+    )
+    if run is None:
+        return question.not_applicable(evidence.alone)
+    if run.trouble:
+        return question.failed(f"the run ended with {run.trouble}")
+    apart = [
+        number
+        for number, notes in enumerate(zip(*(rank.steps for rank in run.ranks), strict=False), start=1)
+        if len({note.gradient for note in notes}) > 1
+    ]
+    if apart:
+        return question.failed(f"the processes got different gradients at step {apart[0]}")
+    return _worst(question, _against_parts(evidence, run, sizes.whole_steps), evidence)
+
+
+def _against_whole(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
+    """Each step against one pass over its samples, as they came in this run: what is mixed has partners in its part."""
+
+    def together(batches: list[Batch]) -> Groups:
+        try:
+            return [[joined(batches)]]
+        except RuntimeError:  # padded to unequal lengths: how to pad them together only the pipeline knows
+            return [parts_of(evidence.whole.batches, batches[0].slice.step)]
+
+    return _gaps(run, steps, run, together, evidence.plain_whole)
+
+
+def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
+    """Each step against its micro-batches one after the other, as they came in one process.
+
+    Those of a process begin with the same buffers; in an exact run, every one does.
+    """
+    per_process = 1 if run.recipe.parallel.exact else evidence.sizes.micro_batches // run.processes
+
+    def grouped(batches: list[Batch]) -> Groups:
+        groups: dict[int, list[Batch]] = {}
+        for batch in batches:
+            groups.setdefault(batch.slice.logical_rank // per_process, []).append(batch)
+        return list(groups.values())
+
+    return _gaps(run, steps, evidence.asked, grouped, evidence.plain)
+
+
+def _gaps(
+    run: Observed, steps: Iterable[int], source: Observed, grouped: Callable[[list[Batch]], Groups], plain: Plain
+) -> list[_Gap]:
+    """How far a run's gradients are from a plain loop's, for the steps whose weights were kept.
+
+    Args:
+        run: Whose gradients.
+        steps: Their numbers, from 0.
+        source: The run that the batches are taken from.
+        grouped: Turns a step's micro-batches into what the loop goes through.
+        plain: The loop.
+    """
+    found = []
+    for step in steps:
+        kept, batches = run.step(step), parts_of(source.batches, step)
+        if kept is not None and batches:
+            weights, gradients = kept
+            found.append((run, step, difference(gradients, plain.gradients(weights, grouped(batches)))))
+    return found
+
+
+def _worst(question: Question, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
+    if not gaps:
+        return question.failed("no such step was taken")
+    limit = evidence.nature.limit
+    run, step, worst = next((gap for gap in gaps if not gap[2].relative <= limit), gaps[0])
+    if worst.relative <= limit:
+        return question.measured(max(gap[2].relative for gap in gaps), limit)
+    found = f"{run.name}, step {step + 1}: {worst.ratio:.3g} times the gradient wanted, most apart in {worst.where}"
+    return question.measured(worst.relative, limit, found=found)
+
+
+# A rate is one multiplication; an average is some hundred additions; a score may be in float32.
+_LIMIT_RATE = 1e-12
+_LIMIT_AVERAGE = 1e-9
+_LIMIT_METRIC = 1e-5
+_NO_END = "no run came to its end; see run"
+
+
+def learning_rate(evidence: Evidence) -> Check:
+    """The recipe's rate, scaled by its own rule and by nothing else."""
+    question = Question(
+        name="learning-rate",
+        compared="each step's rate, and the schedule's peak, against the recipe",
+        advice="The rate is scaled once too often: optimizer.lr is for the global batch as given, whatever the number "
+        "of processes and micro-batches.",
+    )
+    worst, found = 0.0, ""
+    for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]:
+        gap = sure(abs(rate - wanted) / wanted if wanted else abs(rate))
+        if gap > worst:
+            worst, found = (
+                gap,
+                f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
+            )
+    return question.measured(worst, _LIMIT_RATE, found=found if worst > _LIMIT_RATE else "")
+
+
+def moving_average(evidence: Evidence) -> Check:
+    """The average of the weights after each optimizer step, by its definition."""
+    decay = evidence.recipe.train.ema
+    question = Question(
+        name="moving-average",
+        compared="the saved average against its definition",
+        advice="The moving average is not updated, or more than once a step, or from other weights than those after "
+        "the step.",
+    )
+    if decay is None:
+        return question.not_applicable("train.ema=off")
+    worst, found = 0.0, ""
+    if all(run.trouble for run in evidence.as_asked):
+        return question.not_applicable(_NO_END)
+    for run in evidence.as_asked:
+        wanted = run.average()
+        if run.trouble:
+            continue
+        if wanted is None:
+            return question.failed(f"{run.name}: no optimizer step was seen")
+        trained = run.saved("model")
+        saved = {key: each for key, each in run.saved("ema").items() if key in wanted}
+        # What the weights have moved since the average began is what it could be wrong by.
+        scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
+        apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
+        gap = sure(apart / scale if scale else apart)
+        if gap > worst:
+            worst, found = gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"
+    limit = _LIMIT_AVERAGE if evidence.nature.double else 1e-4
+    return question.measured(worst, limit, found=found if worst > limit else "")
+
+
+def buffers(evidence: Evidence) -> Check:
+    """The same buffers on every process where they count."""
+    run = evidence.several
+    question = Question(
+        name="buffers",
+        compared="BatchNorm statistics on all processes, scored and saved",
+        advice="Each process has statistics of its own where they are scored or saved: what is scored then depends on "
+        "who scores it. Register them as buffers, and let the trainer make them equal.",
+    )
+    if run is None:
+        return question.not_applicable(evidence.alone)
+    if not any(True for _ in evidence.plain.network.buffers()):
+        return question.not_applicable("the network has no buffers")
+    if run.trouble:
+        return question.not_applicable(f"{run.name}: {run.trouble}")
+    seen: dict[tuple[int, str], set[str]] = {}
+    for notes in run.ranks:
+        for score in notes.scores:
+            seen.setdefault((score.position, score.weights), set()).add(score.buffers)
+        seen.setdefault((len(notes.steps), "the saved model"), set()).add(notes.final_buffers)
+    apart = [place for place, digests in seen.items() if len(digests) > 1]
+    text = f"they differ after step {apart[0][0]} ({apart[0][1]})" if apart else ""
+    return question.measured(len(apart), found=text)
+
+
+def metric(evidence: Evidence) -> Check:
+    """What an evaluation says of weights, against the same weights scored sample by sample."""
+    question = Question(
+        name="metric",
+        compared="the last evaluation against its samples scored one by one",
+        advice="A mean of batch means, or samples that were padded or left out: score() returns one value for each "
+        "sample, and the trainer divides once.",
+    )
+    if not evidence.sizes.evaluation_samples:
+        return question.not_applicable("nothing is evaluated")
+    worst, found = 0.0, ""
+    if all(run.trouble for run in evidence.as_asked):
+        return question.not_applicable(_NO_END)
+    for run in evidence.as_asked:
+        if run.trouble:
+            continue
+        for weights, samples, values in _evaluations(run):
+            wanted = evidence.sizes.evaluation_samples - _unreadable(run)
+            surplus = samples - wanted or _scored_twice(run, weights)
+            if surplus:
+                text = f"{run.name}, {weights}: {surplus:+d} samples were counted"
+                return question.measured(abs(surplus), found=text)
+            for name, true in evidence.plain.metrics(run.saved(weights)).items():
+                value = math.nan if values.get(name) is None else values[name]
+                gap = sure(abs(value - true) / max(abs(true), 1.0))
+                if gap > worst:
+                    worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
+    return question.measured(worst, _LIMIT_METRIC, found="" if worst <= _LIMIT_METRIC else found)
+
+
+def ended(evidence: Evidence) -> Check:
+    """Every run came to its end."""
+    question = Question(
+        name="run",
+        compared="the steps of each short run",
+        advice="A run of this recipe does not come to its end; the checks above say what was found until then.",
+    )
+    for run in evidence.runs:
+        taken = len(run.ranks[0].steps) if run.ranks else 0
+        if run.trouble or taken != evidence.sizes.steps:
+            text = run.trouble or f"{taken} steps instead of {evidence.sizes.steps}"
+            return question.failed(f"{run.name}: {text}")
+    return question.measured(0)
+
+
+def _rates_used(evidence: Evidence) -> list[tuple[str, float, float]]:
+    """Where, the rate of a group and the rate wanted, for every step of every run."""
+    grouped = evidence.recipe.optimizer.groups or evidence.recipe.optimizer.layer_decay is not None
+    batch = evidence.sizes.global_batch
+    return [
+        (f"{run.name}, step {number}", rate, _peak(run.recipe, batch) * (factor if grouped else 1.0))
+        for run in evidence.runs
+        for notes in run.ranks
+        for number, step in enumerate(notes.steps, start=1)
+        for rate, factor in step.rates
+    ]
+
+
+def _peaks(evidence: Evidence) -> list[tuple[str, float, float]]:
+    """The same for the step at which the recipe's own schedule, not shortened, is at its peak."""
+    found = []
+    for count, plan in evidence.plans.items():
+        top = _top_step(evidence.recipe, plan)
+        if top is not None:
+            rate = LearningRate.of(evidence.recipe.schedule, plan)(top)
+            # By then the batch may have grown.
+            batch = plan.epochs.phase_at(top).global_batch_size
+            wanted = _peak(evidence.recipe, min(batch, plan.train_samples))
+            found.append((f"the schedule with {count} process{'es' * (count > 1)}, step {top + 1}", rate, wanted))
+    return found
+
+
+def _top_step(recipe: Recipe, plan: Plan) -> int | None:
+    top = plan.warmup_steps - (1 if recipe.schedule.name == "one_cycle" else 0)
+    reaches = top < plan.total_steps and all(each > top for each in plan.milestone_steps)
+    return top if reaches else None
+
+
+def _peak(recipe: Recipe, batch: int) -> float:
+    asked = recipe.optimizer
+    ratio = 1.0 if asked.lr_reference_batch is None else batch / asked.lr_reference_batch
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[asked.lr_scaling]
+    return asked.lr * factor
+
+
+def _unreadable(run: Observed) -> int:
+    """How many held-out samples were left out because they could not be read."""
+    incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
+    return sum(event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents)
+
+
+def _scored_twice(run: Observed, weights: str) -> int:
+    """How many samples of the last evaluation had been scored in it before, on any process."""
+    scores = [score for notes in run.ranks for score in notes.scores if score.weights == weights]
+    last = max((score.position for score in scores), default=0)
+    ids = [sample for score in scores if score.position == last for sample in score.ids]
+    return len(ids) - len(set(ids))
+
+
+def _evaluations(run: Observed) -> list[tuple[str, int, dict[str, float]]]:
+    """Weights, samples and metrics of a run's last evaluation."""
+    events = list(read_events(RunDirectory(run.run_dir).events, kinds={"evaluation"}))
+    last = max((event["step"] for event in events), default=0)
+    return [(event["weights"], event["samples"], dict(event)) for event in events if event["step"] == last]

@@ -1,0 +1,686 @@
+"""Runs to a target with several batch sizes, and the law of steps and samples fitted to them.
+
+A run in this process has the same bits as one of `paceline train`, without the seconds that a process takes to start.
+Where several processes train together, :func:`paceline_advisor.bench.target.one_run` starts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from paceline.command import Log
+from paceline.distributed.device import choose_device, describe_machine
+from paceline.errors import PacelineError, RecipeError, RunDirectoryError, TrainingError
+from paceline.metrics.intervals import Interval, time_to_event
+from paceline.pages.page import Block, Chart, Table, Text
+from paceline.pages.shown import Shown
+from paceline.plain_json import load_json
+from paceline.recipe.batching import micro_batch_size, with_nearest_ghosts
+from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
+from paceline.recipe.rates import lr_factor
+from paceline.recipe.running import Checkpoint
+from paceline.recipe.schema import Recipe
+from paceline.records.reader import read_plan
+from paceline.records.run_directory import RunDirectory, write_text
+from paceline.tasks.build import build_task
+from paceline.telemetry.display import SilentDisplay
+from paceline.trainer.preparation import plan_run, without_initial_weights
+from paceline.trainer.train import Options, train_recipe
+from paceline.world import World
+from paceline_advisor.bench.target import Target, TargetRun, follow, one_run
+from paceline_advisor.commands import SweepBatch
+from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_law, why_no_law
+from paceline_advisor.launches import check_alone, check_can_watch
+
+
+class _ThereError(BaseException):
+    """The target was reached; no error, so that nothing takes it for one."""
+
+
+class _Watching(SilentDisplay):
+    """Stands where the loop shows its progress, and ends it once an evaluation was good enough."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._is_there = False
+
+    def record(self, event: Mapping[str, Any]) -> None:
+        value = event.get(self._target.metric) if event["event"] == "evaluation" else None
+        self._is_there = self._is_there or (value is not None and self._target.is_met(value))
+
+    def advance(self, step: int) -> None:
+        # Not at once: the other set of weights is evaluated after the first.
+        if self._is_there:
+            raise _ThereError
+
+
+def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetRun:
+    """Train until the target.
+
+    Raises:
+        PacelineError: For a mistake in the recipe or the data, before training begins.
+        KeyboardInterrupt: If the run was asked to stop from outside.
+    """
+    run = TargetRun(seed=loaded.recipe.seed)
+    try:
+        result = train_recipe(loaded, Options(run_dir=run_dir, resume="never", display=_Watching(target)))
+    except _ThereError:
+        result = None
+    except TrainingError as error:
+        result, run.trouble = None, str(error)
+    follow(run, run_dir, target)
+    if result is not None and result.status == "stopped" and not run.reached:
+        raise KeyboardInterrupt
+    if not (run.reached or run.trouble or run.evaluations):
+        run.trouble = "it was never evaluated"
+    return run
+
+
+RUNS_FILE = "runs.jsonl"
+Rule = Literal["constant", "linear", "sqrt", "tuned"]
+# Around the square root rule, which lies between the other two; in steps of two a best one is off by 1.4 at most.
+_TUNED = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRun:
+    """One run of a sweep.
+
+    Attributes:
+        batch: Its ``batch.global_size``.
+        lr: Its ``optimizer.lr``.
+        seed: Its ``seed``.
+        reached: Whether it got to the target.
+        steps: Optimizer steps until then, on the line between the evaluations before and after; or until its end.
+        samples_per_step: On average over an epoch, whose last step may have fewer than the batch.
+        evaluations: How often it was looked at; where that is once, it may have got there long before.
+        seconds: In training steps.
+        trouble: Why it failed; empty if it did not.
+    """
+
+    batch: int
+    lr: float
+    seed: int
+    reached: bool
+    steps: float
+    samples_per_step: float
+    evaluations: int
+    seconds: float
+    trouble: str = ""
+
+    @property
+    def key(self) -> tuple[int, float, int]:
+        """What it was asked to be."""
+        return self.batch, self.lr, self.seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swept:
+    """What was measured.
+
+    Attributes:
+        asked: The command.
+        target: What each run is to reach.
+        loaded: The recipe.
+        base_rate: Its learning rate with its own batch.
+        runs: By batch, rate and seed.
+    """
+
+    asked: SweepBatch
+    target: Target
+    loaded: LoadedRecipe
+    base_rate: float
+    runs: dict[tuple[int, float, int], SweepRun]
+
+    def of(self, rule: Rule, batch: int) -> dict[float, list[SweepRun]]:
+        """The runs of a rule with a batch, by rate."""
+        recipe = self.loaded.recipe
+        rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
+        seeds = range(recipe.seed, recipe.seed + self.asked.seeds)
+        return {rate: [self.runs[batch, rate, seed] for seed in seeds] for rate in rates}
+
+
+def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
+    """Make all runs that have not been made yet.
+
+    Raises:
+        PacelineError: If the recipe is wrong, also with one of the batches, never evaluates, does not know the metric,
+            or the output holds another sweep.
+        TrainingError: If the first run cannot be made at all.
+    """
+    check_alone("sweep-batch")
+    if asked.processes > 1:
+        check_can_watch()
+    loaded = load_recipe(asked.recipe, asked.overrides)
+    recipe = _checked(loaded.recipe)
+    target = Target.parse(asked.to).of(recipe)
+    book = _Book(asked, recipe, target)
+    base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
+    wanted = list(_wanted(asked, recipe, base_rate))
+    _check_plans(asked, recipe, wanted)
+    missing = [each for each in wanted if each not in book.runs]
+    if len(missing) < len(wanted):
+        log(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there already")
+    book.open()
+    with tempfile.TemporaryDirectory(prefix="paceline-s") as scratch:
+        for number, (batch, lr, seed) in enumerate(missing, start=1):
+            changed = replace(loaded, recipe=_recipe_of(asked, recipe, batch, lr, seed), origins={})
+            try:
+                found = _run(asked, target, changed, Path(scratch) / str(number))
+            except PacelineError as error:
+                if not book.runs:
+                    raise
+                # What was measured is not lost for what could not be.
+                found = _failed(changed.recipe, str(error))
+            if not book.runs and found.trouble:
+                raise TrainingError(f"the first run failed: {found.trouble}")
+            book.add(found)
+            log(f"run {number} of {len(missing)}: {in_words(found)}")
+    chosen = {key: book.runs[key] for key in wanted}
+    return Swept(asked=asked, target=target, loaded=loaded, base_rate=base_rate, runs=chosen)
+
+
+def in_words(run: SweepRun) -> str:
+    """A run as one line."""
+    what = f"batch {run.batch}, rate {run.lr:.3g}, seed {run.seed}"
+    if run.trouble:
+        return f"{what}: {run.trouble}"
+    return f"{what}: {run.steps:.0f} steps to the target" if run.reached else f"{what}: not there after {run.steps:.0f}"
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """The recipe, if batches can be swept with it.
+
+    Raises:
+        RecipeError: If it grows its batch, or never evaluates.
+    """
+    if recipe.batch.growth:
+        raise RecipeError("batch.growth changes the batch on the way, and a sweep compares fixed ones; leave it out.")
+    if recipe.evaluate.every is None:
+        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
+    return recipe
+
+
+def _wanted(asked: SweepBatch, recipe: Recipe, base_rate: float) -> Iterator[tuple[int, float, int]]:
+    """Seed by seed, so that a sweep that is killed has something of every batch."""
+    keys = [
+        (batch, rate, recipe.seed + index)
+        for index in range(asked.seeds)
+        for batch in sorted(asked.batch_sizes)
+        for rule in asked.lr_rules
+        for rate in rates_of(rule, batch, recipe.batch.global_size, base_rate)
+    ]
+    yield from dict.fromkeys(keys)
+
+
+def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, float, int]]) -> None:
+    """Plan a run with each batch, so that one that cannot be made is known before the first run and not after hours.
+
+    Raises:
+        PacelineError: If one cannot be made.
+    """
+    world = World(world_size=asked.processes, local_world_size=asked.processes)
+    machine = describe_machine(choose_device(recipe.parallel.device, world), processes=asked.processes)
+    for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in wanted}.items():
+        try:
+            made = _recipe_of(asked, without_initial_weights(recipe), batch, lr, seed)
+            samples = plan_run(made, build_task(made), machine, world).train_samples
+        except RecipeError as error:
+            raise RecipeError(f"--batch-sizes: no run can be made with {batch}: {error}") from error
+        if batch > samples:
+            raise RecipeError(
+                f"--batch-sizes: a step of {batch:,} samples cannot be made of an epoch of {samples:,}, and its rate "
+                "would be that of another batch; give sizes up to that."
+            )
+
+
+def _recipe_of(asked: SweepBatch, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:
+    cut = with_batch(recipe, batch, asked.processes)
+    return replace(
+        cut,
+        seed=seed,
+        optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
+        # A run that is stopped on the way, to go on later, is none of these.
+        train=replace(recipe.train, until=None, duration=asked.longest or recipe.train.duration),
+        checkpoint=replace(Checkpoint(), every=None, keep_best=False),
+        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
+    )
+
+
+def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
+    """The recipe with another batch, and BatchNorm's groups as near to its own as the micro-batches allow.
+
+    Raises:
+        RecipeError: If its micro-batches, or so many processes, do not divide the batch.
+    """
+    micro = recipe.batch.micro_size
+    # A micro-batch that is larger than the batch is the batch.
+    sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
+    without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
+    return replace(without, model=with_nearest_ghosts(recipe.model, micro_batch_size(without, processes, {})))
+
+
+def _failed(recipe: Recipe, trouble: str) -> SweepRun:
+    batch = recipe.batch.global_size
+    return SweepRun(
+        batch=batch,
+        lr=recipe.optimizer.lr,
+        seed=recipe.seed,
+        reached=False,
+        steps=0.0,
+        samples_per_step=float(batch),
+        evaluations=0,
+        seconds=0.0,
+        trouble=trouble,
+    )
+
+
+def _run(asked: SweepBatch, target: Target, loaded: LoadedRecipe, folder: Path) -> SweepRun:
+    recipe = loaded.recipe
+    if asked.processes == 1:
+        run = run_in_place(loaded, target, folder / "run")
+    else:
+        run = one_run(target, loaded, folder, 0, processes=asked.processes)
+    per_step = float(recipe.batch.global_size)
+    if run.evaluations:
+        plan = read_plan(RunDirectory(folder / "run"))
+        per_step = min(per_step, plan["train_samples"] / plan["steps_per_epoch"])
+    return SweepRun(
+        batch=recipe.batch.global_size,
+        lr=recipe.optimizer.lr,
+        seed=recipe.seed,
+        reached=run.reached,
+        steps=steps_to(run, target),
+        samples_per_step=per_step,
+        evaluations=len(run.evaluations),
+        seconds=run.train_seconds,
+        trouble=run.trouble,
+    )
+
+
+def steps_to(run: TargetRun, target: Target) -> float:
+    """Steps until a run reached the target, or until its last evaluation.
+
+    Between the evaluation that was not good enough and the one that was, the metric is taken to change evenly: to count
+    up to the latter would put half an interval on every run.
+    """
+    if not run.evaluations:
+        return 0.0
+    last = run.evaluations[-1]
+    if not run.reached or len(run.evaluations) < 2:
+        return float(last["step"])
+    before = run.evaluations[-2]
+    was, now = before[target.metric], last[target.metric]
+    share = 1.0 if was is None or now == was else (target.value - was) / (now - was)
+    return float(before["step"] + min(max(share, 0.0), 1.0) * (last["step"] - before["step"]))
+
+
+class _Book:
+    """Finished runs, on the disk if there is a place for them.
+
+    Raises:
+        RunDirectoryError: If the place holds those of another sweep.
+    """
+
+    def __init__(self, asked: SweepBatch, recipe: Recipe, target: Target) -> None:
+        self.runs: dict[tuple[int, float, int], SweepRun] = {}
+        self._path = None if asked.output is None else asked.output / RUNS_FILE
+        self._head = {"sweep": _identity(asked, recipe), "target": f"{target.metric}={target.value:g}"}
+        if self._path is not None and self._path.exists():
+            self._read(self._path)
+
+    def _read(self, path: Path) -> None:
+        # The last line of a killed sweep may be a part of one.
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        try:
+            head, *rows = [load_json(line) for line in lines] or [self._head]
+            told = head.get("target")
+            runs = [SweepRun(**row) for row in rows]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise RunDirectoryError(f"'{path}' is not what sweep-batch has written ({error}); remove it.") from error
+        if head != self._head:
+            raise RunDirectoryError(
+                f"'{path}' holds the runs of another sweep (to {told}, or of a recipe that was changed "
+                "since); name another --output, or remove it."
+            )
+        # One that failed is tried again: what was in its way may be gone.
+        self.runs = {run.key: run for run in runs if not run.trouble}
+
+    def open(self) -> None:
+        """Begin the file, without what a killed sweep may have left at its end."""
+        if self._path is not None:
+            rows = [self._head, *(asdict(run) for run in self.runs.values())]
+            write_text(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def add(self, run: SweepRun) -> None:
+        """Write a run down."""
+        self.runs[run.key] = run
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(run)) + "\n")
+
+
+def _identity(asked: SweepBatch, recipe: Recipe) -> str:
+    """What two sweeps must have in common so that one may use the other's runs."""
+    plain: dict[str, Any] = {"recipe": to_yaml(recipe), "processes": asked.processes, "longest": str(asked.longest)}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float) -> tuple[float, ...]:
+    """Learning rates that a rule tries with a batch; one but for ``tuned``.
+
+    Args:
+        rule: How the rate follows the batch.
+        batch: Samples in a step.
+        reference_batch: The recipe's own.
+        reference_rate: The rate with that.
+    """
+    ratio = batch / reference_batch
+    factors = {"constant": (1.0,), "linear": (ratio,), "sqrt": (math.sqrt(ratio),)}
+    tried = factors.get(rule, tuple(factor * math.sqrt(ratio) for factor in _TUNED))
+    # Rounded, so that what two rules have in common is one rate, and is run once.
+    return tuple(float(f"{reference_rate * factor:.6g}") for factor in tried)
+
+
+_LAW = (
+    "One law in three spellings: (S / S_min - 1) (E / E_min - 1) = 1 for steps S and samples E, steps = S_min "
+    "(1 + B_crit / B), and epochs = epochs_min (1 + B / B_crit). At the knee, B_crit, a run takes twice the fewest "
+    "steps and twice the fewest samples (McCandlish et al. 2018)."
+)
+_STEPS = (
+    "Steps to the target lie between two evaluations, the last one that was not good enough and the first that was: in "
+    "between, the metric is taken to change evenly."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRow:
+    """What a batch takes under a rule.
+
+    Attributes:
+        batch: Its size.
+        samples_per_step: On average over an epoch.
+        lr: The learning rate; of ``tuned``, the best that was tried.
+        runs: With it.
+        reached: How many got to the target.
+        steps: Their median, with those that did not get there; None if nothing could be run.
+    """
+
+    batch: int
+    samples_per_step: float
+    lr: float
+    runs: int
+    reached: int
+    steps: Interval | None
+
+    @property
+    def samples(self) -> float | None:
+        """Samples to the target, in the median."""
+        return None if self.steps is None else self.steps.middle * self.samples_per_step
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as one JSON object."""
+        steps = None if self.steps is None else self.steps.to_json()
+        return {**asdict(self), "steps": steps, "samples": self.samples}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleResult:
+    """What a rule comes to.
+
+    Attributes:
+        rule: How the rate follows the batch.
+        rows: By batch.
+        points: What the law was fitted to.
+        law: None if there are too few points.
+        why: No law.
+    """
+
+    rule: Rule
+    rows: Sequence[BatchRow]
+    points: Sequence[SweepPoint]
+    law: BatchLaw | None
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as one JSON object."""
+        return {
+            "rule": self.rule,
+            "batches": [each.to_json() for each in self.rows],
+            "law": None if self.law is None else self.law.to_json(),
+            "why_no_law": self.why or None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepReport:
+    """The whole result.
+
+    Attributes:
+        name: Of the recipe.
+        target: In words.
+        seeds: Runs of each.
+        rules: In the order asked for.
+        notes: What to know of it.
+        runs: Every one.
+    """
+
+    name: str
+    target: str
+    seeds: int
+    rules: Sequence[RuleResult]
+    notes: Sequence[str]
+    runs: Sequence[SweepRun]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as one JSON object."""
+        return {
+            "recipe": self.name,
+            "target": self.target,
+            "seeds": self.seeds,
+            "rules": [each.to_json() for each in self.rules],
+            "notes": list(self.notes),
+            "runs": [asdict(each) for each in self.runs],
+        }
+
+    def __paceline__(self) -> Shown:
+        """Return a table for each rule, and the law as charts."""
+        blocks: list[Block | str] = []
+        for each in self.rules:
+            blocks.append(f"\n{each.rule} rule: {knee_in_words(each)}")
+            blocks.append(
+                Table(columns=COLUMNS, rows=table_rows(each), caption="Medians of the runs that met the target")
+            )
+        return Shown(
+            title="Steps and samples by batch size",
+            subtitle=f"{self.name} to {self.target}, {self.seeds} runs each",
+            blocks=[*blocks, *self.notes],
+            on_page=[Text(_LAW, _STEPS), *sweep_charts(self.rules)],
+            ok=any(run.reached for run in self.runs) or "no run met the target.",
+        )
+
+
+def sweep_batch(asked: SweepBatch, log: Log) -> SweepReport:
+    """Make all runs that have not been made yet, and fit the law of each rule."""
+    return conclude(sweep(asked, log))
+
+
+def conclude(swept: Swept) -> SweepReport:
+    """Bring a sweep's runs together."""
+    asked = swept.asked
+    rules = [_of_rule(swept, rule) for rule in asked.lr_rules]
+    runs = sorted(swept.runs.values(), key=lambda run: run.key)
+    return SweepReport(
+        name=swept.loaded.name,
+        target=f"{swept.target.metric}={swept.target.value:g}",
+        seeds=asked.seeds,
+        rules=rules,
+        notes=_notes(swept, runs),
+        runs=runs,
+    )
+
+
+def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
+    rows, points = [], []
+    for batch in sorted(swept.asked.batch_sizes):
+        rate, runs = _best(swept.of(rule, batch))
+        rows.append(_row(rate, runs))
+        points += [_point(run) for run in runs if not run.trouble]
+    why = why_no_law(points)
+    return RuleResult(rule=rule, rows=rows, points=points, law=None if why else fit_batch_law(points), why=why)
+
+
+def _point(run: SweepRun) -> SweepPoint:
+    return SweepPoint(run.samples_per_step, run.steps, run.reached)
+
+
+def _best(by_rate: Mapping[float, Sequence[SweepRun]]) -> tuple[float, Sequence[SweepRun]]:
+    """The rate with which most get there, and of those the one with the fewest steps."""
+
+    def merit(item: tuple[float, Sequence[SweepRun]]) -> tuple[int, float]:
+        steps = _median(item[1])
+        return -sum(run.reached for run in item[1]), math.inf if steps is None else steps.middle
+
+    return min(by_rate.items(), key=merit)
+
+
+def _median(runs: Sequence[SweepRun]) -> Interval | None:
+    """Of the steps; a run that failed is one that did not get there by then."""
+    watched = [run for run in runs if run.steps > 0]
+    if not watched:
+        return None
+    return time_to_event([run.steps for run in watched], [run.reached for run in watched]).median
+
+
+def _row(rate: float, runs: Sequence[SweepRun]) -> BatchRow:
+    return BatchRow(
+        batch=runs[0].batch,
+        samples_per_step=runs[0].samples_per_step,
+        lr=rate,
+        runs=len(runs),
+        reached=sum(run.reached for run in runs),
+        steps=_median(runs),
+    )
+
+
+def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
+    notes = []
+    coarse = sum(run.reached and run.evaluations == 1 for run in runs)
+    if coarse:
+        notes.append(
+            f"{coarse} runs were at the target when they were first evaluated, and may have been there long before; "
+            "set a shorter evaluate.every, or a harder target."
+        )
+    failed = [run for run in runs if run.trouble]
+    if failed:
+        notes.append(f"{len(failed)} runs failed and are left out of the law: {failed[0].trouble}")
+    recipe = swept.loaded.recipe
+    if recipe.schedule.name not in ("constant", "step"):
+        notes.append(
+            f"schedule.name={recipe.schedule.name} ends with the run, so that steps to the target depend on how long a "
+            "run may be; schedule.name=constant does not."
+        )
+    ghosts = recipe.model.ghost_batch_norm
+    models = {each: with_batch(recipe, each, swept.asked.processes).model for each in sorted(swept.asked.batch_sizes)}
+    if other := [str(batch) for batch, model in models.items() if model.ghost_batch_norm not in (ghosts, None)]:
+        notes.append(
+            f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "
+            "groups are smaller there."
+        )
+    short = {run.batch: run.samples_per_step for run in runs if run.samples_per_step < 0.99 * run.batch}
+    if short:
+        told = ", ".join(f"with {batch} a step has {samples:.0f}" for batch, samples in sorted(short.items()))
+        notes.append(f"An epoch's last step has fewer samples: {told} on average, and the law is fitted to that.")
+    return notes
+
+
+def knee_in_words(result: RuleResult) -> str:
+    """Where the knee is, as one sentence."""
+    if result.law is None:
+        return f"no knee: {result.why}"
+    knee, tried = result.law.critical_batch, [row.samples_per_step for row in result.rows]
+    off = f"the law is off by {100 * result.law.worst:.0f} % at most"
+    if knee.low == 0 and math.isinf(knee.high):
+        return f"knee unknown: the runs bound it on neither side, more seeds or a wider range of batches would; {off}"
+    if math.isinf(knee.high):
+        return f"knee above {knee.low:.3g} samples: the batches tried do not reach it; {off}"
+    if knee.low == 0:
+        return f"knee below {knee.high:.3g} samples: the batches tried are all beyond it; {off}"
+    outside = "" if min(tried) <= knee.middle <= max(tried) else ", outside of the batches tried"
+    return f"knee at {knee.middle:.3g} samples ({knee.low:.3g} to {knee.high:.3g}){outside}; {off}"
+
+
+def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
+    """Samples against steps, and both against the batch."""
+    log = {"type": "log"}
+    steps, samples, batch = (
+        dict[str, Any](title={"text": text}, **log) for text in ("steps", "samples", "samples in a step")
+    )
+    trade = Chart(
+        title="Samples against steps to the target",
+        traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (s, b * s))],
+        layout={"xaxis": steps, "yaxis": samples},
+        description="Each run's samples against its steps, and the fitted hyperbola.",
+    )
+    tried = sorted({row.batch for rule in rules for row in rule.rows})
+    batch |= {"tickmode": "array", "tickvals": tried, "ticktext": [str(each) for each in tried]}
+    by_batch = Chart(
+        title="Samples to the target by batch",
+        traces=[trace for rule in rules for trace in _traces(rule, lambda b, s: (b, b * s))],
+        layout={"xaxis": batch, "yaxis": samples},
+        description="Samples to the target by batch size: flat up to the knee, and rising in proportion beyond it.",
+    )
+    return trade, by_batch
+
+
+def _traces(rule: RuleResult, place: Any) -> list[dict[str, Any]]:
+    reached = [place(each.batch, each.steps) for each in rule.points if each.reached]
+    found = [_trace(f"{rule.rule}: runs", reached, mode="markers")]
+    if rule.law is not None and reached:
+        batches = [each.batch for each in rule.points]
+        found.append(_trace(f"{rule.rule}: law", _curve(rule.law, min(batches), max(batches), place), mode="lines"))
+    return found
+
+
+def _curve(law: BatchLaw, low: float, high: float, place: Any) -> list[tuple[float, float]]:
+    return [place(batch, law.steps(batch)) for batch in np.geomspace(low, high, 60).tolist()]
+
+
+def _trace(name: str, points: Sequence[tuple[float, float]], *, mode: str) -> dict[str, Any]:
+    return {"type": "scatter", "mode": mode, "name": name, "x": [x for x, _ in points], "y": [y for _, y in points]}
+
+
+COLUMNS = ("batch", "rate", "there", "steps", "fewest, most", "samples", "by the law")
+
+
+def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
+    """Of a table of its batches, in words."""
+    rows: list[tuple[str, ...]] = []
+    for row in rule.rows:
+        there = f"{row.reached} of {row.runs}"
+        first = (f"{row.batch:,}", f"{row.lr:.3g}", there)
+        if row.steps is None or not row.reached:
+            rows.append((*first, "-", "", "-", ""))
+            continue
+        law = "" if rule.law is None else f"{rule.law.examples(row.samples_per_step):,.0f}"
+        rows.append((*first, _count(row.steps.middle), _between(rule, row), _count(row.samples), law))
+    return rows
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None or np.isinf(value) else f"{value:,.0f}"
+
+
+def _between(rule: RuleResult, row: BatchRow) -> str:
+    """The fewest and the most steps of the runs that got there; an interval of three runs would say less."""
+    steps = [each.steps for each in rule.points if each.reached and each.batch == row.samples_per_step]
+    return f"{min(steps):,.0f}, {max(steps):,.0f}" if steps else ""

@@ -1,0 +1,561 @@
+"""Learning rate range test (Smith 2017): the steps, the result, the page."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+import numpy as np
+
+from paceline.command import Log
+from paceline.data.loaders.pytorch import worker_deaths_told
+from paceline.distributed.environment import read_launch
+from paceline.errors import RecipeError, TrainingError, did_you_mean
+from paceline.optim.schedules import Courses, LearningRate
+from paceline.pages.page import Chart, Table, Text
+from paceline.pages.shown import Shown
+from paceline.recipe.batching import micro_batch_size
+from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
+from paceline.recipe.profile import Profile
+from paceline.recipe.rates import lr_factor
+from paceline.recipe.schedule import Schedule
+from paceline.recipe.schema import Recipe
+from paceline.trainer.process_settings import restore_globals
+from paceline.trainer.run import Run
+from paceline.trainer.step import train_step
+from paceline.trainer.train import Options, TaskMaker, opened_run
+from paceline.trainer.warmup import check_first_batch, warm_up
+from paceline.units import Duration, format_count
+from paceline.world import World
+from paceline_advisor.apply import write_new
+from paceline_advisor.commands import FindLr
+from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, Sweep, smoothed, suggest
+
+# fp16's loss scale comes down by skipping steps, which use up batches.
+MOST_SKIPPED = 20
+
+
+def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
+    """What a range test trains: the recipe as it begins, without what happens later or beside the steps.
+
+    Args:
+        recipe: The recipe.
+        steps: Steps of the test.
+        world_size: Processes that train.
+    """
+    batch = recipe.batch
+    if batch.growth:
+        # The first size stays, in the micro-batches that it has beside the later ones.
+        batch = replace(batch, micro_size=micro_batch_size(recipe, world_size, {}), growth={})
+    return replace(
+        recipe,
+        batch=batch,
+        model=replace(recipe.model, unfreeze={}, freeze_after={}),
+        schedule=Schedule(name="constant"),
+        train=replace(recipe.train, duration=Duration(steps + MOST_SKIPPED, "steps"), until=None, ema=None),
+        evaluate=replace(recipe.evaluate, every=None, patience=None),
+        checkpoint=replace(recipe.checkpoint, every=None, keep_best=False),
+        telemetry=replace(recipe.telemetry, trackers=(), profile=Profile(), mlperf=False),
+    )
+
+
+Ending = Literal["highest", "diverged", "not_finite", "signal"]
+_TOLD = 10
+
+
+@dataclass(kw_only=True)
+class Taken:
+    """The steps of a range test.
+
+    Attributes:
+        rates: Learning rate of each.
+        losses: Mean loss over the global batch of each, before its update; all finite.
+        skipped: Steps that fp16 left out, and took with the next batch.
+        ending: Why there are no more.
+    """
+
+    rates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    skipped: int = 0
+    ending: Ending = "highest"
+
+
+def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
+    """Take the steps of a range test; a collective. Every process sees the same losses, and ends at the same step."""
+    # Momentum and weight decay stay what the optimizer was built with, and so what the recipe's first step has.
+    run.courses = Courses(
+        learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
+    )
+    taken = Taken()
+    with run.watchdog.watching(), worker_deaths_told():
+        batches = check_first_batch(run, warm_up(run, run.train_batches()))
+        run.clock.start()
+        ending: Ending | None = None
+        while ending is None:
+            rate = run.courses.at(run.progress.step).learning_rate
+            stepped = train_step(run, batches)
+            run.progress.advance(stepped=stepped)
+            run.pulse.enter("record")
+            # The host waits for the device in each step: the next one depends on the loss.
+            drained = run.window.drain()
+            run.recorder.report_broken(run, drained.broken)
+            loss = drained.loss
+            run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
+            run.clock.drain()
+            if loss is not None and math.isfinite(loss):
+                taken.rates.append(rate)
+                taken.losses.append(loss)
+            ending = _ending(run, sweep, taken, loss)
+            if loss is not None and len(taken.losses) % max(1, sweep.steps // _TOLD) == 0:
+                say(f"step {len(taken.losses)} of {sweep.steps}: rate {rate:.3g}, loss {loss:.4g}")
+    taken.ending, taken.skipped = ending, run.progress.skipped
+    return taken
+
+
+def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending | None:
+    """Why the test ends here, if it does; the same on all processes, as all know the same losses."""
+    # First of all, since it is a collective on some devices: each process asks as often as the others.
+    if run.strategy.agreed(run.wish()).stop:
+        return "signal"
+    if loss is None and run.precision.scaler is not None:
+        # fp16 tries the rate again at a lower scale, but not for ever.
+        return "not_finite" if run.progress.skipped >= MOST_SKIPPED else None
+    if loss is None or not math.isfinite(loss):
+        return "not_finite"
+    average = smoothed(taken.losses, sweep.smoothing)
+    if average[-1] > sweep.divergence * min(average):
+        return "diverged"
+    return "highest" if len(taken.losses) >= sweep.steps else None
+
+
+def check_any(taken: Taken) -> None:
+    """Refuse a test in which no step had a loss.
+
+    Raises:
+        TrainingError: Naming the recipe's likely faults.
+    """
+    if not taken.losses:
+        raise TrainingError(
+            "the loss of the very first step is no number, before any rate has had an effect: look at the data, the "
+            "network and the precision (train.precision)."
+        )
+
+
+DEFAULT = MEDIAN
+# More digits than the next seed would agree with.
+_DIGITS = 3
+# From this share of the steps on, the lowest loss lies at the upper end.
+_NEAR_THE_END = 0.9
+# A suggestion that is a smaller part of the recipe's own rate is told of.
+_FAR = 0.001
+_ENDINGS: Mapping[Ending, str] = {
+    "highest": "all steps were taken",
+    "diverged": "the loss diverged",
+    "not_finite": "the loss, or the gradient, became infinite or no number",
+}
+
+
+class Settings(TypedDict, total=False):
+    """How a range test is done: see :class:`~paceline_advisor.formulas.learning_rate.Sweep`."""
+
+    lowest: float
+    highest: float
+    steps: int
+    shape: Literal["exponential", "linear"]
+    smoothing: float
+    divergence: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTest:
+    """The result of a range test.
+
+    Attributes:
+        name: Of the recipe.
+        recipe: The recipe that was asked about.
+        sweep: How it was tested.
+        facts: What the run said of itself: device, precision, processes, sizes.
+        rates: Learning rate of each step.
+        losses: Mean training loss over each step's global batch, before its update.
+        averages: The losses, smoothed.
+        ending: ``highest``, ``diverged`` or ``not_finite``.
+        skipped: Steps that fp16 left out, and took with the next batch.
+        suggestions: By rule: median, trough, valley, steepest, minimum, slide.
+        notes: What a reader must know to use them.
+        rule: The suggestion that the user chose.
+        applied: What was written to the file that the user named, in words.
+    """
+
+    name: str
+    recipe: Recipe
+    sweep: Sweep
+    facts: Mapping[str, Any]
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    averages: tuple[float, ...]
+    ending: Ending
+    skipped: int
+    suggestions: Mapping[str, Suggestion]
+    notes: tuple[str, ...]
+    rule: str = DEFAULT
+    applied: str = ""
+
+    @property
+    def ending_in_words(self) -> str:
+        """Why there are no more steps."""
+        return _ENDINGS[self.ending]
+
+    def suggestion(self, rule: str = DEFAULT) -> Suggestion:
+        """What a rule says.
+
+        Raises:
+            RecipeError: If there is no such rule.
+        """
+        if rule not in self.suggestions:
+            raise RecipeError(
+                f"there is no suggestion '{rule}'.{did_you_mean(rule, self.suggestions)} Choose one of: "
+                f"{', '.join(self.suggestions)}."
+            )
+        return self.suggestions[rule]
+
+    def lr(self, rule: str = DEFAULT) -> float:
+        """What ``optimizer.lr`` becomes by a rule, to three digits: under a scaling rule, before it.
+
+        Raises:
+            RecipeError: If the curve has no such point, with the reason.
+        """
+        found = self.suggestion(rule)
+        if found.lr is None:
+            raise RecipeError(f"the range test suggests no learning rate by '{rule}': {found.why_not}.")
+        return float(f"{found.lr / self.facts['lr_factor']:.{_DIGITS}g}")
+
+    def improved(self, rule: str = DEFAULT) -> str:
+        """The recipe with that learning rate, as YAML that says where it comes from.
+
+        Raises:
+            RecipeError: If the curve has no such point.
+        """
+        lr, before, why = self.lr(rule), self.recipe.optimizer.lr, self.suggestion(rule).rule
+        head = f"# {self.name}, with what `paceline find-lr` suggested:\n"
+        head += f"#   optimizer.lr={lr:g} in place of {before:g}  ({rule}: {why})\n"
+        return head + to_yaml(stored_recipe(to_tree(self.recipe), "the recipe", {"optimizer.lr": lr}))
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as one JSON object."""
+        return {
+            "recipe": self.name,
+            "settings": asdict(self.sweep),
+            **self.facts,
+            "stop": {"reason": self.ending, "steps": len(self.rates), "lr": self.rates[-1]},
+            "skipped_steps": self.skipped,
+            "suggestions": {name: asdict(each) for name, each in self.suggestions.items()},
+            "notes": list(self.notes),
+            "lrs": list(self.rates),
+            "losses": list(self.losses),
+            "smoothed": list(self.averages),
+        }
+
+    def __paceline__(self) -> Shown:
+        """Show the test, the suggestions and the notes; on the page, the curve and the method too."""
+        facts, sweep = self.facts, self.sweep
+        several = f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""
+        rows = [
+            (
+                f"{name}{' *' * (name == self.rule)}",
+                "none" if each.lr is None else f"{self.lr(name):g}",
+                each.why_not or each.rule,
+            )
+            for name, each in self.suggestions.items()
+        ]
+        sources = Table(
+            columns=("rule", "source"),
+            rows=[(name, each.source) for name, each in self.suggestions.items()],
+            caption="Where the rules come from",
+        )
+        return Shown(
+            title=f"Range test of {self.name} on {facts['device_name']}{several}",
+            blocks=[
+                {
+                    "rates": f"{sweep.lowest:g} to {sweep.highest:g}, {sweep.shape}, {format_count(sweep.steps)} steps "
+                    f"of {format_count(facts['global_batch_size'])} samples, micro-batches of "
+                    f"{format_count(facts['micro_batch_size'])}, {facts['precision']}",
+                    "ended": f"after {format_count(len(self.rates))} steps at {self.rates[-1]:.3g}: "
+                    f"{self.ending_in_words}",
+                    "loss": f"{sparkline(self)}  {self.averages[0]:.3g} at first, {min(self.averages):.3g} at best",
+                    "smoothing": f"{sweep.smoothing:g}; ends at {sweep.divergence:g} times the best smoothed loss",
+                    "now": f"{facts['optimizer']}, optimizer.lr={facts['optimizer_lr']:g}",
+                },
+                _chart(self),
+                Table(columns=("suggestion", "optimizer.lr", "why"), rows=rows, caption="Suggested learning rates"),
+                *(f"  note: {note}" for note in self.notes),
+                *([self.applied] if self.applied else []),
+            ],
+            on_page=[Text(_METHOD), sources],
+            ok=self.suggestion(self.rule).lr is not None or "",
+        )
+
+
+def find_lr(
+    recipe: str | Path,
+    *,
+    overrides: Overrides = (),
+    task: TaskMaker | None = None,
+    quiet: bool = False,
+    **settings: Unpack[Settings],
+) -> RangeTest:
+    """Train a few steps of a recipe with a learning rate that rises, and suggest one from how the loss goes.
+
+    Joins the world it finds (torchrun, Slurm), else trains in this process; in a temporary directory, which is gone
+    afterwards. Random states, torch's settings, signal handlers and environment variables are afterwards what they
+    were, also after an error.
+
+    Args:
+        recipe: A shipped recipe's name, the path of a YAML file, or a run directory, whose recipe is tested.
+        overrides: ``{"batch.global_size": 128}`` or ``["batch.global_size=128"]``.
+        task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one the recipe
+            names.
+        quiet: Say nothing meanwhile.
+        settings: ``lowest``, ``highest`` (learning rates), ``steps``, ``shape`` (``exponential`` or ``linear``),
+            ``smoothing``, ``divergence``.
+
+    Raises:
+        PacelineError: For every mistake in the recipe, the data or the settings.
+        TrainingError: If not even the first loss is a number.
+    """
+    sweep = Sweep(**settings)
+    say = (lambda _: None) if quiet else print
+    return range_test(load_recipe(recipe, overrides), sweep, task=task, say=say)
+
+
+def measure(asked: FindLr, log: Log) -> RangeTest:
+    """Do the range test of `paceline find-lr`, and write the recipe with the suggestion.
+
+    Raises:
+        PacelineError: For every mistake in the recipe or the data.
+        TrainingError: If not even the first loss is a number, or it was asked to stop.
+    """
+    rule = asked.suggestion
+    found = replace(range_test(load_recipe(asked.recipe, asked.overrides), asked.sweep, say=log), rule=rule)
+    if asked.apply is None or not read_launch(os.environ).world.is_first:
+        return found
+    if found.suggestion(rule).lr is None:
+        return replace(found, applied=f"{asked.apply} was not written: there is no suggestion by '{rule}'")
+    write_new(asked.apply, found.improved(rule))
+    return replace(found, applied=f"{asked.apply}: the recipe with optimizer.lr={found.lr(rule):g}")
+
+
+def range_test(
+    loaded: LoadedRecipe,
+    sweep: Sweep,
+    *,
+    task: TaskMaker | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> RangeTest:
+    """Do a range test of a recipe; a collective of all processes of the world this one finds itself in.
+
+    Args:
+        loaded: The recipe.
+        sweep: How.
+        task: Makes the task, instead of the one the recipe names.
+        say: Told what goes on, on the first process.
+
+    Raises:
+        PacelineError: For every mistake in the recipe or the data.
+        TrainingError: If not even the first loss is a number, or it was asked to stop.
+        KeyboardInterrupt: For Ctrl-C where it is alone.
+    """
+    world = read_launch(os.environ).world
+    recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
+    with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
+        options = Options(run_dir=run_dir, task=task)
+        with opened_run(LoadedRecipe(recipe, loaded.name), options) as run:
+            taken = take_steps(run, sweep, say if world.is_first else lambda _: None)
+            facts, stop = _facts(run, loaded.recipe), run.stop.signal_name
+            # Then nobody writes any more into what the first process is about to remove.
+            run.recorder.flush()
+            run.collectives.barrier()
+    if taken.ending == "signal":
+        _end_by(stop, taken, alone=world.world_size == 1)
+    check_any(taken)
+    return _result(loaded, sweep, taken, facts)
+
+
+@contextlib.contextmanager
+def _scratch(world: World) -> Iterator[Path | None]:
+    """A directory for the run, made and removed by the first process; the others learn of it from that."""
+    if not world.is_first:
+        yield None
+        return
+    # All hosts must see it, and what they share is more likely here than in each one's own /tmp.
+    place = None if world.world_size == world.local_world_size else Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="paceline-lr-", dir=place, ignore_cleanup_errors=True) as folder:
+        yield Path(folder) / "run"
+
+
+def _end_by(name: str | None, taken: Taken, *, alone: bool) -> None:
+    """End as the signal asked for that the run took for a request to stop.
+
+    Raises:
+        KeyboardInterrupt: For SIGINT to a process that is alone.
+        TrainingError: Else.
+    """
+    if alone and name == signal.SIGINT.name:
+        raise KeyboardInterrupt
+    raise TrainingError(
+        f"the range test was ended by {name or 'another process'} after {len(taken.losses)} steps; it has no result, "
+        "and has changed nothing."
+    )
+
+
+def _facts(run: Run, asked: Recipe) -> dict[str, Any]:
+    plan = run.plan
+    return {
+        "device": plan.device,
+        "device_name": plan.device_name,
+        "precision": plan.precision,
+        "strategy": plan.strategy,
+        "world_size": plan.world_size,
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "optimizer": asked.optimizer.name,
+        "optimizer_lr": asked.optimizer.lr,
+        "lr_factor": lr_factor(asked, min(plan.global_batch_size, plan.train_samples)),
+    }
+
+
+def _result(loaded: LoadedRecipe, sweep: Sweep, taken: Taken, facts: Mapping[str, Any]) -> RangeTest:
+    suggestions = suggest(taken.rates, taken.losses, smoothing=sweep.smoothing, steps=sweep.steps)
+    return RangeTest(
+        name=loaded.name,
+        recipe=loaded.recipe,
+        sweep=sweep,
+        facts=facts,
+        rates=tuple(taken.rates),
+        losses=tuple(taken.losses),
+        averages=tuple(smoothed(taken.losses, sweep.smoothing)),
+        ending=taken.ending,
+        skipped=taken.skipped,
+        suggestions=suggestions,
+        notes=tuple(_notes(loaded.recipe, sweep, taken, facts, suggestions)),
+    )
+
+
+def _notes(
+    recipe: Recipe, sweep: Sweep, taken: Taken, facts: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
+) -> Iterator[str]:
+    chosen = suggestions[MEDIAN].lr
+    if chosen is None:
+        yield (
+            "without a suggestion the recipe's own optimizer.lr stays the best guess; more --steps, or a higher "
+            "--highest, may show a fall that these steps do not"
+        )
+    elif chosen < _FAR * (own := facts["optimizer_lr"] * facts["lr_factor"]):
+        yield (
+            f"the suggestion is {own / chosen:,.0f} times below the recipe's own rate: of weights that are trained "
+            "already the loss hardly falls, and the first batches decide where; try more --steps or another seed "
+            "before it is believed"
+        )
+    averages = smoothed(taken.losses, sweep.smoothing)
+    if taken.ending == "highest" and averages.index(min(averages)) >= _NEAR_THE_END * len(averages):
+        yield f"the loss was lowest near the highest rate, {sweep.highest:g}: there may be better ones above it"
+    if facts["lr_factor"] != 1:
+        yield (
+            f"rates are those of the steps; optimizer.lr is multiplied by {facts['lr_factor']:g} "
+            f"(lr_scaling={recipe.optimizer.lr_scaling}) to get them, and is written before that"
+        )
+    if recipe.schedule.warmup.value:
+        yield "the test rises by itself and has no warm-up; a peak rate reached by schedule.warmup may bear more"
+    if recipe.batch.growth:
+        yield "the batch's first size was tested, not what batch.growth makes of it"
+    if recipe.model.unfreeze:
+        yield "what model.frozen holds was held in all steps; model.unfreeze comes later"
+    if recipe.model.freeze_after:
+        yield "what model.freeze_after holds later was trained in all steps"
+    if recipe.data.progressive.start_size is not None:
+        yield "images had the first size of data.progressive, unless the test went through its epochs"
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40
+_METHOD = (
+    "The recipe was trained for some steps as it begins, from its first weights, with a learning rate that rises from "
+    "step to step (Smith 2015). The loss of a step is that before its update, over all its samples. The rules look at "
+    "the smoothed losses, without the first tenth and the last five, with fastai's definitions. A rate is a place to "
+    "begin from, not the best there is: what trains well to the end of a run is known only by training."
+)
+
+
+def sparkline(found: RangeTest) -> str:
+    """The smoothed loss over the steps in one line; what has diverged is cut off at the first loss."""
+    curve = found.averages
+    count = min(_WIDTH, len(curve))
+    shown = [curve[index * (len(curve) - 1) // max(1, count - 1)] for index in range(count)]
+    low = min(shown)
+    scale = (len(_BLOCKS) - 1) / max(shown[0] - low, 1e-12)
+    return "".join(_BLOCKS[min(len(_BLOCKS) - 1, round((loss - low) * scale))] for loss in shown)
+
+
+def _chart(found: RangeTest) -> Chart:
+    log = found.sweep.shape == "exponential"
+    lowest = min(found.averages)
+    # What has diverged would press the part that matters flat.
+    top = found.averages[0] + 0.5 * (found.averages[0] - lowest) + 1e-9
+    axis: dict[str, Any] = {"title": "learning rate", "type": "log" if log else "linear", "exponentformat": "power"}
+    return Chart(
+        title="Training loss as the learning rate rises",
+        traces=[*_traces(found), *_beyond(found, top)],
+        layout={
+            "xaxis": axis,
+            "yaxis": {"title": "loss", "range": [min(lowest, *found.losses) - 0.05 * abs(lowest), top]},
+            "height": 420,
+        },
+        description=f"The smoothed loss goes from {found.averages[0]:.3g} to {lowest:.3g} at its lowest, at a rate of "
+        f"{found.rates[found.averages.index(lowest)]:.3g}; {found.ending_in_words}.",
+        wide=True,
+    )
+
+
+def _beyond(found: RangeTest, top: float) -> Iterator[dict[str, Any]]:
+    """What lies above the axis, at its edge: how a test ended is part of what it shows."""
+    above = [(rate, loss) for rate, loss in zip(found.rates, found.losses, strict=True) if loss > top]
+    if above:
+        yield {
+            "x": [rate for rate, _ in above],
+            "y": [top] * len(above),
+            "customdata": [loss for _, loss in above],
+            "hovertemplate": "rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
+            "name": "loss above the axis",
+            "mode": "markers",
+            "marker": {"size": 8, "symbol": "triangle-up-open"},
+            "cliponaxis": False,
+        }
+
+
+def _traces(found: RangeTest) -> Iterator[dict[str, Any]]:
+    rates = list(found.rates)
+    yield {
+        "x": rates,
+        "y": list(found.losses),
+        "name": "loss of each step",
+        "mode": "markers",
+        "marker": {"size": 4, "opacity": 0.5},
+    }
+    yield {"x": rates, "y": list(found.averages), "name": "smoothed", "mode": "lines"}
+    symbols = ("circle-open", "star", "diamond", "triangle-up", "square", "x")
+    for symbol, (name, each) in zip(symbols, found.suggestions.items(), strict=True):
+        if each.lr is not None:
+            yield {
+                "x": [each.lr],
+                "y": [float(np.interp(each.lr, rates, found.averages))],
+                "name": name,
+                "mode": "markers",
+                "marker": {"size": 20 if name == MEDIAN else 12, "symbol": symbol},
+            }

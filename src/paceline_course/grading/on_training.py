@@ -1,0 +1,339 @@
+"""Criteria of training: gradients, weights, and the figures that a program reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from paceline_course.assignment import VALIDATION_SAMPLES
+from paceline_course.grading.runs import (
+    Finding,
+    Run,
+    Runs,
+    Validation,
+    Vector,
+    accuracy_of_state,
+    accuracy_of_vector,
+    flat_state,
+    listing,
+    mean_loss_and_gradient,
+    step_shares,
+    with_processes,
+)
+
+# Ranks that do the same arithmetic have the same bits; other orders of adding float32 differ by far less than this.
+_SAME = 1e-6
+_RESULT = 1e-5
+_GRADIENT = 1e-3  # relative, of the norm
+_MOMENTUM = 0.9
+_ROUNDING = 2e-7  # relative, of float32 weights that are added to
+_STEP = 2e-4  # relative, of the norm; float32 itself is a tenth of it
+
+
+def initial(runs: Runs) -> Finding:
+    """Do all ranks start from the same weights?"""
+    return runs.on_several(
+        lambda run: _same_on_ranks(run, [rank.steps[0].weights for rank in run.ranks], "before step 0")
+    )
+
+
+def gradient(runs: Runs) -> Finding:
+    """Is each step made with the gradient of the mean loss over the global batch?"""
+    return runs.on_several(_gradient)
+
+
+def optimizer(runs: Runs) -> Finding:
+    """Does each step change weights as SGD with momentum 0.9 does, given its gradients and its learning rate?"""
+    return runs.on_several(_optimizer)
+
+
+def same_weights(runs: Runs) -> Finding:
+    """Do all ranks end with the same weights, and are they those in the file?"""
+    return runs.on_several(_same_weights)
+
+
+def one_process(runs: Runs) -> Finding:
+    """Is the result with several processes that of one process with the same global batch?"""
+    alone = runs.complete("one").get("one")
+    if alone is None:
+        return Finding("This could not be seen: the run with 1 process did not train to its end.")
+
+    def check(run: Run) -> Finding:
+        gap = _gap(_final(run, 0), _final(alone, 0))
+        if gap > _RESULT:
+            return Finding(f"Final weights {with_processes(run)} differ by up to {gap:.2g} from those with 1 process.")
+        return Finding(seen={"largest difference": gap})
+
+    return runs.on_several(check)
+
+
+def explain_gradient(found: Vector, expected: Vector, before: Vector | None, processes: int) -> str:
+    """Say how a gradient differs from what it should be; empty if it does not.
+
+    Args:
+        found: What the optimizer was given.
+        expected: The gradient of the mean loss over the global batch.
+        before: What the optimizer was given at the step before, if any.
+        processes: World size.
+    """
+    size = float(np.linalg.norm(expected)) + 1e-12
+    if np.linalg.norm(found - expected) <= _GRADIENT * size:
+        return ""
+    if not found.any():
+        return "are all zero"
+    if before is not None and np.linalg.norm(found - before - expected) <= _GRADIENT * size:
+        return "still hold those of the step before: they were not cleared"
+    ratio = float(found @ expected) / size**2
+    if np.linalg.norm(found - ratio * expected) > _GRADIENT * size * max(1.0, abs(ratio)):
+        apart = float(np.linalg.norm(found - expected)) / size
+        return f"differ from the gradient of the mean loss over the global batch by {apart:.0%} of its size"
+    meanings = {processes: ": they were summed, not averaged", 1 / processes: ": they were divided once too often"}
+    meaning = next((text for factor, text in meanings.items() if abs(ratio - factor) < _GRADIENT * factor), "")
+    return f"are {ratio:.3g} times those of the mean over the global batch{meaning}"
+
+
+def _gradient(run: Run) -> Finding:
+    worst = 0.0
+    for step in range(run.steps):
+        shares = step_shares(run, step)
+        if not any(samples for _, samples in shares):
+            return Finding(f"Step {step} {with_processes(run)} was made without a single sample of the training set.")
+        taken = sum(len(samples) for _, samples in shares)
+        if taken > run.batch:
+            return Finding(
+                f"Step {step} {with_processes(run)} took {taken} samples over all ranks, "
+                f"and the global batch is {run.batch}."
+            )
+        _, expected = mean_loss_and_gradient(shares)
+        found = [rank.steps[step].gradients for rank in run.ranks]
+        before = [rank.steps[step - 1].gradients for rank in run.ranks] if step else [None] * run.processes
+        for rank, vector in enumerate(found):
+            complaint = explain_gradient(vector, expected, before[rank], run.processes)
+            if complaint:
+                return Finding(f"Gradients at step {step} {with_processes(run)} {complaint}{_where(run, step, found)}.")
+            worst = max(worst, float(np.linalg.norm(vector - expected)) / (float(np.linalg.norm(expected)) + 1e-12))
+    return Finding(seen={"largest relative difference": worst})
+
+
+def _optimizer(run: Run) -> Finding:
+    steps = run.ranks[0].steps
+    velocity = np.zeros(len(steps[0].weights))
+    for number, (step, after) in enumerate(pairwise(steps)):
+        velocity = _MOMENTUM * velocity + step.gradients
+        expected, found = -step.learning_rate * velocity, after.weights.astype(np.float64) - step.weights
+        apart, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected)) + 1e-12
+        if not apart <= _STEP * size + _ROUNDING * float(np.linalg.norm(step.weights)):
+            return Finding(
+                f"Step {number} {with_processes(run)}, of {step.optimizer or 'the optimizer'}, changed weights "
+                f"otherwise than SGD with momentum {_MOMENTUM} would: the change is another by {apart / size:.2%}.",
+                seen={"relative difference": apart / size},
+            )
+    return Finding()
+
+
+def _where(run: Run, step: int, found: list[Vector]) -> str:
+    if any(_gap(vector, found[0]) > _SAME for vector in found):
+        return "; ranks have different gradients, so they were not combined"
+    sizes = [len(member.steps[step].samples) for member in run.ranks]
+    if step and len(set(sizes)) > 1 and sum(sizes) < run.batch:
+        return (
+            f"; its batch is smaller, with shares of {' and '.join(map(str, sizes))} samples, which count by their size"
+        )
+    return ""
+
+
+def _same_weights(run: Run) -> Finding:
+    finding = _same_on_ranks(run, [_final(run, rank) for rank in range(run.processes)], "at the end")
+    if finding.reason:
+        return finding
+    saved = flat_state(run.weights)
+    if saved is None:
+        return Finding(
+            f"There is no weights.safetensors {with_processes(run)} that holds the network's weights by their names."
+        )
+    gap = _gap(saved, _final(run, 0))
+    if gap > _SAME:
+        return Finding(
+            f"weights.safetensors {with_processes(run)} differs by up to {gap:.2g} from what the ranks ended with."
+        )
+    return Finding(seen={"largest difference": gap})
+
+
+def _same_on_ranks(run: Run, vectors: list[Vector], when: str) -> Finding:
+    for rank, vector in enumerate(vectors):
+        gap = _gap(vector, vectors[0])
+        if gap > _SAME:
+            return Finding(
+                f"Weights of rank {rank} {when} {with_processes(run)} differ by up to {gap:.2g} from those of rank 0."
+            )
+    return Finding()
+
+
+def _final(run: Run, rank: int) -> Vector:
+    end = run.ranks[rank].end
+    return np.zeros(0, np.float32) if end is None or end.weights is None else end.weights
+
+
+def _gap(first: Vector, second: Vector) -> float:
+    if first.shape != second.shape:
+        return float("inf")
+    difference = np.abs(first.astype(np.float64) - second)
+    return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))
+
+
+TARGET_ACCURACY = 90.0  # percent; the reference reaches 95 and more
+_LOSS = 1e-4
+_NO_LOG = "there is no log.jsonl in the directory of --output"
+_HALF_A_SAMPLE = 50 / VALIDATION_SAMPLES
+
+
+def loss(runs: Runs) -> Finding:
+    """Is the loss in the log the mean over all samples of the epoch?"""
+    return runs.on_several(_loss)
+
+
+def validation(runs: Runs) -> Finding:
+    """Is every sample of the validation set counted once, and the accuracy in the log the one of these weights?"""
+    every = runs.complete("one", "two", "three")
+    if not runs.complete("two", "three"):
+        return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
+    findings = [_validation(run) for run in every.values()]
+    return next((finding for finding in findings if finding.reason), findings[-1])
+
+
+def validation_shared(runs: Runs) -> Finding:
+    """Do all ranks take part in validation?"""
+    return runs.on_several(_validation_shared)
+
+
+def batchnorm(runs: Runs) -> Finding:
+    """Are the statistics of BatchNorm the same on all ranks when it counts?"""
+    run = runs.complete("batchnorm").get("batchnorm")
+    if run is None:
+        return Finding("This could not be seen: the run of the network with BatchNorm was not trained to its end.")
+    for rank, member in enumerate(run.ranks):
+        if any(seen.training for seen in member.validations):
+            return Finding(
+                f"Rank {rank} validated in training mode, in which BatchNorm takes its statistics from the batch."
+            )
+    found = [_last_statistics(member.validations) for member in run.ranks]
+    present = [(rank, vector) for rank, vector in enumerate(found) if vector is not None]
+    for rank, vector in present[1:]:
+        gap = float(np.abs(vector - present[0][1]).max(initial=0.0))
+        if gap > 1e-6:
+            return Finding(
+                f"The means and variances of BatchNorm on rank {rank} differ by up to {gap:.2g} from those of rank "
+                f"{present[0][0]} in the last validation: each rank used what it had seen itself."
+            )
+    saved = accuracy_of_state(run.weights)
+    if saved is None:
+        return Finding(
+            "The network with BatchNorm was not saved as weights.safetensors, with its weights by their names."
+        )
+    logged = _logged(run, run.epochs - 1, "validation_accuracy")
+    # Where logged accuracies are wrong anyway, they say nothing of BatchNorm.
+    if (logged is None or not abs(saved - logged) <= _HALF_A_SAMPLE) and not validation(runs).reason:
+        return Finding(
+            f"The saved network has an accuracy of {_percent(saved)}; the last in the log is {_percent(logged)}."
+        )
+    return Finding()
+
+
+def accuracy(runs: Runs) -> Finding:
+    """Does the network with BatchNorm reach the target?"""
+    run = runs.get("batchnorm")
+    found = accuracy_of_state(run.weights) if run is not None and run.weights else None
+    if found is None or found < TARGET_ACCURACY:
+        has = "none was saved" if found is None else f"the saved one has {_percent(found)}"
+        reason = f"The target of the network with BatchNorm is {TARGET_ACCURACY:g} % on the validation set, and {has}."
+        return Finding(reason, seen={"accuracy": found})
+    return Finding(seen={"accuracy": found})
+
+
+def _loss(run: Run) -> Finding:
+    for epoch in range(run.epochs):
+        total, count = 0.0, 0
+        for step in run.epoch_steps(epoch):
+            shares = step_shares(run, step)
+            samples = sum(len(part) for _, part in shares)
+            if samples:
+                total += mean_loss_and_gradient(shares)[0] * samples
+                count += samples
+        expected = total / max(count, 1)
+        found = _logged(run, epoch, "train_loss")
+        if not run.log:
+            return Finding(f"{with_processes(run).capitalize()}, {_NO_LOG}.")
+        if found is None:
+            return Finding(f"The log {with_processes(run)} has no number train_loss for epoch {epoch}.")
+        if not abs(found - expected) <= _LOSS * max(1.0, abs(expected)):
+            return Finding(
+                f"The log {with_processes(run)} has a train_loss of {found:.6g} for epoch {epoch}; "
+                f"the mean over all its samples is {expected:.6g}.",
+                seen={"logged": found, "expected": expected},
+            )
+    return Finding()
+
+
+def _validation(run: Run) -> Finding:
+    for epoch in range(run.epochs):
+        where = f"After epoch {epoch} {with_processes(run)}"
+        end = run.epoch_steps(epoch).stop
+        passes = [seen for rank in run.ranks for seen in rank.validations if seen.step == end]
+        counts = Counter(sample for seen in passes for sample in seen.samples)
+        missing = VALIDATION_SAMPLES - len(counts)
+        repeated = sorted(sample for sample, count in counts.items() if count > 1)
+        if missing:
+            return Finding(
+                f"{where}, {missing} of {VALIDATION_SAMPLES} samples of the validation set were not looked at."
+            )
+        if repeated:
+            return Finding(
+                f"{where}, these samples of the validation set were counted more than once: {listing(repeated)}."
+            )
+        found = _logged(run, epoch, "validation_accuracy")
+        weights = run.ranks[0].steps[end].weights if end < run.steps else _end_weights(run)
+        expected = None if weights is None else accuracy_of_vector(weights)
+        if found is None or expected is None or not abs(found - expected) <= _HALF_A_SAMPLE:  # nan is not true either
+            says = f"the log says {_percent(found)}" if run.log else _NO_LOG
+            return Finding(f"{where}, {says}; with these weights the accuracy is {_percent(expected)}.")
+    return Finding(seen={"samples counted": VALIDATION_SAMPLES})
+
+
+def _validation_shared(run: Run) -> Finding:
+    looked = [sum(len(seen.samples) for seen in rank.validations) for rank in run.ranks]
+    idle = [rank for rank, count in enumerate(looked) if count == 0]
+    if idle:
+        return Finding(f"{with_processes(run).capitalize()}, ranks without any sample to validate: {listing(idle)}.")
+    if max(looked) > 1.5 * sum(looked) / len(looked):
+        return Finding(
+            f"{with_processes(run).capitalize()}, ranks validated {listing(looked)} samples: not a fair share each."
+        )
+    return Finding()
+
+
+def _last_statistics(validations: tuple[Validation, ...]) -> Any:
+    return validations[-1].statistics if validations else None
+
+
+def _logged(run: Run, epoch: int, key: str) -> float | None:
+    records: list[Mapping[str, Any]] = [record for record in run.log if record.get("epoch") == epoch]
+    value = records[0].get(key) if len(records) == 1 else None
+    if not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int of hundreds of digits
+        return None
+
+
+def _end_weights(run: Run) -> Any:
+    end = run.ranks[0].end
+    return None if end is None else end.weights
+
+
+def _percent(value: float | None) -> str:
+    return "no number" if value is None else f"{value:.2f} %"

@@ -1,0 +1,22 @@
+"""Data sets of images, opened by their names as a recipe would open them, but without what a recipe selects of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paceline.data.image.dataset import DatasetRequest, Fault, StoredImages
+from paceline.dataset_registry import find_dataset
+from paceline.recipe.data import Data
+
+
+def opened_set(
+    name: str, path: str | Path, *, channels: int | None, fault: Fault | None = None, **keys: Any
+) -> StoredImages:
+    """The images at a path; ``channels`` None for what they have, further keys as in a recipe's data section."""
+    data = Data(dataset=name, path=str(path), channels="auto" if channels is None else channels, **keys)
+    entry = find_dataset(name)
+    assert entry is not None
+    found = entry.open(DatasetRequest(data=data, fault=fault))
+    assert isinstance(found, StoredImages)
+    return found
