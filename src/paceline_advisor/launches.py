@@ -1,4 +1,4 @@
-"""How is a real run started, watched and disturbed from outside, with every process that belongs to it?"""
+"""Runs started as commands, watched and disturbed from outside with every process that belongs to them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
+from paceline.processes import ProcessGroup, can_find_descendants, without_rank
 
-_MARK = "PACELINE_DRILL_LAUNCH"
 _POLL_SECONDS = 0.002
-_OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class OverdueError(Exception):
@@ -29,9 +27,7 @@ class OverdueError(Exception):
 
 
 class Launch:
-    """``paceline ARGUMENTS`` as a process of its own, with all its descendants.
-
-    They are found by a mark in their environment, whichever parent or session they have by now (Linux: ``/proc``).
+    """``paceline ARGUMENTS`` as a process with all its descendants, whichever parent or session they have (Linux).
 
     Args:
         arguments: What follows ``paceline`` on the command line.
@@ -52,32 +48,25 @@ class Launch:
         limit_seconds: float,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
         self._deadline = time.monotonic() + limit_seconds
         self._limit = limit_seconds
         self._out, self._err = log.with_name(f"{log.name}.out"), log.with_name(f"{log.name}.err")
-        self._begin(arguments, log, variables or {})
-
-    def _begin(self, arguments: list[str], log: Path, variables: Mapping[str, str]) -> None:
+        self._group = ProcessGroup()
         # A short name: sockets of loader processes lie in it, and the path of one has at most 108 bytes.
         temporary = tempfile.mkdtemp(prefix="t", dir=log.parent)
-        inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCH}
-        name, _, value = self._mark.partition("=")
-        environment = {**inherited, "TMPDIR": temporary, **variables, name: value}
         self.begun = time.monotonic()
         try:
-            with self._out.open("wb") as out, self._err.open("wb") as err:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "paceline", *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                    env=environment,
-                )
+            child = self._group.start(
+                [sys.executable, "-P", "-m", "paceline", *arguments],
+                env={**without_rank(os.environ), "TMPDIR": temporary, **(variables or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+            )
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise LaunchError(f"a process cannot be started ({error.strerror}).") from error
+        self.process = child.process
 
     @property
     def out(self) -> str:
@@ -91,14 +80,7 @@ class Launch:
 
     def family(self) -> set[int]:
         """Processes of this launch that are alive."""
-        mark = self._mark.encode()
-        found = set()
-        for entry in Path("/proc").iterdir():
-            # That of a process just forked, or ended, is empty or gone.
-            with contextlib.suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.add(int(entry.name))
-        return found
+        return self._group.members()
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in order; one process alone is rank 0."""
@@ -122,11 +104,8 @@ class Launch:
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """SIGKILL everyone, as a machine that loses power does."""
-        while family := self.family():
-            self.send(signal.SIGKILL, family)
-            time.sleep(_POLL_SECONDS)
-        self.process.wait()
+        """SIGKILL every process, as a power failure does."""
+        self._group.kill()
 
     def wait(self) -> int:
         """Wait for its end and return its exit code, negative after a signal.
@@ -134,10 +113,9 @@ class Launch:
         Raises:
             OverdueError: If it takes too long.
         """
-        try:
-            return self.process.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise self._overdue("had not ended") from None
+        if self._group.wait(max(0.0, self._deadline - time.monotonic())).reason:
+            raise self._overdue("had not ended")
+        return self.process.returncode
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until something is so; False if the launch ended before.
@@ -188,18 +166,13 @@ def said(launch: Launch) -> str:
     return ended[-1] if ended else ""
 
 
-def can_watch() -> bool:
-    """Whether launches can be watched on this system."""
-    return Path("/proc/self/environ").exists()
-
-
 def check_can_watch() -> None:
     """Find out whether launches can be disturbed from here.
 
     Raises:
         LaunchError: If this system has no ``/proc``, or this process is one of a launch's.
     """
-    if not can_watch():
+    if not can_find_descendants():
         raise LaunchError("a drill finds the processes of its runs in /proc, which only Linux has; run it there.")
     check_alone("a drill")
 

@@ -1,4 +1,4 @@
-"""How does a notebook run a command, such as torchrun, so that it is seen and cannot fail unnoticed?"""
+"""Commands such as torchrun in a notebook: their output is shown, and a failure raises an error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import shlex
 import subprocess
 import sys
-import uuid
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline_course.scratch import end_marked, marked_environment
+from paceline.processes import ProcessGroup
 
 
 class CommandError(Exception):
@@ -34,29 +34,24 @@ def run(command: str, *, seconds: float = 120, env: Mapping[str, str] | None = N
     Raises:
         CommandError: If the exit code is not 0, or the time is up.
     """
-    mark = uuid.uuid4().hex
     variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",  # several processes share few cores
         "PYTHONUNBUFFERED": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **(env or {}),
-        **marked_environment(mark),
     }
-    words = shlex.split(command)
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, start_new_session=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=seconds)
-        except BaseException as error:
-            end_marked(process, mark)  # torchrun gives each worker a session of its own
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise CommandError(f"`{command}` was still running after {seconds:g} s and was ended.") from None
-            raise
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output"
+        with ProcessGroup() as group:
+            child = group.start(shlex.split(command), env=variables, stdout=log, stderr=subprocess.STDOUT)
+            ending = group.wait(seconds)
+        output = log.read_text(encoding="utf-8", errors="replace")
+    if ending.reason:
+        raise CommandError(f"`{command}` was still running after {seconds:g} s and was ended.")
     if not quiet:
         print(output, end="" if output.endswith("\n") else "\n")
-    if process.returncode:
+    if child.code:
         last = "\n".join(output.splitlines()[-15:])
-        raise CommandError(f"`{command}` ended with exit code {process.returncode}:\n{last}")
+        raise CommandError(f"`{command}` ended with exit code {child.code}:\n{last}")
     return output

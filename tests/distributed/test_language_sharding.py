@@ -22,7 +22,7 @@ PROGRAM = """
 import datetime, gc, json, os
 import torch
 import paceline
-from paceline.distributed.sharded_init import Filling
+from paceline.distributed.sharding import Filling
 
 def filled(self, name, fill=Filling.__call__):
     before = [each.is_meta for each in self._networks[0].parameters()]

@@ -14,9 +14,9 @@ import click
 
 from paceline.cli.options import LocalPath, json_option, overrides_argument, recipe_argument
 from paceline.cli.output import echo, print_json
-from paceline.distributed.kubernetes_job import Workload, check, indexed_job, job_name, pytorch_job
-from paceline.distributed.slurm_job import Job, Shape, check_time, folder_name, job_script, split_sweep, submit
-from paceline.distributed.torchrun_command import torchrun_command
+from paceline.distributed.jobs.kubernetes import Workload, check, indexed_job, job_name, pytorch_job
+from paceline.distributed.jobs.slurm import Job, Shape, check_time, folder_name, job_script, split_sweep, submit
+from paceline.distributed.jobs.torchrun import torchrun_command
 from paceline.errors import LaunchError
 from paceline.recipe.load import LoadedRecipe, load_recipe
 

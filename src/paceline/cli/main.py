@@ -140,8 +140,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 a mistake in what was asked, 75 stopped."""
-    from paceline.distributed.local_launch import follow_launcher, report_error
-    from paceline.distributed.restarts import end_torchrun, meets_every_start
+    from paceline.distributed.local_launch import end_torchrun, follow_launcher, meets_every_start, report_error
 
     follow_launcher(os.environ)
     if _COMPLETING in os.environ:

@@ -19,7 +19,7 @@ from paceline.references import trusting_code
 from paceline.storage.cache import local_path
 
 if TYPE_CHECKING:
-    from paceline.distributed.restarts import Restarts
+    from paceline.distributed.local_launch import Restarts
     from paceline.recipe.schema import Recipe
 
 json_option: Callable[[Any], Any] = click.option(

@@ -38,7 +38,7 @@ from paceline.references import trusting_code
 from paceline.units import format_bytes, format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
-    from paceline.distributed.restarts import Restarts
+    from paceline.distributed.local_launch import Restarts
     from paceline.recipe.phases import BatchPhase
     from paceline.recipe.plan import Occasion, ParameterGroupFacts, Plan
     from paceline.recipe.schedule import Course
@@ -134,7 +134,7 @@ def _restarts(
             f"--max-restarts {most} goes on from a run's checkpoints, so it must be known where they are; name a "
             "directory with --run-dir."
         )
-    from paceline.distributed.restarts import Restarts
+    from paceline.distributed.local_launch import Restarts
 
     return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=run_dir, arguments=arguments)
 

@@ -15,12 +15,111 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.exact_buffers import StepBuffers
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
 from paceline.distributed.strategy import MicroBatch, NoStopwatch, Stopwatch, VoteReader, Wish
+
+# BatchNorm counts its forward passes in it; one per step wherever they happen.
+_COUNTER = "num_batches_tracked"
+
+
+def buffers_of(network: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Every buffer once, with the module that holds it and its name there."""
+    seen: set[int] = set()
+    for module in network.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield module, name, buffer
+
+
+@contextmanager
+def buffers_kept(network: nn.Module) -> Iterator[None]:
+    """After passes that are no steps, also after an error: every buffer is where it was, with what it was."""
+    places = [(*place, place[-1].clone()) for place in buffers_of(network)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in places:
+                put_back(module, name, buffer)
+                buffer.copy_(before)
+
+
+def put_back(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Bring a buffer's value into the tensor that held it, where a forward pass has put another in its place."""
+    now = getattr(module, name)
+    if now is not tensor:
+        with torch.no_grad():
+            tensor.copy_(now)
+        setattr(module, name, tensor)
+
+
+class StepBuffers:
+    """A network's buffers from the beginning of a step to its end.
+
+    Numbers that forward passes move (running statistics) end as they were plus the weighted mean of their changes.
+    Others, whose differences mean nothing (integers, flags, complex numbers, and what holds infinities when the
+    network is built, as a mask does), end as logical rank 0 has left them.
+
+    Attributes:
+        summed: The buffers whose changes are added up.
+    """
+
+    def __init__(self, network: nn.Module, collectives: Collectives) -> None:
+        self._places = list(buffers_of(network))
+        self._all = [tensor for _, _, tensor in self._places]
+        self._before = [torch.empty_like(tensor) for tensor in self._all]
+        numbers = [each.is_floating_point() and bool(each.isfinite().all()) for each in self._all]
+        self.summed = [tensor for tensor, is_number in zip(self._all, numbers, strict=True) if is_number]
+        self._summed_before = [was for was, is_number in zip(self._before, numbers, strict=True) if is_number]
+        self._led = [tensor for tensor, is_number in zip(self._all, numbers, strict=True) if not is_number]
+        self._led_after = [torch.empty_like(each) for each in self._led]
+        self._is_told = any(
+            name != _COUNTER for (_, name, _), is_number in zip(self._places, numbers, strict=True) if not is_number
+        )
+        self._collectives = collectives
+
+    def begin(self) -> None:
+        """Remember where the step starts."""
+        _copy(self._before, self._all)
+
+    def start_again(self) -> None:
+        """Give the next logical rank what the step started from."""
+        _copy(self._all, self._before)
+
+    def leave(self, logical_rank: int, changes: list[Tensor], share: float) -> None:
+        """Write a logical rank's share of the changes into ``changes``, in the order of :attr:`summed`."""
+        self.put_back()
+        if self.summed:
+            _copy(changes, self.summed)
+            torch._foreach_sub_(changes, self._summed_before)
+            torch._foreach_mul_(changes, share)
+        if logical_rank == 0:
+            _copy(self._led_after, self._led)
+
+    def put_back(self) -> None:
+        """Undo that a forward pass has put another tensor in a buffer's place; its value stays."""
+        for module, name, tensor in self._places:
+            put_back(module, name, tensor)
+
+    def end(self, changes: list[Tensor]) -> None:
+        """Make the buffers the step's; a collective for networks with buffers that logical rank 0 decides."""
+        if self.summed:
+            _copy(self.summed, self._summed_before)
+            torch._foreach_add_(self.summed, changes)
+        if self._is_told:
+            if self._collectives.world.is_first:
+                _copy(self._led, self._led_after)
+            self._collectives.broadcast_tensors(self._led)
+
+
+def _copy(targets: list[Tensor], sources: list[Any]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
 
 _LOSS, _SAMPLES, _STOP, _SAVE, _SPOILED = range(5)
 _WISH = slice(_STOP, _SAVE + 1)
@@ -29,7 +128,7 @@ _WISH = slice(_STOP, _SAVE + 1)
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 
 
-class Leaf:
+class GradientSlot:
     """Everything of one logical rank, or of several added up, that the step sums over logical ranks.
 
     Attributes:
@@ -61,7 +160,7 @@ class Leaf:
         for part in self.parts:
             part.zero_()
 
-    def add(self, other: Leaf) -> Leaf:
+    def add(self, other: GradientSlot) -> GradientSlot:
         """Add another leaf to this one."""
         for mine, theirs in zip(self.parts, other.parts, strict=True):
             mine.add_(theirs)
@@ -99,10 +198,10 @@ class ExactDataParallel:
         self._logical_ranks = 1
         self._parameters = [each for each in network.parameters() if each.requires_grad]
         self._buffers = StepBuffers(network, collectives)
-        self._sums: PartialSums[Leaf] = PartialSums(Leaf.add)
+        self._sums: PartialSums[GradientSlot] = PartialSums(GradientSlot.add)
         self._leaf = self._make_leaf()
         self._free = [self._leaf]
-        self._combined: Leaf | None = None
+        self._combined: GradientSlot | None = None
         self._leaves = 0
         self._begun = False
         self._ask: Callable[[], Wish] = Wish
@@ -188,10 +287,12 @@ class ExactDataParallel:
         self._leaves = part.filled
         self._begun = True
 
-    def _make_leaf(self) -> Leaf:
-        return Leaf([each.detach() for each in self._parameters], self._buffers.summed, slices=self._world.world_size)
+    def _make_leaf(self) -> GradientSlot:
+        return GradientSlot(
+            [each.detach() for each in self._parameters], self._buffers.summed, slices=self._world.world_size
+        )
 
-    def _vote(self, held: Mapping[Node, Leaf]) -> None:
+    def _vote(self, held: Mapping[Node, GradientSlot]) -> None:
         """Note this process's wish in one of its leaves; one without samples has none, and waits for a step with."""
         wish = self._ask()
         for leaf in list(held.values())[:1]:
@@ -200,10 +301,10 @@ class ExactDataParallel:
             if wish.save:
                 leaf.notes[_SAVE] = 1
 
-    def _exchange(self, held: dict[Node, Leaf]) -> Leaf:
+    def _exchange(self, held: dict[Node, GradientSlot]) -> GradientSlot:
         """Finish the tree; over several processes, each for its slice, and then put the slices together."""
         if self._world.world_size == 1:
-            combined = total(held, Leaf.add, leaves=self._leaves)
+            combined = total(held, GradientSlot.add, leaves=self._leaves)
             self._free += [leaf for leaf in held.values() if leaf is not combined]
             return combined
         with self._stopwatch.span("communication"):

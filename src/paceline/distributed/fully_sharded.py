@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import Buffers, has_training_buffers
-from paceline.distributed.sharded_init import Filling, ValueOf
-from paceline.distributed.sharding import modules_to_shard, sharding_options
+from paceline.distributed.sharding import Filling, ValueOf, modules_to_shard, sharding_options
 from paceline.distributed.strategy import MicroBatch, Stopwatch, Wish
 from paceline.distributed.voting import VOTES, Poll, Voting
 from paceline.recipe.running import Parallel

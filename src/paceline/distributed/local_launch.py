@@ -1,4 +1,4 @@
-"""How are N processes started on this machine, and what happens when one of them fails or is told to stop?
+"""Launch N ranks on this machine, and report the error that ended them.
 
 The launcher imports no torch. It starts the same command once per rank, passes signals on, and returns one
 exit code. Ranks write their errors to files, so that the first one is shown first and equal ones once.
@@ -7,28 +7,132 @@ exit code. Ranks write their errors to files, so that the first one is shown fir
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from paceline.distributed.environment import RENDEZVOUS_VARIABLE, RESTARTS_VARIABLE, read_launch
-from paceline.distributed.restarts import Failure, Restarts, is_torchrun, last_step, next_size
-from paceline.errors import LaunchError, OtherProcessError, PacelineError, TrainingError
+from paceline.errors import (
+    DataError,
+    LaunchError,
+    ModelError,
+    OtherProcessError,
+    PacelineError,
+    RecipeError,
+    RunDirectoryError,
+    TrainingError,
+)
 from paceline.escaping import one_line, printable
+from paceline.processes import Child, Ending, ProcessGroup, received_signals
 from paceline.storage.addresses import without_secrets
 from paceline.world import STOP_SIGNALS
+
+# Found by every process alike, from what the user wrote. Others may pass: a peer that is late, a directory in use.
+_MISTAKES = (RecipeError, DataError, ModelError)
+_TORCHRUN = ("torch.distributed.run", "torchrun")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """What the user allows.
+
+    Attributes:
+        most: How often the ranks may be started again.
+        sizes: The numbers of ranks that may be started, the largest first.
+        run_dir: The directory of their run, which knows how far it got.
+        arguments: What a rank is started with from then on.
+    """
+
+    most: int
+    sizes: tuple[int, ...]
+    run_dir: Path
+    arguments: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a launch ended that may be started again.
+
+    Attributes:
+        size: Its number of ranks.
+        step: The last step that the run had a record of by then; -1 if it had none.
+        cause: Why, in a few words.
+    """
+
+    size: int
+    step: int
+    cause: str
+
+
+def next_size(sizes: Sequence[int], failures: Sequence[Failure]) -> int | None:
+    """How many ranks to start after these failures of a run; None if the last one only came again.
+
+    After a failure of the most ranks, fewer go on, since some of them may have lost their place; after a failure of
+    fewer, all are tried again. Without progress in between, ever fewer are tried, and then the same fault ends it.
+
+    Args:
+        sizes: The numbers of ranks that may be started, the largest first.
+        failures: What has happened so far, the latest last.
+    """
+    last = failures[-1]
+    before = failures[-2] if len(failures) > 1 else None
+    progressed = before is None or last.step > before.step
+    fewer = [size for size in sizes if size < last.size]
+    if fewer and (last.size == sizes[0] or not progressed):
+        return fewer[0]
+    if before is not None and not progressed and last.cause == before.cause:
+        return None
+    return sizes[0]
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step that a run has a record of; -1 if it has none that can be read."""
+    # Here, so that a launch that needs no restart loads no library of records.
+    from paceline.records.reader import read_events
+    from paceline.records.run_directory import RunDirectory
+
+    path = RunDirectory(run_dir).events
+    try:
+        return max((event["step"] for event in read_events(path)), default=-1) if path.is_file() else -1
+    except RunDirectoryError:
+        return -1  # the next start says what is wrong with them
+
+
+def meets_every_start(error: BaseException) -> bool:
+    """Whether an error is a mistake that the next start would only find again."""
+    return isinstance(error, _MISTAKES)
+
+
+def end_torchrun(environ: Mapping[str, str]) -> None:
+    """After a mistake at the first start: have torchrun end, if it would start this process again.
+
+    torchrun knows no exit code for that: it would tell the mistake as often as it may start processes. What comes up
+    only later may pass, and is left to it.
+    """
+    first = environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    # One of a host's processes asks, since a second signal would break torchrun's own clearing up.
+    if first and environ.get("LOCAL_RANK") == "0" and is_torchrun(os.getppid()):
+        sys.stderr.flush()
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def is_torchrun(pid: int) -> bool:
+    """Whether a process is torchrun."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    # `python -m torch.distributed.run …`, or the interpreter and the path of the command `torchrun`.
+    return any(Path(word).name in _TORCHRUN for word in words[:6])
+
 
 STOPPED_EXIT_CODE = 75
 _ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
@@ -73,7 +177,7 @@ def launch_local(arguments: Sequence[str], processes: int, *, cores: int, restar
         restarts: Whether, and how, they are started again if one of them dies.
     """
     # Signals are remembered before there is anything to leave behind, and passed on once the ranks run.
-    with _remembered_signals() as received:
+    with received_signals(STOP_SIGNALS) as received:
         outcome = _launch_once(arguments, processes, cores, 0, received)
         if restarts is None:
             return outcome.code
@@ -105,19 +209,25 @@ def _announce_restart(failures: Sequence[Failure], restarts: Restarts, size: int
 
 
 def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: int, received: list[int]) -> _Outcome:
-    with tempfile.TemporaryDirectory(prefix="paceline-launch-") as scratch:
-        launch = _Launch(Path(scratch))
-        variables = {RESTARTS_VARIABLE: str(restart)}
-        try:
+    with tempfile.TemporaryDirectory(prefix="paceline-launch-") as name:
+        scratch = Path(name)
+        with ProcessGroup(good_codes=(0, STOPPED_EXIT_CODE), signals=received) as group:
             for rank in range(processes):
-                launch.ranks.append(_start(arguments, rank, processes, Path(scratch), cores, variables))
-            _supervise(launch, received)
-        finally:
-            for process in launch.ranks:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-        return _conclude(launch, read_errors(Path(scratch)), asked_to_stop=bool(received))
+                environment = {
+                    **os.environ,
+                    RESTARTS_VARIABLE: str(restart),
+                    **rank_variables(rank, processes, scratch, cores=cores),
+                    _ERROR_DIRECTORY: str(scratch),
+                    LAUNCHER_VARIABLE: str(os.getpid()),
+                }
+                group.start([sys.executable, "-P", "-m", "paceline", *arguments], env=environment, name=f"rank {rank}")
+            ending = group.wait(
+                after_failure=_GRACE_AFTER_FAILURE_SECONDS,
+                after_end=_GRACE_AFTER_END_SECONDS,
+                # A rank that has left its error may yet wait for the others before it ends.
+                failed=lambda: any(scratch.glob("rank-*.json")),
+            )
+        return _conclude(group.children, ending, read_errors(scratch), asked_to_stop=bool(received))
 
 
 @dataclass(frozen=True)
@@ -131,55 +241,6 @@ class _Outcome:
 
     code: int
     cause: str | None = None
-
-
-@dataclass
-class _Launch:
-    """The ranks of one launch.
-
-    Attributes:
-        scratch: Where ranks leave their errors.
-        ranks: Their processes.
-        died: Ranks that failed by themselves, in the order in which they ended.
-        overdue: Ranks that were ended because others had ended well before.
-    """
-
-    scratch: Path
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    died: list[int] = field(default_factory=list)
-    overdue: list[int] = field(default_factory=list)
-
-
-@contextmanager
-def _remembered_signals() -> Iterator[list[int]]:
-    """Collect the signals that are to be passed on, instead of dying of them."""
-    received: list[int] = []
-
-    def remember(number: int, _: FrameType | None) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, remember) for number in STOP_SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _start(
-    arguments: Sequence[str], rank: int, processes: int, scratch: Path, cores: int, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        **variables,
-        **rank_variables(rank, processes, scratch, cores=cores),
-        _ERROR_DIRECTORY: str(scratch),
-        LAUNCHER_VARIABLE: str(os.getpid()),
-    }
-    # A session of its own: a signal to the terminal's group reaches a rank once, through the launcher.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline", *arguments], env=environment, start_new_session=True
-    )
 
 
 def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> dict[str, str]:
@@ -213,61 +274,26 @@ def _loopback() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
-def _supervise(launch: _Launch, received: list[int]) -> None:
-    """Wait for all ranks; end those that have no one left to work with."""
-    failed_at = ended_at = math.inf
-    passed_on = 0
-    while True:
-        codes = [process.poll() for process in launch.ranks]
-        launch.died += [
-            rank
-            for rank, code in enumerate(codes)
-            if code not in (None, 0, STOPPED_EXIT_CODE) and rank not in launch.died
-        ]
-        if None not in codes:
-            return
-        now = time.monotonic()
-        # A rank that has left its error may yet wait for the others before it ends.
-        if launch.died or any(launch.scratch.glob("rank-*.json")):
-            failed_at = min(failed_at, now)
-        if any(code is not None for code in codes):
-            ended_at = min(ended_at, now)
-        failed = now - failed_at > _GRACE_AFTER_FAILURE_SECONDS
-        if failed or now - ended_at > _GRACE_AFTER_END_SECONDS:
-            launch.overdue = [] if failed else [rank for rank, code in enumerate(codes) if code is None]
-            _signal_all(launch.ranks, signal.SIGKILL)
-            return
-        while passed_on < len(received):
-            _signal_all(launch.ranks, received[passed_on])
-            passed_on += 1
-        time.sleep(_POLL_SECONDS)
-
-
-def _signal_all(ranks: list[subprocess.Popen[bytes]], number: int) -> None:
-    for process in ranks:
-        if process.poll() is None:
-            process.send_signal(number)
-
-
-def _conclude(launch: _Launch, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
-    """Say what went wrong, its cause first."""
-    codes = [process.returncode for process in launch.ranks]
-    for rank in launch.overdue:
+def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
+    """Report what went wrong, the cause first."""
+    codes = [child.code or 0 for child in ranks]
+    overdue = ending.killed if ending.reason == "end" else ()
+    for child in overdue:
         print(
-            f"paceline: rank {rank} was still running {_GRACE_AFTER_END_SECONDS:.0f} s after another had ended, and "
+            f"paceline: {child.name} was still running {_GRACE_AFTER_END_SECONDS:.0f} s after another had ended, and "
             "was ended",
             file=sys.stderr,
         )
     if all(code in (0, STOPPED_EXIT_CODE) for code in codes) and not errors:
         return _Outcome(max(codes))
-    spoke = {error.rank for error in errors}
-    silent = [rank for rank in launch.died if rank not in spoke]
-    for rank in silent:
-        print(f"paceline: rank {rank} {_ending_of(codes[rank])}", file=sys.stderr)
-    causes = [f"rank {rank} {_ending_of(codes[rank])}" for rank in silent]
-    causes += [f"rank {rank} did not end" for rank in launch.overdue]
+    with_error = {f"rank {error.rank}" for error in errors}
+    silent = [child for child in ending.failed if child.name not in with_error]
+    causes = [f"{child.name} {child.ending}" for child in silent]
+    for cause in causes:
+        print(f"paceline: {cause}", file=sys.stderr)
+    causes += [f"{child.name} did not end" for child in overdue]
     # A rank that refuses its command line says so by itself, and would do so again.
-    mistake = any(codes[rank] == PacelineError.exit_code for rank in silent)
+    mistake = any(child.code == PacelineError.exit_code for child in silent)
     if not errors:
         return _Outcome(1, causes[0] if causes and not mistake else None)
     first, *others = errors
@@ -285,13 +311,6 @@ def _conclude(launch: _Launch, errors: list[RankError], *, asked_to_stop: bool) 
     if silent:
         return _Outcome(1, None if mistake else causes[0])
     return _Outcome(first.exit_code, first.summary if first.exit_code == 1 else None)
-
-
-def _ending_of(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code} and left no message"
-    hint = " (the system may have been out of memory)" if code == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-code).name}{hint}"
 
 
 def read_errors(directory: Path) -> list[RankError]:

@@ -15,17 +15,125 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from paceline.distributed.local_launch import report_error
-from paceline.distributed.sightings import Pulse, Sighting, diagnose
 from paceline.errors import LostWorkerError, OneProcessError, PacelineError, TrainingError
 from paceline.units import format_seconds
 from paceline.world import World
+
+Ids = NDArray[np.int64]
+
+NO_SAMPLES: Ids = np.empty(0, dtype=np.int64)
+_LAST = 1_000_000
+
+
+class Heartbeat:
+    """Where this process is: plain attributes that the loop writes and a thread reads; no locks, and next to no cost.
+
+    Attributes:
+        step: The step it is in, counted from 1; 0 before the first.
+        phase: The part of it.
+        order: Which part; comparable between processes at the same step.
+        ticks: Grows with everything that is got done.
+        is_new: Whether it is in this part for the first time; networks are compiled then.
+        samples: The samples in hand.
+    """
+
+    __slots__ = ("_entered", "is_new", "order", "phase", "samples", "step", "ticks")
+
+    def __init__(self) -> None:
+        self.step, self.phase, self.order, self.ticks, self.is_new = 0, "start", 0, 0, True
+        self.samples: Ids = NO_SAMPLES
+        self._entered: set[str] = set()
+
+    def begin_step(self, step: int) -> None:
+        """A new step begins."""
+        self.step, self.order = step, 0
+
+    def enter(self, phase: str, *, last: bool = False, samples: Ids = NO_SAMPLES) -> None:
+        """Go on to another part.
+
+        Args:
+            phase: Its name.
+            last: Whether it is the last one before processes meet; they may have come there by unequal ways.
+            samples: The samples in hand then.
+        """
+        self.phase, self.samples = phase, samples
+        self.order = _LAST if last else self.order + 1
+        self.is_new = phase not in self._entered
+        if self.is_new:
+            self._entered.add(phase)
+        self.ticks += 1
+
+    def tick(self) -> None:
+        """Something was got done within a part."""
+        self.ticks += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """What a process said of itself.
+
+    Attributes:
+        serial: Grows each time; 0 if it has not said anything.
+        seconds: Since when it was there.
+        is_over: Whether it has ended its part in the run.
+        failure: The error that it ended with.
+    """
+
+    rank: int
+    host: str = "an unknown host"
+    serial: int = 0
+    step: int = 0
+    phase: str = "start"
+    order: int = 0
+    ticks: int = -1
+    is_new: bool = True
+    seconds: float = 0.0
+    is_over: bool = False
+    failure: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far it is, for comparison."""
+        return self.step, self.order
+
+    @property
+    def where(self) -> str:
+        """Its place in words."""
+        return f"{self.phase} of step {self.step}" if self.step else f"{self.phase} before the first step"
+
+    @property
+    def who(self) -> str:
+        """Its name in words."""
+        return f"rank {self.rank} on {self.host}"
+
+    def __str__(self) -> str:
+        return f"{self.who}, in {self.where}"
+
+
+def diagnose(sightings: Sequence[RankStatus], silent: Mapping[int, float]) -> list[RankStatus]:
+    """The processes that the others wait for; empty if all are at the same place.
+
+    Args:
+        sightings: The last of each process, by rank.
+        silent: Seconds for which some of them have not been heard of, by rank.
+    """
+    if failed := [each for each in sightings if each.failure]:
+        return failed
+    if silent:
+        return [each for each in sightings if each.rank in silent]
+    furthest_behind = min(each.place for each in sightings)
+    behind = [each for each in sightings if each.place == furthest_behind]
+    return behind if len(behind) < len(sightings) else []
+
 
 # Shares of the time that a collective may take: before it is over, so that the first word is not "timed out".
 _OVERDUE, _LISTENING, _SILENT, _INTERVAL = 0.9, 0.4, 0.3, 0.025
@@ -38,7 +146,7 @@ _READS = ("data_wait", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hands:
+class WatchdogContext:
     """What a process has in hand, in words; asked only when something is wrong.
 
     Attributes:
@@ -54,7 +162,7 @@ class Hands:
 class _Watched:
     """What is known of a process here, by this process's own clock."""
 
-    last: Sighting
+    last: RankStatus
     heard_at: float
     ticked_at: float
 
@@ -67,23 +175,29 @@ class Watchdog:
         world: Its place among the others.
         store: Where processes leave messages for one another; None in a world of one.
         timeout_seconds: How long they may wait for one another.
-        hands: What it has in hand.
+        context: What it has in hand.
     """
 
     def __init__(
-        self, pulse: Pulse, world: World, store: Store | None, *, timeout_seconds: float, hands: Hands | None = None
+        self,
+        pulse: Heartbeat,
+        world: World,
+        store: Store | None,
+        *,
+        timeout_seconds: float,
+        context: WatchdogContext | None = None,
     ) -> None:
         self.pulse = pulse
         self._world = world
         self._store = store
         self._timeout = timeout_seconds
-        self._hands = hands or Hands()
+        self._context = context or WatchdogContext()
         self._interval = min(_LONGEST_INTERVAL_SECONDS, _INTERVAL * timeout_seconds)
         self._host = socket.gethostname()
         self._main = threading.get_ident()
         self._stopped, self._ending = threading.Event(), threading.Event()
         now = time.monotonic()
-        self._known = [_Watched(Sighting(rank=rank), now, now) for rank in range(world.world_size)]
+        self._known = [_Watched(RankStatus(rank=rank), now, now) for rank in range(world.world_size)]
         self._serial = 0
         self._failure = ""
         self._woken_at = now
@@ -157,7 +271,7 @@ class Watchdog:
             me.ticked_at = now
         self._serial += 1
         me.heard_at = now
-        me.last = Sighting(
+        me.last = RankStatus(
             rank=self._world.rank,
             host=self._host,
             serial=self._serial,
@@ -177,7 +291,7 @@ class Watchdog:
             key = f"pulse/{rank}"
             if rank == self._world.rank or not store.check([key]):
                 continue
-            new, now = Sighting(**json.loads(store.get(key))), time.monotonic()
+            new, now = RankStatus(**json.loads(store.get(key))), time.monotonic()
             if new.serial != known.last.serial:
                 known.heard_at, known.ticked_at = now, now - new.seconds
             known.last = new
@@ -230,7 +344,7 @@ class Watchdog:
         while store.add("told", 0) < there and time.monotonic() < patience:
             time.sleep(0.05)
 
-    def _waited_for(self) -> Sequence[Sighting]:
+    def _waited_for(self) -> Sequence[RankStatus]:
         """The processes to be named: those that the others wait for, or all."""
         sightings = [known.last for known in self._known]
         return diagnose(sightings, self._silent()) or sightings
@@ -281,7 +395,7 @@ class Watchdog:
         """Where an error came up, with what in hand, and what is known of the others by now."""
         me = self._known[self._world.rank].last
         pulse = self.pulse
-        here = Sighting(rank=self._world.rank, host=self._host, step=pulse.step, phase=pulse.phase)
+        here = RankStatus(rank=self._world.rank, host=self._host, step=pulse.step, phase=pulse.phase)
         lines = [f"({here}{in_hand})" if len(self._known) > 1 else f"(in {here.where}{in_hand})"]
         for known in self._known:
             each = known.last
@@ -306,9 +420,9 @@ class Watchdog:
         """The samples that the main thread computes with, or what it waits to be read; empty if unknown."""
         pulse = self.pulse
         if len(pulse.samples):
-            names = ", ".join(self._hands.name_of(int(each)) for each in pulse.samples[:_NAMED])
+            names = ", ".join(self._context.name_of(int(each)) for each in pulse.samples[:_NAMED])
             more = f" and {len(pulse.samples) - _NAMED} more" if len(pulse.samples) > _NAMED else ""
             return f", with {names}{more}" if not reading else f"  with {names}{more}\n"
-        if reading and pulse.phase in _READS and (said := self._hands.reading(pulse.phase == "data_wait")):
+        if reading and pulse.phase in _READS and (said := self._context.reading(pulse.phase == "data_wait")):
             return f"  waiting to be read: {said}\n"
         return ""

@@ -16,9 +16,8 @@ from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import Collectives, open_store
-from paceline.distributed.sightings import Pulse
 from paceline.distributed.strategy import Replicas, Strategy
-from paceline.distributed.watchdog import Hands, Watchdog
+from paceline.distributed.watchdog import Heartbeat, Watchdog, WatchdogContext
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.thawing import Thawing, first_steps, last_steps
@@ -84,7 +83,7 @@ def build_run(setting: Setting) -> Run:
     scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
-    pulse = Pulse()
+    pulse = Heartbeat()
     ledger = LedgerWriter(ledger_path(setting.directory.ledger, prepared.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.averages_over)
     run = Run(
@@ -148,7 +147,7 @@ def _thawing(strategy: Strategy, prepared: Prepared) -> Thawing:
     return Thawing(network, late, passing, changed=strategy.gradients_changed)
 
 
-def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:
+def _watchdog(pulse: Heartbeat, prepared: Prepared) -> Watchdog:
     pipeline = prepared.pipeline
     # Pipelines of the user's own need not know what they read.
     reading = getattr(pipeline, "reading", lambda **_: "")
@@ -157,14 +156,14 @@ def _watchdog(pulse: Pulse, prepared: Prepared) -> Watchdog:
         prepared.world,
         open_store("watchdog"),
         timeout_seconds=prepared.recipe.parallel.timeout.seconds,
-        hands=Hands(
+        context=WatchdogContext(
             reading=lambda training: str(reading(training=training)),
             name_of=lambda sample: pipeline.sample_name(sample, training=True),
         ),
     )
 
 
-def _evaluator(setting: Setting, precision: Precision, pulse: Pulse) -> Evaluator:
+def _evaluator(setting: Setting, precision: Precision, pulse: Heartbeat) -> Evaluator:
     prepared = setting.prepared
     plan, world = prepared.plan, prepared.world
     # Pipelines of the user's own cut the evaluation as the guide says.

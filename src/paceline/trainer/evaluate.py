@@ -25,7 +25,7 @@ from paceline.data.batch import Batch, BrokenSample, Nested, tensors_in
 from paceline.data.pipeline import Pipeline
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.sightings import Pulse
+from paceline.distributed.watchdog import Heartbeat
 from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Rows
 from paceline.metrics.answers import MOST_CLASSES, Confusion, Triples, confusion_document, merged
@@ -311,7 +311,7 @@ class Evaluator:
     collectives: Collectives
     device: torch.device
     batch_size: int
-    pulse: Pulse = field(default_factory=Pulse)
+    pulse: Heartbeat = field(default_factory=Heartbeat)
     rounds: int | None = None
     keep: Keep = field(default_factory=Keep)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
+from paceline.processes import ProcessGroup, without_rank
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -88,11 +88,10 @@ def measure_feeding(
 
 def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tuple[Feeding | None, str]:
     """What the measuring process printed, or why it printed nothing."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {
         name: value
-        for name, value in os.environ.items()
-        if name not in ours and not name.startswith(("SLURM_", "TORCHELASTIC_", "PACELINE_"))
+        for name, value in without_rank(os.environ).items()
+        if not name.startswith(("SLURM_", "TORCHELASTIC_", "PACELINE_"))
     }
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_process)
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
@@ -106,28 +105,16 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
             str(path),
             str(min(available_cores(), _MOST)),
         ]
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            said = _outcome(process, stopped)
-    if said is None:
-        return None, "it was ended"
-    out, err = said
-    if process.returncode != 0:
-        return None, (err.strip().splitlines() or ["no reason was given"])[-1]
-    found = json.loads(out.splitlines()[-1])
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        with ProcessGroup() as group:
+            child = group.start(command, env=environment, stdout=out, stderr=errors)
+            if group.wait(_LIMIT_SECONDS, cancelled=stopped).reason:
+                return None, "it was ended"
+        if child.code != 0:
+            return None, child.ending
+        said = out.read_text()
+    found = json.loads(said.splitlines()[-1])
     return Feeding({int(workers): rate for workers, rate in found["rates"].items()}, found["alone"]), ""
-
-
-def _outcome(process: subprocess.Popen[str], stopped: Callable[[], bool]) -> tuple[str, str] | None:
-    deadline = time.monotonic() + _LIMIT_SECONDS
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=_LOOK_SECONDS)
-        if stopped() or time.monotonic() > deadline:
-            process.kill()
-            process.communicate()
-            return None
 
 
 def _overrides(plan: Plan) -> dict[str, Any]:

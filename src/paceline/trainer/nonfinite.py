@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleIds
-from paceline.distributed.exact_buffers import buffers_of, put_back
+from paceline.distributed.exact import buffers_of, put_back
 from paceline.distributed.strategy import VOTE_LAG, VoteReader
 from paceline.errors import TrainingError
 from paceline.recipe.training import Train

@@ -19,9 +19,8 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, TimedPipeline, as_timed
 from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.sightings import NO_SAMPLES, Pulse
 from paceline.distributed.strategy import VOTE_LAG, Strategy, Wish
-from paceline.distributed.watchdog import Watchdog
+from paceline.distributed.watchdog import NO_SAMPLES, Heartbeat, Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.compiled import CompiledNetwork
 from paceline.models.ema import ExponentialMovingAverage
@@ -94,7 +93,7 @@ class Run:
     window: Window
     noise: NoiseMeter
     clock: StepClock
-    pulse: Pulse
+    pulse: Heartbeat
     watchdog: Watchdog
     recorder: Recorder
     display: Display

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.data.batch import Batch, rows_of
-from paceline.distributed.exact_buffers import buffers_kept
+from paceline.distributed.exact import buffers_kept
 from paceline.distributed.strategy import Replicas, Wish, refuse_unused
 from paceline.errors import ModelError
 from paceline.models.compiled import shape_of

@@ -1,4 +1,4 @@
-"""The processes of one variant, as the one that gives them turns sees them."""
+"""The processes of one interleaved variant: start them, grant them steps, read what they measured."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from typing import Any
 
 from paceline.distributed.local_launch import rank_variables
 from paceline.machine import available_cores
+from paceline.processes import Child, ProcessGroup, without_rank
 from paceline_advisor.bench.interleaved_process import Orders, command_line
 
 _LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 10.0
 # The others of a world learn late that one has failed, and say then only that they miss it.
 _CAUSE_SECONDS = 1.0
-_BY_A_SIGNAL = "ended by "
-_OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class MemberError(Exception):
@@ -40,35 +39,31 @@ class MemberError(Exception):
 class _Rank:
     """One process with its two pipes."""
 
-    def __init__(self, orders: Callable[[int], Orders], environment: Mapping[str, str], errors: Path) -> None:
+    def __init__(
+        self, group: ProcessGroup, orders: Callable[[int], Orders], environment: Mapping[str, str], errors: Path
+    ) -> None:
         self.answers, theirs = os.pipe()
-        self._errors, self._read = errors, b""
+        self._read = b""
         try:
-            self.process = self._begun(orders(theirs), environment, theirs)
+            self.child = group.start(
+                command_line(orders(theirs)),
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=(theirs,),
+            )
         except OSError as error:
             os.close(self.answers)
             raise MemberError(f"a process cannot be started ({error.strerror})") from error
         finally:
             os.close(theirs)
 
-    def _begun(self, orders: Orders, environment: Mapping[str, str], theirs: int) -> subprocess.Popen[bytes]:
-        with self._errors.open("wb") as err:
-            # A session of its own: what a terminal's Ctrl-C ends is this process, which then ends the others.
-            return subprocess.Popen(
-                command_line(orders),
-                stdin=subprocess.PIPE,
-                stdout=err,
-                stderr=err,
-                pass_fds=(theirs,),
-                start_new_session=True,
-                env=environment,
-            )
-
     def grant(self, lead: int, steps: int) -> None:
-        assert self.process.stdin is not None
+        assert self.child.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end is told where its answer is waited for
-            self.process.stdin.write(json.dumps({"lead": lead, "steps": steps}).encode() + b"\n")
-            self.process.stdin.flush()
+            self.child.process.stdin.write(json.dumps({"lead": lead, "steps": steps}).encode() + b"\n")
+            self.child.process.stdin.flush()
 
     def line(self) -> dict[str, Any] | None:
         """What it says, if it has said something."""
@@ -81,27 +76,11 @@ class _Rank:
         found: dict[str, Any] = json.loads(whole)
         return found
 
-    @property
-    def ending(self) -> str:
-        """How it ended without a word of its own."""
-        code = self.process.poll()
-        if code is not None and code < 0:
-            hint = " (the system may have been out of memory)" if code == -signal.SIGKILL else ""
-            return f"{_BY_A_SIGNAL}{signal.Signals(-code).name}{hint}"
-        said = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return said[-1] if said else f"ended with exit code {code} and left no message"
-
-    def leave(self) -> None:
-        self.grant(0, 0)
-
-    def kill(self) -> None:
-        """End it with everything it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdin is not None
+    def close(self) -> None:
+        """Close its pipes."""
+        assert self.child.process.stdin is not None
         with contextlib.suppress(OSError):
-            self.process.stdin.close()
+            self.child.process.stdin.close()
         os.close(self.answers)
 
 
@@ -120,6 +99,7 @@ class Member:
     """
 
     def __init__(self, recipe: Path, part: str, *, processes: int, folder: Path, scratch: Path) -> None:
+        self._group = ProcessGroup()
         self._ranks: list[_Rank] = []
         temporary = folder / "t"  # a short name: sockets of loader processes lie in it, whose paths have 108 bytes
         temporary.mkdir()
@@ -136,12 +116,12 @@ class Member:
                 answers=answers,
             )
 
-        ours = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCH}
+        ours = without_rank(os.environ)
         try:
             for rank in range(processes):
                 of_rank = rank_variables(rank, processes, meeting, cores=available_cores()) if processes > 1 else {}
                 environment = {**ours, "TMPDIR": str(temporary), **of_rank}
-                self._ranks.append(_Rank(orders, environment, folder / f"errors-{rank}"))
+                self._ranks.append(_Rank(self._group, orders, environment, folder / f"errors-{rank}"))
         except BaseException:
             self.kill()
             raise
@@ -169,18 +149,16 @@ class Member:
     def leave(self) -> None:
         """Let its processes end in order, and see to it that they do."""
         for rank in self._ranks:
-            rank.leave()
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for rank in self._ranks:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            rank.grant(0, 0)
+        self._group.wait(_LEAVE_SECONDS, after_failure=_LEAVE_SECONDS)
         self.kill()
 
     def kill(self) -> None:
         """End all its processes, with their loader processes."""
-        ranks, self._ranks = self._ranks, []
-        for rank in ranks:
-            rank.kill()
+        self._group.kill()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks = []
 
     def _answers(self, limit_seconds: float) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
@@ -189,7 +167,7 @@ class Member:
             waiting = [index for index in range(len(self._ranks)) if index not in found]
             select.select([self._ranks[index].answers for index in waiting], [], [], _LOOK_SECONDS)
             for index in waiting:
-                ended = self._ranks[index].process.poll() is not None
+                ended = self._ranks[index].child.code is not None
                 answer = self._ranks[index].line()
                 if answer is not None:
                     found[index] = answer
@@ -206,8 +184,7 @@ class Member:
         while time.monotonic() < deadline:
             said += [each for rank in self._ranks if (each := rank.line()) is not None and "failed" in each]
             time.sleep(_LOOK_SECONDS / 4)
-        ended = [rank for rank in self._ranks if rank.process.poll() is not None]
-        return _cause(said, [rank.ending for rank in ended])
+        return _cause(said, [rank.child for rank in self._ranks if rank.child.code is not None])
 
 
 def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -226,11 +203,11 @@ def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _cause(said: Sequence[dict[str, Any]], endings: Sequence[str]) -> MemberError:
+def _cause(said: Sequence[dict[str, Any]], ended: Sequence[Child]) -> MemberError:
     short = [each for each in said if each["out_of_memory"]]
-    killed = [each for each in endings if each.startswith(_BY_A_SIGNAL)]
+    killed = [child for child in ended if (child.code or 0) < 0]
     if killed and not short:
-        return MemberError(killed[0], out_of_memory=signal.SIGKILL.name in killed[0])
+        return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
     if found := [*short, *said]:
         return MemberError(found[0]["failed"], out_of_memory=found[0]["out_of_memory"])
-    return MemberError(endings[0] if endings else "it broke off")
+    return MemberError(ended[0].ending if ended else "it broke off")

@@ -20,13 +20,14 @@ from rich.text import Text
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError, TrainingError
 from paceline.pages.shown import Shown
+from paceline.processes import can_find_descendants
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.plan import Plan
 from paceline.tasks.build import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.commands import Prove
-from paceline_advisor.launches import can_watch, check_alone
+from paceline_advisor.launches import check_alone
 from paceline_advisor.prove import checks as prove_checks
 from paceline_advisor.prove.evidence import Evidence, Nature, look
 from paceline_advisor.prove.notes import Check, Observed, named
@@ -231,7 +232,7 @@ def _several(runner: Runner, asked: Observed, tell: Callable[[str], None]) -> tu
     bare = sorted({name for step in asked.ranks[0].steps for name in step.without_gradient})
     if bare:
         return None, f"several processes refuse parameters without a gradient: {named(bare)}"
-    if not can_watch():
+    if not can_find_descendants():
         return None, "the processes of a run are found in /proc, which only Linux has"
     tell(f"training in {count} processes")
     return runner.in_processes(f"{count}-processes"), ""

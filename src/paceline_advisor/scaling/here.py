@@ -18,6 +18,7 @@ from paceline.devices import recognise
 from paceline.errors import LaunchError, TrainingError
 from paceline.machine import available_cores, cpu_name
 from paceline.metrics.intervals import Interval, mean_interval
+from paceline.processes import ProcessGroup
 from paceline.recipe.batching import with_fitting_ghosts
 from paceline.recipe.running import Parallel
 from paceline.recipe.schema import Recipe
@@ -174,21 +175,17 @@ def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
     """
     with tempfile.TemporaryDirectory(prefix="paceline-link-") as folder:
         words = [sys.executable, "-P", "-m", "paceline_advisor.scaling.link_probe", folder, str(processes), str(size)]
-        members = [
-            subprocess.Popen([*words, str(rank)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for rank in range(processes)
-        ]
-        try:
-            errors = [member.communicate(timeout=_LIMIT_SECONDS)[1] for member in members]
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"{processes} processes did not exchange messages in {_LIMIT_SECONDS} s.") from None
-        finally:
-            for member in members:
-                member.kill()
-                member.wait()
+        with ProcessGroup() as group:
+            for rank in range(processes):
+                errors = Path(folder) / f"errors-{rank}"
+                group.start([*words, str(rank)], name=f"process {rank}", stdout=subprocess.DEVNULL, stderr=errors)
+            ending = group.wait(_LIMIT_SECONDS, after_failure=1.0)
+        if ending.reason == "time":
+            raise LaunchError(f"{processes} processes did not exchange messages in {_LIMIT_SECONDS} s.")
         answer = Path(folder) / "answer.json"
         if not answer.exists():
-            raise LaunchError(f"{processes} processes could not exchange messages: {errors[0].strip()[-300:]}")
+            cause = f"{ending.failed[0].name}: {ending.failed[0].ending}" if ending.failed else "there is no result"
+            raise LaunchError(f"{processes} processes could not exchange messages: {cause[-300:]}")
         seconds = json.loads(answer.read_text())
     small, large = seconds["small"], seconds["large"]
     messages = 2 * (processes - 1)

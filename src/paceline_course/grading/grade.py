@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import LaunchError, PacelineError
+from paceline.processes import ProcessGroup
 from paceline_course.grading.marks import Marks
-from paceline_course.grading.supervise import TOKEN, Limits, end_all
+from paceline_course.grading.supervise import Limits
 
 BASE_LR, WARMUP = 0.05, 6
 _PLAIN_EPOCHS, _PLAIN_BATCH = 3, 48
@@ -71,10 +71,8 @@ class Host:
     """The process that starts runs; one can serve many gradings."""
 
     def __init__(self) -> None:
-        self._token = uuid.uuid4().hex
         environment = {
             **os.environ,
-            TOKEN: self._token,
             "CUDA_VISIBLE_DEVICES": "",
             "GLOO_SOCKET_IFNAME": _loopback(),
             "MKL_NUM_THREADS": "1",
@@ -83,14 +81,13 @@ class Host:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         environment.pop("PYTHONUNBUFFERED", None)
-        self._process = subprocess.Popen(
+        self._group = ProcessGroup()
+        self._process = self._group.start(
             [sys.executable, "-P", "-m", "paceline_course.grading.host"],
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+        ).process
 
     def run(self, launch: Any) -> dict[str, Any]:
         """Start a run, wait for its end, and return how it ended.
@@ -101,11 +98,11 @@ class Host:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(asdict(launch)) + "\n")
+            self._process.stdin.write(json.dumps(asdict(launch)).encode() + b"\n")
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
+            answer = b""
         if not answer:
             raise LaunchError(f"The process that starts the runs has ended with exit code {self._process.wait()}.")
         outcome: dict[str, Any] = json.loads(answer)
@@ -113,8 +110,7 @@ class Host:
 
     def close(self) -> None:
         """End it, and whatever it may have left."""
-        end_all([self._process.pid], self._token)
-        self._process.wait()
+        self._group.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -1,4 +1,4 @@
-"""How are many short runs started without loading torch for each rank? One process loads it once, and forks.
+"""Start many short runs without importing torch for each rank: one process imports it once, and forks.
 
 ``python -m paceline_course.grading.host`` reads a :class:`Launch` as a line of JSON, starts its ranks with the
 environment that torchrun would give them, watches over them, and answers with an :class:`Outcome`. It computes nothing
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline_course.grading.supervise import TOKEN, Limits, Supervisor, adopt_orphans, end_all, end_children
+from paceline_course.grading.supervise import Limits, Supervisor, adopt_orphans, end_children, end_group
 from paceline_course.grading.witness import Watch, Witness
 
 _POLL_SECONDS = 0.05
@@ -95,7 +95,8 @@ def run(launch: Launch) -> Outcome:
     try:
         return _wait(pids, launch.limits)
     finally:
-        end_all(pids, os.environ[TOKEN])
+        for pid in pids:
+            end_group(pid)
         end_children()
 
 

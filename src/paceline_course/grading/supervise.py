@@ -1,4 +1,4 @@
-"""Are the processes of a run still at work, and how are they ended, with all that they started?"""
+"""Limits of a graded run: detect a hang, and end the run with everything that it started."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-# The environment variable by which everything that a grading started is found again, in whatever session it hides.
-TOKEN = "PACELINE_GRADING"
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 _PROC = Path("/proc")
 # Of the time, for what counts as idle: on a busy machine those at work are ready for their turn at nearly every look.
@@ -108,21 +106,10 @@ def descendants(pids: Iterable[int]) -> list[int]:
     return found
 
 
-def end_all(pids: Iterable[int], token: str) -> None:
-    """End the process groups of some processes, and whatever else carries the token, but not this process."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-    mark = f"{TOKEN}={token}".encode()
-    deadline = time.monotonic() + _TO_END_SECONDS
-    while time.monotonic() < deadline:  # one that is just being forked is found at the next look
-        left = [pid for pid in _all_pids() if pid not in (os.getpid(), os.getppid()) and _carries(pid, mark)]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not left:
-            return
-        time.sleep(0.05)
+def end_group(pid: int) -> None:
+    """Kill a process with its process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
@@ -168,15 +155,3 @@ def _use(pid: int) -> _Use | None:
         return None
     # Since the field after the name, which is the third: user and system time are the 14th and 15th.
     return _Use(int(fields[11]) + int(fields[12]), any(state in "RD" for state in states))
-
-
-def _all_pids() -> list[int]:
-    return [int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit()] if _PROC.is_dir() else []
-
-
-def _carries(pid: int, mark: bytes) -> bool:
-    try:
-        is_dead = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return not is_dead and mark in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from paceline.distributed.collectives import agents_store, fresh_part
 from paceline.distributed.environment import read_launch
-from paceline.distributed.rendezvous import agents_store, fresh_part
 from paceline.errors import LaunchError
 from paceline.world import World
 

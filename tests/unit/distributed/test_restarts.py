@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.distributed.restarts import Failure, last_step, next_size
+from paceline.distributed.local_launch import Failure, last_step, next_size
 
 KILLED = "rank 0 was ended by SIGKILL"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.distributed.slurm_job import (
+from paceline.distributed.jobs.slurm import (
     Job,
     Shape,
     check_time,

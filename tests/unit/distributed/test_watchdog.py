@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from paceline.distributed.sightings import Pulse, Sighting, diagnose
-from paceline.distributed.watchdog import Hands, Watchdog
+from paceline.distributed.watchdog import Heartbeat, RankStatus, Watchdog, WatchdogContext, diagnose
 from paceline.errors import LostWorkerError, OneProcessError, TrainingError
 from paceline.world import World
 
 SOURCES = Path(__file__).parents[3] / "src"
 
 
-def _at(rank: int, step: int, order: int, **more: object) -> Sighting:
-    return Sighting(rank=rank, step=step, order=order, **more)  # type: ignore[arg-type]
+def _at(rank: int, step: int, order: int, **more: object) -> RankStatus:
+    return RankStatus(rank=rank, step=step, order=order, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -38,12 +37,12 @@ def _at(rank: int, step: int, order: int, **more: object) -> Sighting:
         pytest.param([_at(0, 5, 4), _at(1, 5, 9, failure="it broke")], {0: 3.0}, [1], id="failed"),
     ],
 )
-def test_who_is_waited_for(sightings: list[Sighting], silent: dict[int, float], waited_for: list[int]) -> None:
+def test_who_is_waited_for(sightings: list[RankStatus], silent: dict[int, float], waited_for: list[int]) -> None:
     assert [each.rank for each in diagnose(sightings, silent)] == waited_for
 
 
 def test_parts_of_a_step_are_comparable_whatever_the_number_of_micro_batches() -> None:
-    one, many = Pulse(), Pulse()
+    one, many = Heartbeat(), Heartbeat()
     for pulse, micro_batches in ((one, 1), (many, 3)):
         pulse.begin_step(1)
         for index in range(micro_batches):
@@ -64,28 +63,30 @@ def _fails(dog: Watchdog, error: Exception) -> list[str]:
 
 
 def test_an_error_gets_its_place_and_its_samples() -> None:
-    pulse = Pulse()
+    pulse = Heartbeat()
     pulse.begin_step(7)
     pulse.enter("forward", samples=np.arange(20))
-    dog = Watchdog(pulse, World(), None, timeout_seconds=60, hands=Hands(name_of=lambda sample: f"{sample}.png"))
+    dog = Watchdog(
+        pulse, World(), None, timeout_seconds=60, context=WatchdogContext(name_of=lambda sample: f"{sample}.png")
+    )
     (note,) = _fails(dog, ZeroDivisionError("oh"))
     names = ", ".join(f"{sample}.png" for sample in range(8))
     assert note == f"(in forward of step 7, with {names} and 12 more)"
 
 
 def test_what_all_processes_raise_alike_gets_no_place() -> None:
-    assert _fails(Watchdog(Pulse(), World(), None, timeout_seconds=60), TrainingError("all of us")) == []
-    assert _fails(Watchdog(Pulse(), World(), None, timeout_seconds=60), OneProcessError("only me")) != []
+    assert _fails(Watchdog(Heartbeat(), World(), None, timeout_seconds=60), TrainingError("all of us")) == []
+    assert _fails(Watchdog(Heartbeat(), World(), None, timeout_seconds=60), OneProcessError("only me")) != []
 
 
 def test_the_death_of_a_loader_process_gets_no_place() -> None:
     """It is raised wherever the main thread is just then."""
-    assert _fails(Watchdog(Pulse(), World(), None, timeout_seconds=60), LostWorkerError("DataLoader worker")) == []
+    assert _fails(Watchdog(Heartbeat(), World(), None, timeout_seconds=60), LostWorkerError("DataLoader worker")) == []
 
 
 def test_an_error_tells_what_befell_another_process_before() -> None:
     store = HashStore()
-    dogs = [Watchdog(Pulse(), World(rank=rank, world_size=2), store, timeout_seconds=60) for rank in (0, 1)]
+    dogs = [Watchdog(Heartbeat(), World(rank=rank, world_size=2), store, timeout_seconds=60) for rank in (0, 1)]
     for dog in dogs:
         dog.pulse.begin_step(3)
     _fails(dogs[1], KeyError("lost"))
@@ -98,7 +99,7 @@ def test_an_error_tells_what_befell_another_process_before() -> None:
 
 def test_in_a_world_of_one_no_thread_is_started() -> None:
     before = threading.active_count()
-    with Watchdog(Pulse(), World(), None, timeout_seconds=60).watching():
+    with Watchdog(Heartbeat(), World(), None, timeout_seconds=60).watching():
         assert threading.active_count() == before
 
 
@@ -106,7 +107,7 @@ def test_in_a_world_of_one_no_thread_is_started() -> None:
 PAIR = """
 import pathlib, sys, threading, time
 from torch.distributed import HashStore
-from paceline.distributed.sightings import Pulse
+from paceline.distributed.watchdog import Heartbeat
 from paceline.distributed.watchdog import Watchdog
 from paceline.world import World
 
@@ -115,7 +116,7 @@ timeout_seconds = float(sys.argv[4])
 store, begun = HashStore(), time.monotonic()
 
 def work(rank):
-    pulse = Pulse()
+    pulse = Heartbeat()
     pulse.begin_step(1)
     pulse.enter("forward")
     if not is_start:

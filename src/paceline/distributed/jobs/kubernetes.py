@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from paceline.distributed.torchrun_command import torchrun_command
+from paceline.distributed.jobs.torchrun import torchrun_command
 from paceline.errors import LaunchError
 
 _PORT = 29500

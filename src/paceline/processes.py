@@ -1,0 +1,236 @@
+"""Child processes: start them, wait for them, and end them with everything they have started.
+
+Only a child itself receives stop requests: its loader processes must live until its checkpoint is written. SIGKILL goes
+to everything that descends from it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, Self
+
+# Lists the groups that a process descends from. Whatever parent or session it has by now, it is found by this (Linux).
+_VARIABLE = "PACELINE_PROCESS_GROUPS"
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_POLL_SECONDS = 0.05
+_KILL_POLL_SECONDS = 0.005
+
+
+@dataclass(eq=False)
+class Child:
+    """A process that a group has started.
+
+    Attributes:
+        name: What messages call it.
+        process: The process; its own methods may be used too.
+        errors: The file that holds its standard error; None if it has none.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes]
+    errors: Path | None = None
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative after a signal; None while it runs."""
+        return self.process.poll()
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in one line: a signal, the last line it wrote, or an exit code."""
+        code = self.process.poll()
+        if code is None:
+            return "is still running"
+        if code < 0:
+            hint = " (the system may have been out of memory)" if code == -signal.SIGKILL else ""
+            return f"was ended by {signal.Signals(-code).name}{hint}"
+        lines = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.errors else []
+        return lines[-1] if lines else f"ended with exit code {code} and left no message"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a wait ended.
+
+    Attributes:
+        failed: Children that failed by themselves, in the order in which they ended.
+        killed: Children that were still running, and were killed.
+        reason: Why these were killed: another child had failed, or had ended well too long before, the time was up, or
+            the wait was cancelled. Empty if all ended by themselves.
+    """
+
+    failed: tuple[Child, ...] = ()
+    killed: tuple[Child, ...] = ()
+    reason: Literal["", "failure", "end", "time", "cancelled"] = ""
+
+
+@dataclass
+class ProcessGroup:
+    """Child processes that end together. Leaving the ``with`` block kills those that are left, and their descendants.
+
+    Each child has its own session, so that a terminal's signals reach it only through this process. Descendants that
+    have changed their parent or session are found on Linux; elsewhere only those in a child's process group.
+
+    Attributes:
+        good_codes: Exit codes of a child that has not failed.
+        signals: Signals to send to each child while :meth:`wait` waits, see :func:`received_signals`.
+        children: The processes started so far.
+    """
+
+    good_codes: tuple[int, ...] = (0,)
+    signals: Sequence[int] = ()
+    children: list[Child] = field(default_factory=list)
+    _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _signals_sent: int = 0
+
+    def start(
+        self, argv: Sequence[str], *, name: str = "", env: Mapping[str, str] | None = None, **options: Any
+    ) -> Child:
+        """Start a child.
+
+        Args:
+            argv: Program and arguments.
+            name: What messages call it.
+            env: Its environment, this process's by default.
+            **options: As ``subprocess.Popen`` takes them; a path as ``stdout`` or ``stderr`` is a file to write.
+
+        Raises:
+            OSError: If it cannot be started.
+        """
+        groups = ",".join(filter(None, (os.environ.get(_VARIABLE), self._mark)))
+        environment = {**(os.environ if env is None else env), _VARIABLE: groups}
+        paths = {stream: path for stream, path in options.items() if isinstance(path, Path) and stream != "cwd"}
+        with ExitStack() as files:
+            opened = {path: files.enter_context(path.open("wb")) for path in paths.values()}
+            streams = {stream: opened[path] for stream, path in paths.items()}
+            process = subprocess.Popen(argv, env=environment, start_new_session=True, **{**options, **streams})
+        self.children.append(Child(name, process, paths.get("stderr")))
+        return self.children[-1]
+
+    def wait(
+        self,
+        timeout: float = math.inf,
+        *,
+        after_failure: float = 0.0,
+        after_end: float = math.inf,
+        failed: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Ending:
+        """Wait until every child has ended; the first failure ends all.
+
+        Args:
+            timeout: Seconds until all are killed.
+            after_failure: Seconds that the others have after the first failure.
+            after_end: Seconds that the others have after the first child ended, however it ended.
+            failed: Whether a child that still runs is known to have failed.
+            cancelled: Whether all are to be killed now.
+        """
+        deadline = time.monotonic() + timeout
+        failure_at = end_at = math.inf
+        died: list[Child] = []
+        while True:
+            running = [child for child in self.children if child.code is None]
+            ended = [child for child in self.children if child.process.returncode is not None]
+            died += [child for child in ended if child.process.returncode not in self.good_codes and child not in died]
+            if not running:
+                return Ending(tuple(died))
+            now = time.monotonic()
+            if died or failed():
+                failure_at = min(failure_at, now)
+            if ended:
+                end_at = min(end_at, now)
+            reasons: dict[Literal["failure", "end", "time", "cancelled"], bool] = {
+                "failure": now - failure_at > after_failure,
+                "end": now - end_at > after_end,
+                "time": now > deadline,
+                "cancelled": cancelled(),
+            }
+            for reason, holds in reasons.items():
+                if holds:
+                    self.kill()
+                    return Ending(tuple(died), tuple(running), reason)
+            for number in self.signals[self._signals_sent :]:
+                self.send(number)
+                self._signals_sent += 1
+            time.sleep(_POLL_SECONDS)
+
+    def send(self, number: int) -> None:
+        """Send a signal to each child that is running, but not to its descendants."""
+        for child in self.children:
+            if child.code is None:
+                child.process.send_signal(number)
+
+    def members(self) -> set[int]:
+        """Return the ids of all living processes of this group: children and their descendants (Linux)."""
+        return set(_marked(self._mark))
+
+    def kill(self) -> None:
+        """Kill every child with all its descendants, and reap the children."""
+        for child in self.children:
+            # The id of a child that was reaped may be another process's by now; its descendants are found below.
+            if child.code is None or not can_find_descendants():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.kill()
+            child.process.wait()
+        # A process that is being forked meanwhile is found by the next look.
+        while members := self.members():
+            for pid in members:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_KILL_POLL_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+@contextmanager
+def received_signals(numbers: Iterable[signal.Signals]) -> Iterator[list[int]]:
+    """Collect signals to pass on to children, instead of handling them here."""
+    received: list[int] = []
+
+    def receive(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, receive) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that give a process its place among several."""
+    return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
+
+
+def can_find_descendants() -> bool:
+    """Whether descendants can be found that have changed their parent or session."""
+    return sys.platform == "linux" and Path("/proc/self/environ").exists()
+
+
+def _marked(mark: str) -> Iterator[int]:
+    if not can_find_descendants():
+        return
+    prefix, wanted = f"{_VARIABLE}=".encode(), mark.encode()
+    for entry in Path("/proc").iterdir():
+        # That of a process just forked, or ended, is empty or gone; that of another user cannot be read.
+        with suppress(OSError):
+            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if any(each.startswith(prefix) and wanted in each for each in variables):
+                yield int(entry.name)
