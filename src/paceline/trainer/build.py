@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -47,9 +47,6 @@ from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.saving import Cadence, job_ends_at
 from paceline.trainer.step_stats import Progress, Window, find_utilisation
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,6 @@ from paceline.trainer.precision import Precision
 from paceline.world import World
 
 if TYPE_CHECKING:
-    from paceline.data.pipeline import Pipeline
     from paceline.trainer.run import Run
 
 # The last bits are those of how the samples were shared out.

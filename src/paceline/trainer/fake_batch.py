@@ -1,4 +1,4 @@
-"""What does a recipe's batch look like, where none is to be read?"""
+"""Batches like a recipe's, made of empty tensors where no data are to be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many loader processes feed this model best? Measured on the run's own files before a long run begins.
+"""Measure how many loader processes feed a model best, on the run's own files before a long run begins.
 
 A process of its own does it, since loader processes are to be forked before a process has threads and a GPU:
 ``python -m paceline.trainer.feeding RECIPE MOST`` trains on real batches with each number of loader processes in turn,

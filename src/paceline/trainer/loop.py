@@ -1,4 +1,4 @@
-"""How does a run go? Read it from top to bottom; nothing happens elsewhere."""
+"""The course of a run. Read it from top to bottom; nothing happens elsewhere."""
 
 from __future__ import annotations
 

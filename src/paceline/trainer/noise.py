@@ -1,4 +1,4 @@
-"""How noisy are a run's gradients, as its own micro-batches tell on the way?
+"""Measure the noise of a run's gradients from its own micro-batches.
 
 The gradient of a step is there twice: as each micro-batch, or each process, leaves its part, and as the whole. Norms of
 both are all that the noise scale takes; no pass is made for it. They stay on the device until a record is due, and are

@@ -1,4 +1,4 @@
-"""In which numbers does a step compute, and when is it not safe to take?"""
+"""Autocast, loss scaling, and how fp32 matrix products are rounded."""
 
 from __future__ import annotations
 

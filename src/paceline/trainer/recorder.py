@@ -14,7 +14,7 @@ from paceline.errors import DataError, RunDirectoryError
 from paceline.models.digest import weights_sha256
 from paceline.records.events import EvaluationEvent, Event, EventWriter, FinishEvent, IncidentEvent, Status, StepEvent
 from paceline.records.ledger import LedgerWriter, count_epochs
-from paceline.records.reader import LedgerFacts, Summary
+from paceline.records.reader import Summary
 from paceline.telemetry.async_tracker import AsyncTracker
 from paceline.telemetry.display import Display
 from paceline.telemetry.memory import peak_memory_bytes
@@ -346,6 +346,16 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
     """
     plan, progress = run.plan, run.progress
     clock = run.clock.totals
+    # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
+    ledger = None
+    if status != "failed":
+        over = plan.epochs.completed(progress.position)
+        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over).facts
+    warning = divergence(run) if status == "completed" else ""
+    details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
+    # What part of its data the run has seen, if not all of it.
+    if part := {key: plan.data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in plan.data}:
+        details["data"] = {"digest": plan.data.get("digest"), **part}
     return Summary(
         status=status,
         step=progress.step,
@@ -364,22 +374,10 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         mfu=run.mfu(clock.throughput_samples_per_second).get("mfu"),
         peak_memory_bytes=peak_memory_bytes(run.device.type),
         parameters=plan.parameters or 0,
-        # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
-        ledger=None if status == "failed" else _ledger(run),
+        ledger=ledger,
         resumes=progress.resumes,
-        details={"ending": ending, **_warning(run, status), **_part_of_data(plan.data)},
+        details=details,
     )
-
-
-def _warning(run: Run, status: Status) -> dict[str, str]:
-    warning = divergence(run) if status == "completed" else ""
-    return {"warning": warning} if warning else {}
-
-
-def _part_of_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What part of its data the run has seen, if not all of it."""
-    part = {key: data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in data}
-    return {"data": {"digest": data.get("digest"), **part}} if part else {}
 
 
 def _metrics(run: Run) -> dict[str, Any]:
@@ -389,8 +387,3 @@ def _metrics(run: Run) -> dict[str, Any]:
         return {}
     headline = "ema" if "ema" in last else "model"
     return {**last[headline], "weights": headline, "last": last, "best": run.progress.best}
-
-
-def _ledger(run: Run) -> LedgerFacts:
-    over = run.plan.epochs.completed(run.progress.position)
-    return count_epochs(run.directory.ledger, run.plan.train_samples, epochs_over=over).facts

@@ -1,4 +1,4 @@
-"""What is a run made of, while it goes on?"""
+"""The parts of a run while it trains, on one process."""
 
 from __future__ import annotations
 

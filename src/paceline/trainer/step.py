@@ -1,4 +1,4 @@
-"""What happens in one optimizer step?"""
+"""One optimizer step."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -68,9 +68,6 @@ from paceline.trainer.saving import restore
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.units import format_count
 from paceline.world import World
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 TaskMaker = Callable[[Recipe], Task]
 
@@ -136,7 +133,7 @@ def plan_only(
     """
     recipe, assumed = with_stand_in_text(loaded.recipe)
     launch = read_launch(os.environ)
-    world = launch.world if world_size is None else _first_of(world_size)
+    world = launch.world if world_size is None else World(world_size=world_size, local_world_size=world_size)
     device = choose_device(recipe.parallel.device, world)
     task = build_task(without_initial_weights(recipe))
     source = recipe.model.initialize_from
@@ -180,10 +177,6 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
         summary = wait_for_training(options.run_dir)
         return TrainResult(status="completed", run_dir=options.run_dir, summary=summary)
     loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(everyone, launch)))
-    return _train(loaded, options, launch, started)
-
-
-def _train(loaded: LoadedRecipe, options: Options, launch: Launch, started: float) -> TrainResult:
     with _opened(loaded, options, launch, started) as (checked, opening, setting):
         if opening.completed:
             summary = setting.collectives.on_first(lambda: read_summary(setting.directory))
@@ -215,63 +208,70 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
 def _opened(
     loaded: LoadedRecipe, options: Options, launch: Launch, started: float
 ) -> Iterator[tuple[LoadedRecipe, ResumeDecision, Setting]]:
-    """Everything that a run needs before it is built, held as long as it goes on."""
-    recipe = loaded.recipe
-    make_task = build_task if options.task is None else options.task
-    resumes = will_resume(recipe, options.run_dir, launch.world)
+    """Prepare a run, join its processes and open its directory; all are released when the context ends, last first."""
+    recipe, world = loaded.recipe, launch.world
+    display = options.display if options.display and world.is_first else SilentDisplay()
+
+    # Each process by itself: everything that the recipe can get wrong.
+    resumes = will_resume(recipe, options.run_dir, world)
     with loading():
+        make_task = build_task if options.task is None else options.task
         task = make_task(without_initial_weights(recipe) if resumes else recipe)
-    display = options.display if options.display and launch.world.is_first else SilentDisplay()
-    with StopRequest() as stop, affinity_restored():
+    with contextlib.ExitStack() as held:
+        stop = held.enter_context(StopRequest())
+        held.enter_context(affinity_restored())
         if options.task is None and not resumes:
-            measure_feeding(recipe, task, launch.world, stopped=lambda: stop.requested, say=display.message)
+            measure_feeding(recipe, task, world, stopped=lambda: stop.requested, say=display.message)
         with loading():
-            prepared = prepare(recipe, task, launch.world)
+            prepared = prepare(recipe, task, world)
         loaded = loaded.checked(prepared.plan.unused)
-        with (
-            keep_freed_memory(prepared.device),
-            contextlib.closing(prepared.pipeline),
-            _joined(launch, prepared) as collectives,
-            contextlib.closing(EndedBySignals(launch.world)) as waiting,
-            _directory(options, loaded, collectives) as (directory, lock),
-        ):
-            _check_agreement(prepared, collectives)
-            check_all_resume(resumes, recipe, collectives)
-            asked = _asked(prepared, options, launch)
-            mirror_state = restore_from_mirror(directory, asked, collectives, display.message)
-            opening = on_first_without_timeout(
-                collectives, recipe, partial(open_directory, directory, asked), name="open"
-            )
-            check_resumed(resumes, recipe, opening)
-            opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
-            with (
-                _held(directory, collectives, opening) as held,
-                mirror_checkpoints(held, asked, opening, mirror_state, collectives, display.message) as mirroring,
-            ):
-                setting = Setting(
-                    prepared=prepared,
-                    collectives=collectives,
-                    directory=held,
-                    display=display,
-                    stop=stop,
-                    mirroring=mirroring,
-                    lock=lock,
-                    identity=opening.identity,
-                    start_step=opening.choice.step,
-                    started=started,
-                )
-                waiting.close()
-                yield loaded, opening, setting
+        held.enter_context(keep_freed_memory(prepared.device))
+        held.callback(prepared.pipeline.close)
 
+        # All processes together: the same run, in the same directory.
+        collectives = held.enter_context(_joined(launch, prepared))
+        waiting = held.enter_context(contextlib.closing(EndedBySignals(world)))
+        directory, lock = held.enter_context(_directory(options, loaded, collectives))
+        _check_agreement(prepared, collectives)
+        check_all_resume(resumes, recipe, collectives)
 
-@contextlib.contextmanager
-def _held(directory: RunDirectory, collectives: Collectives, opening: ResumeDecision) -> Iterator[RunDirectory]:
-    """Have the first process hold the directory open while it trains; a collective."""
-    held = [directory]
-    with contextlib.ExitStack() as stack:
+        # The first process: where the run begins, from the copy at an address or from what is here.
+        asked = Asked(
+            recipe=prepared.recipe,
+            plan=prepared.plan,
+            resume=options.resume,
+            device_facts=_device_facts(prepared, launch),
+            lengths=prepared.geometry.lengths,
+        )
+        mirror_state = restore_from_mirror(directory, asked, collectives, display.message)
+        opening = on_first_without_timeout(collectives, recipe, partial(open_directory, directory, asked), name="open")
+        check_resumed(resumes, recipe, opening)
+        opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
         if not opening.completed:
-            collectives.on_first(lambda: held.append(stack.enter_context(directory.held())))
-        yield held[-1]
+            # The first process holds the directory open, so that a run that is moved still writes to its own.
+            opened = [directory]
+            collectives.on_first(lambda: opened.append(held.enter_context(directory.held())))
+            directory = opened[-1]
+        mirroring = held.enter_context(
+            mirror_checkpoints(directory, asked, opening, mirror_state, collectives, display.message)
+        )
+        waiting.close()
+        yield (
+            loaded,
+            opening,
+            Setting(
+                prepared=prepared,
+                collectives=collectives,
+                directory=directory,
+                display=display,
+                stop=stop,
+                mirroring=mirroring,
+                lock=lock,
+                identity=opening.identity,
+                start_step=opening.choice.step,
+                started=started,
+            ),
+        )
 
 
 def _check_restarts(launch: Launch, options: Options) -> None:
@@ -469,17 +469,6 @@ def _write_finish(run: Run, summary: Summary, **details: str) -> None:
     run.recorder.flush()
 
 
-def _asked(prepared: Prepared, options: Options, launch: Launch) -> Asked:
-    facts = _device_facts(prepared, launch)
-    return Asked(
-        recipe=prepared.recipe,
-        plan=prepared.plan,
-        resume=options.resume,
-        device_facts=facts,
-        lengths=prepared.geometry.lengths,
-    )
-
-
 @contextlib.contextmanager
 def _joined(launch: Launch, prepared: Prepared) -> Iterator[Collectives]:
     yield join(launch, prepared.device, timeout_seconds=prepared.recipe.parallel.timeout.seconds)
@@ -510,10 +499,6 @@ def _directory(
     finally:
         for lock in held:
             lock.release()
-
-
-def _first_of(world_size: int) -> World:
-    return World(world_size=world_size, local_world_size=world_size)
 
 
 def _device_facts(prepared: Prepared, launch: Launch) -> dict[str, Any]:
