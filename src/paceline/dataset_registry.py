@@ -12,10 +12,12 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar, overload
 
-ENTRY_POINTS = "paceline.datasets"
+from paceline.errors import DataError
+from paceline.references import load_reference
+from paceline.registry import installed
+
 _OURS = "paceline.data.image.sets"
 _FAMILY = ":NAME"
 
@@ -66,18 +68,17 @@ def dataset(name: str, *, keys: Sequence[str] = (), size: Size | None = None) ->
 def dataset_names() -> tuple[str, ...]:
     """Names of all data sets: our own first, then those of other packages, which are not imported for this."""
     _load_ours()
-    return tuple(dict.fromkeys((*sorted(_entries), *(each.name for each in entry_points(group=ENTRY_POINTS)))))
+    return tuple(dict.fromkeys((*sorted(_entries), *installed("datasets"))))
 
 
 def find_dataset(name: str) -> DatasetEntry | None:
     """The data set of that name, or None; imports the package that offers it."""
     _load_ours()
     family = name.partition(":")[0] + _FAMILY
-    if name not in _entries and family not in _entries:
-        for each in entry_points(group=ENTRY_POINTS, name=name):
-            found = each.load()
-            if name not in _entries:  # it stands for itself, without a decorator
-                dataset(name, keys=("path", "options"))(found)
+    if name not in _entries and family not in _entries and name in installed("datasets"):
+        found = load_reference(installed("datasets")[name], DataError)
+        if name not in _entries:  # it stands for itself, without a decorator
+            dataset(name, keys=("path", "options"))(found)
     return _entries.get(name) or _entries.get(family)
 
 

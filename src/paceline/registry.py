@@ -51,7 +51,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "recommendation": "paceline.tasks.recommendation:Recommendation",
         "detection": "paceline.tasks.detection:Detection",
     },
-    "datasets": {},  # ours are listed by the rooms that open them
+    "datasets": {},  # ours register themselves: paceline.dataset_registry
     "commands": {},
 }
 

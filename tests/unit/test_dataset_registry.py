@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.data.image.datasets import open_dataset
 from paceline.dataset_registry import DatasetsUsing, dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.load import load_recipe
+from paceline.registry import installed
 
 SATELLITE = """
 import numpy as np
@@ -37,7 +39,7 @@ def plain(request):
 
 
 @pytest.fixture
-def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An installed package that offers two data sets."""
     (tmp_path / "satellites.py").write_text(SATELLITE)
     metadata = tmp_path / "satellites-1.dist-info"
@@ -48,6 +50,9 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset_names()
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.syspath_prepend(tmp_path)
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
 
 
 @pytest.mark.usefixtures("stranger")

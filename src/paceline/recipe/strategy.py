@@ -13,8 +13,10 @@ from paceline.units import format_bytes
 # Of a device's memory, what a replica's state may take; the rest is for activations and what libraries keep.
 _ROOM_FOR_STATE = 0.7
 _FP32_BYTES = 4
-# Numbers that an optimizer keeps for each parameter, beside the momentum of those that have it switched on.
-_MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "rmsprop": 1, "muon": 2}
+# Numbers that an optimizer keeps for each parameter, momentum that can be switched off aside.
+_MOMENTS = {"adafactor": 0, "adamw": 2, "lamb": 2, "lars": 0, "lion": 1, "muon": 2, "rmsprop": 1, "sgd": 0}
+# Assumed of an optimizer that is not ours, as of Adam: better a strategy that fits than a run out of memory.
+_MOMENTS_OF_OTHERS = 2
 _WITH_MOMENTUM = ("sgd", "lars", "rmsprop")
 
 _OF_FSDP = (
@@ -180,11 +182,11 @@ def unused_by(recipe: Recipe, strategy: str) -> dict[str, str]:
 
 
 def moments(optimizer: Optimizer) -> int:
-    """Numbers that an optimizer keeps for each parameter."""
+    """Return how many numbers an optimizer keeps for each parameter; of one that is not ours, an assumption."""
     if optimizer.moves_rest_by_sgd:
         return 1
     with_momentum = optimizer.name in _WITH_MOMENTUM and optimizer.momentum > 0
-    return _MOMENTS.get(optimizer.name, 0) + with_momentum
+    return _MOMENTS.get(optimizer.name, _MOMENTS_OF_OTHERS) + with_momentum
 
 
 def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:

@@ -42,6 +42,13 @@ def test_what_a_replica_takes(overrides: list[str], bytes_per_parameter: int) ->
     assert replica_bytes(recipe("train.ema=off", *overrides), BILLION) == bytes_per_parameter * 10**9
 
 
+def test_an_optimizer_of_another_package_is_assumed_to_keep_what_adam_does() -> None:
+    asked = stored_recipe(
+        {}, "plain", {"optimizer.name": "torch.optim:Adagrad", "optimizer.lr": 0.1, "train.ema": "off"}
+    )
+    assert replica_bytes(asked, BILLION) == 16 * 10**9
+
+
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     frozen = ParameterNumbers(every=10**9, trained=10**6)
     assert replica_bytes(recipe("train.ema=off", "optimizer.name=adamw"), frozen) == 4 * 10**9 + 12 * 10**6
