@@ -23,6 +23,8 @@ from typing import Any, Literal, Self
 # Lists the groups that a process descends from. Whatever parent or session it has by now, it is found by this (Linux).
 _VARIABLE = "PACELINE_PROCESS_GROUPS"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# For a program with loader processes: these see within half a second that it is gone, and then remove its files.
+LOADERS_LEAVE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _KILL_POLL_SECONDS = 0.005
 
@@ -87,11 +89,13 @@ class ProcessGroup:
     Attributes:
         good_codes: Exit codes of a child that has not failed.
         signals: Signals to send to each child while :meth:`wait` waits, see :func:`received_signals`.
+        leave_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
         children: The processes started so far.
     """
 
     good_codes: tuple[int, ...] = (0,)
     signals: Sequence[int] = ()
+    leave_seconds: float = 0.0
     children: list[Child] = field(default_factory=list)
     _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _signals_sent: int = 0
@@ -178,16 +182,22 @@ class ProcessGroup:
         return set(_marked(self._mark))
 
     def kill(self, *, detached: bool = True) -> None:
-        """Kill every child with its descendants, ``detached`` ones in sessions of their own too; reap the children."""
+        """Kill and reap every child, and kill its descendants; with ``detached``, those in other sessions too."""
+        by_group = not can_find_descendants() or not self.leave_seconds
         for child in self.children:
             # The id of a child that was reaped may be another process's by now; its descendants are found below.
-            if child.code is None or not can_find_descendants():
+            if by_group and (child.code is None or not can_find_descendants()):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.process.pid, signal.SIGKILL)
-                child.process.kill()
+            child.process.kill()
+        for child in self.children:
             child.process.wait()
+        deadline = time.monotonic() + self.leave_seconds
         # A process that is being forked meanwhile is found by the next look.
         while members := {pid for pid in self.members() if detached or not self._is_detached(pid)}:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                continue
             for pid in members:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)

@@ -68,6 +68,40 @@ def test_the_first_failure_ends_all_and_their_descendants(tmp_path: Path) -> Non
     assert_gone(int(path.read_text() or 0))
 
 
+# A loader process: once its parent is gone, it removes what that has left.
+WITH_LOADER = """
+import os, time
+parent = os.getpid()
+if os.fork():
+    time.sleep(60)
+open({path!r}, "w").close()
+while os.getppid() == parent:
+    time.sleep(0.1)
+os.remove({path!r})
+"""
+
+
+@LINUX_ONLY
+def test_descendants_have_time_to_remove_what_a_killed_child_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "left"
+    with ProcessGroup(leave_seconds=30) as group:
+        start(group, WITH_LOADER.format(path=str(path)))
+        wait_for(path)
+        assert group.wait(0).reason == "time"
+        assert (path.exists(), group.members()) == (False, set())
+
+
+@LINUX_ONLY
+def test_descendants_that_stay_longer_are_killed(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with ProcessGroup(leave_seconds=0.2) as group:
+        child = start(group, WITH_DESCENDANT.format(descendant=FOR_EVER, path=str(path)))
+        wait_for(path)
+        child.process.kill()
+        assert group.wait().failed == (child,)
+    assert_gone(int(path.read_text() or 0))
+
+
 @LINUX_ONLY
 def test_a_killed_child_is_named_and_its_descendants_do_not_outlive_the_group(tmp_path: Path) -> None:
     path = tmp_path / "pid"

@@ -1,4 +1,4 @@
-"""Which of the machine's cores may this process run on?
+"""Choose the machine's cores that this process runs on.
 
 A GPU hangs on one socket's memory (its NUMA node). A process that feeds it from another one reaches both over the
 link between the sockets, and processes that wander share caches with nobody twice. The choice is a function of the

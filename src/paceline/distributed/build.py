@@ -1,4 +1,4 @@
-"""Which strategy keeps the replicas of a plan together?"""
+"""Build the strategy that keeps the replicas of a plan together."""
 
 from __future__ import annotations
 

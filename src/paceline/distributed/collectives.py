@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__  # type: ignore[attr-defined]  # not in __all__
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from paceline.distributed.environment import Launch
 from paceline.distributed.waiting import EndedBySignals, uninterrupted
@@ -246,8 +246,6 @@ def _meeting_place(launch: Launch, timeout: dt.timedelta) -> dict[str, Any]:
     """What tells torch where the processes meet."""
     if launch.store is None:
         return {"init_method": launch.rendezvous}
-    from paceline.distributed.collectives import agents_store
-
     return {"store": agents_store(launch.store, launch.world, timeout=timeout)}
 
 

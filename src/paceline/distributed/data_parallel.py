@@ -1,4 +1,4 @@
-"""How do replicas keep the same weights by torch's own means, at the speed of its collectives?"""
+"""Replicas kept equal by torch's own means (DDP), at the speed of its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device does this process use, and what can it do?"""
+"""Choose the device of this process, and describe what it supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which world did this process wake up in: torchrun's, Slurm's, our own launcher's, or alone?"""
+"""Read this process's place from the environment: torchrun's, Slurm's, our own launcher's, or alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do replicas keep the same weights, to the bit, however many of them there are?
+"""Replicas kept equal to the bit, with results that do not depend on their number.
 
 The step's work is cut into a fixed number of logical ranks. Each leaves its share of the gradient, of the change of
 every buffer (BatchNorm statistics) and of the loss in one flat leaf; leaves are added along a tree whose shape is that

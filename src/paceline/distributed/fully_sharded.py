@@ -1,4 +1,4 @@
-"""How does each process hold a part of the weights, where a replica would not fit its device?
+"""Each process holds a shard of the weights (FSDP), where a replica would not fit its device.
 
 torch's FSDP2 (``fully_shard``; Zhao et al. 2023, after ZeRO-3, Rajbhandari et al. 2019): every parameter, its gradient,
 its optimizer state and its average are cut along their first dimension. A block's weights are gathered for its forward

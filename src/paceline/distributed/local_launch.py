@@ -31,13 +31,23 @@ from paceline.errors import (
     TrainingError,
 )
 from paceline.escaping import one_line, printable
-from paceline.processes import Child, Ending, ProcessGroup, received_signals
+from paceline.processes import LOADERS_LEAVE_SECONDS, Child, Ending, ProcessGroup, received_signals
 from paceline.storage.addresses import without_secrets
 from paceline.world import STOP_SIGNALS
 
 # Found by every process alike, from what the user wrote. Others may pass: a peer that is late, a directory in use.
 _MISTAKES = (RecipeError, DataError, ModelError)
 _TORCHRUN = ("torch.distributed.run", "torchrun")
+STOPPED_EXIT_CODE = 75
+_ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
+LAUNCHER_VARIABLE = "PACELINE_LAUNCHER_PID"
+# A failed rank's peers notice the broken connection by themselves; those that do not are ended after this.
+_GRACE_AFTER_FAILURE_SECONDS = 10.0
+# Ranks end together: one that stays so long after another has ended well waits for what will not come. What the first
+# rank alone may still have to do, others wait for; so this need not be as long as an evaluation or a save.
+_GRACE_AFTER_END_SECONDS = 60.0
+# A rank whose launcher is gone stops after its step; this is for an evaluation and a save that are under way.
+_GRACE_WITHOUT_LAUNCHER_SECONDS = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,19 +144,6 @@ def is_torchrun(pid: int) -> bool:
     return any(Path(word).name in _TORCHRUN for word in words[:6])
 
 
-STOPPED_EXIT_CODE = 75
-_ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
-LAUNCHER_VARIABLE = "PACELINE_LAUNCHER_PID"
-# A failed rank's peers notice the broken connection by themselves; those that do not are ended after this.
-_GRACE_AFTER_FAILURE_SECONDS = 10.0
-# Ranks end together: one that stays so long after another has ended well waits for what will not come. What the first
-# rank alone may still have to do, others wait for; so this need not be as long as an evaluation or a save.
-_GRACE_AFTER_END_SECONDS = 60.0
-# A rank whose launcher is gone stops after its step; this is for an evaluation and a save that are under way.
-_GRACE_WITHOUT_LAUNCHER_SECONDS = 300.0
-_POLL_SECONDS = 0.05
-
-
 @dataclass(frozen=True)
 class RankError:
     """What a rank had to say before it ended.
@@ -211,7 +208,9 @@ def _announce_restart(failures: Sequence[Failure], restarts: Restarts, size: int
 def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: int, received: list[int]) -> _Outcome:
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as name:
         scratch = Path(name)
-        with ProcessGroup(good_codes=(0, STOPPED_EXIT_CODE), signals=received) as group:
+        with ProcessGroup(
+            good_codes=(0, STOPPED_EXIT_CODE), signals=received, leave_seconds=LOADERS_LEAVE_SECONDS
+        ) as group:
             for rank in range(processes):
                 environment = {
                     **os.environ,

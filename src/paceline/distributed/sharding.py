@@ -1,4 +1,4 @@
-"""Which modules of a network gather their weights together, when each process holds a part of them?"""
+"""Choose the modules that gather their weights together when each process holds a shard of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do votes travel with a gradient reduction that happens anyway?
+"""Votes that travel with a gradient reduction that happens anyway.
 
 There are three of them: whether to stop, whether to save, and whether a loss was no number.
 """

@@ -1,4 +1,4 @@
-"""Which process hangs, where, and since when, while all the others wait for it?
+"""Find the process that hangs while all the others wait for it: which, where, and since when.
 
 A process that waits in a collective knows only that it waits. So each process says every now and then, through the
 store in which the group was formed, where it is. One that has not got any further for a while listens to the others;

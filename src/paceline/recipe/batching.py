@@ -1,4 +1,4 @@
-"""Into how many micro-batches is a step's batch cut, and which numbers of processes can share them?"""
+"""Micro-batches of a step's batch, and the numbers of processes that can share them."""
 
 from __future__ import annotations
 

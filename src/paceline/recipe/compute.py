@@ -1,4 +1,4 @@
-"""How does a run compute: in which numbers, compiled for which sizes, and what can this machine not do?"""
+"""Precision and compilation of a run, and what this machine does not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do base, recipe file and overrides become one mapping, with nothing silently ignored?
+"""Merge base, recipe file and overrides into one mapping, with nothing silently ignored.
 
 Later layers win key by key. Two rules keep the result honest: a key that the schema does not know is refused,
 and so is a key that has no effect under the choices made (``optimizer.betas`` with ``sgd``). A layer that makes

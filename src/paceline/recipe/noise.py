@@ -1,4 +1,4 @@
-"""Can the gradient noise scale be measured in a run of this recipe, at no pass of its own?"""
+"""Whether the gradient noise scale can be measured during a run, without a pass of its own."""
 
 from __future__ import annotations
 

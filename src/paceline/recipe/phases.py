@@ -1,4 +1,4 @@
-"""Where in the epochs does a step lie, when the batch may grow from one epoch to another?
+"""Epochs and steps where the batch may grow from one epoch to another.
 
 An epoch has one batch size from its first step to its last. Steps are counted from the start of the run, so that the
 place of a step is a function of its number and of when the size changes.

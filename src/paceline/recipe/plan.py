@@ -1,4 +1,4 @@
-"""What does a recipe come to on this data, this machine and this many processes?
+"""The plan: every number that follows from a recipe, its data, this machine and the number of processes.
 
 Every derived number is computed here, once, with integer checks, so that a plan for 64 ranks needs no 64
 processes. The trainer follows the plan and computes nothing of its own.

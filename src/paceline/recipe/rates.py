@@ -1,4 +1,4 @@
-"""What does a recipe's schedule come to, in steps and rates?"""
+"""A recipe's schedule in steps and rates."""
 
 from __future__ import annotations
 

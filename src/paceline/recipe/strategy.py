@@ -1,4 +1,4 @@
-"""How do the processes of a run share the work, and does a replica of the model fit each of their devices?"""
+"""How the processes of a run share the work, and whether a replica of the model fits each device."""
 
 from __future__ import annotations
 

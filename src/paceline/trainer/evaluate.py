@@ -1,6 +1,7 @@
 """Evaluate weights exactly over any number of processes: each sample once, sums and counts, one reduction.
 
-Along the pass, the mean and spread of the inputs, the confusion matrix and example predictions are collected."""
+Along the pass, the mean and spread of the inputs, the confusion matrix and example predictions are collected.
+"""
 
 from __future__ import annotations
 

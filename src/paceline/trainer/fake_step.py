@@ -6,7 +6,8 @@ Watch it with a dispatch mode to learn its memory, arithmetic or layers::
 
     with fake_step(recipe, micro_batch=64) as step, FlopCounterMode() as counted:
         step.backward(step.forward())
-        step.update()"""
+        step.update()
+"""
 
 from __future__ import annotations
 

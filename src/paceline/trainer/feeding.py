@@ -29,7 +29,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
-from paceline.processes import ProcessGroup, without_rank
+from paceline.processes import LOADERS_LEAVE_SECONDS, ProcessGroup, without_rank
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -106,7 +106,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
             str(min(available_cores(), _MOST)),
         ]
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        with ProcessGroup() as group:
+        with ProcessGroup(leave_seconds=LOADERS_LEAVE_SECONDS) as group:
             child = group.start(command, env=environment, stdout=out, stderr=errors)
             if group.wait(_LIMIT_SECONDS, cancelled=stopped).reason:
                 return None, "it was ended"

@@ -1,6 +1,7 @@
 """Build a network on torch's ``meta`` device, without memory for its weights.
 
-Fake tensors need it, the plan of a very large network, and processes that each hold a shard (FSDP)."""
+Fake tensors need it, the plan of a very large network, and processes that each hold a shard (FSDP).
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The first process reads the copy once the processes have joined, before the run directory is opened. During training a
 thread copies the newest whole checkpoint. Training never waits for it: while the address fails, newer checkpoints
-replace those that wait, and the failure is reported with the next record."""
+replace those that wait, and the failure is reported with the next record.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """What is known and checked before the processes of a run meet: task, plan, network, batches.
 
 Everything that a recipe can get wrong is found here, on every process alike, before a process group forms and
-before the run directory is touched."""
+before the run directory is touched.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """State of the whole process: stop signals, freed memory, and the globals of torch, NumPy and Python.
 
-A run changes some of it, and so does code of the user's own; every change is undone at the end."""
+A run changes some of it, and so does code of the user's own; every change is undone at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Ranks that cannot share the global batch stand by.
 
 Where nodes come and go, as many processes train as can share the batch evenly. The others wait until torchrun starts
-all again because a node has gone or come."""
+all again because a node has gone or come.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
 
 
 def wait_for_training(run_dir: Path, *, poll_seconds: float = 1, patience_seconds: float = 60) -> Summary:
-    """In a spare: wait until the run is complete. A signal ends it as any program.
+    """On a standby rank: wait until the run is complete. A signal ends it as any program.
 
     Args:
         run_dir: The directory that all hosts share.

@@ -1,6 +1,7 @@
 """Before a run's first step: a warm-up pass, and the checks of the compiled network and of deterministic kernels.
 
-Nothing here moves a weight, a buffer or a random state."""
+Nothing here moves a weight, a buffer or a random state.
+"""
 
 from __future__ import annotations
 

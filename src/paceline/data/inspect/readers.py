@@ -1,4 +1,4 @@
-"""How is much work done on all cores, when a piece of it may end the process that does it?"""
+"""Distribute work over all cores, where a piece of it may end the process that does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Kubernetes manifest trains a run, and starts its pods again until it is complete?
+"""The Kubernetes manifest that trains a run, and starts its pods again until it is complete.
 
 Text only; nothing is sent to a cluster.
 """

@@ -1,4 +1,4 @@
-"""What is a Slurm batch script that trains a run, stops it in time, and puts it back into the queue?
+"""The Slurm batch script that trains a run, stops it in time, and puts it back into the queue.
 
 The text, and its submission; nothing else is run here. The script rests on what Slurm was seen to do
 (docs/decisions/0008):

@@ -1,4 +1,4 @@
-"""Which torchrun command starts a run's processes on this host?"""
+"""The torchrun command that starts a run's processes on this host."""
 
 from __future__ import annotations
 
