@@ -277,9 +277,9 @@ def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, as
     """Report what went wrong, the cause first."""
     codes = [child.code or 0 for child in ranks]
     overdue = ending.killed if ending.reason == "end" else ()
-    for child in overdue:
+    for rank in (number for number, child in enumerate(ranks) if child in overdue):
         print(
-            f"paceline: {child.name} was still running {_GRACE_AFTER_END_SECONDS:.0f} s after another had ended, and "
+            f"paceline: rank {rank} was still running {_GRACE_AFTER_END_SECONDS:.0f} s after another had ended, and "
             "was ended",
             file=sys.stderr,
         )
