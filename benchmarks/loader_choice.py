@@ -81,7 +81,7 @@ def main() -> None:
         path = Path(folder) / "recipe.json"
         path.write_text(json.dumps(recipe(arguments, arguments.images)))
         done = subprocess.run(
-            [sys.executable, "-m", "paceline.trainer.feeding", str(path), str(cores)],
+            [sys.executable, "-m", "paceline.trainer.feeding", str(path), str(cores), str(os.getpid())],
             check=True,
             capture_output=True,
             text=True,

@@ -59,8 +59,8 @@ def frail(studio: Path, start: Callable[..., Any]) -> Callable[..., Any]:
     """Train with a failure, which must come soon, and return how it ended."""
     (studio / "frail.py").write_text(FRAIL)
 
-    def trainer(run_dir: Path, rank: int, how: str) -> Any:
-        launched = start(*TRAIN, run_dir, where=studio, variables={"FAIL_ON": str(rank), "FAIL_HOW": how})
+    def trainer(run_dir: Path, rank: int, how: str, *overrides: str) -> Any:
+        launched = start(*TRAIN, run_dir, *overrides, where=studio, variables={"FAIL_ON": str(rank), "FAIL_HOW": how})
         # From here on the step is a matter of milliseconds: what is measured is the end.
         launched.wait_for((run_dir / "events.jsonl").exists)
         begun = time.monotonic()
@@ -111,7 +111,7 @@ def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any]
 @pytest.mark.slow
 def test_a_rank_that_cannot_notice_is_ended(studio: Path, frail: Callable[..., Any]) -> None:
     """Not in a collective but in code of its own, the other rank does not learn that it is alone."""
-    done = frail(studio / "leave", 1, "leave the other")
+    done = frail(studio / "leave", 1, "leave the other", "data.backend=pytorch", "data.workers=1")
     assert done.code == 1
     assert done.err.splitlines() == ["paceline: rank 1 ended with exit code 3 and left no message"]
 

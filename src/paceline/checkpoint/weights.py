@@ -26,7 +26,6 @@ from paceline.records.run_directory import RunDirectory, why_no_run
 
 _LOG = logging.getLogger("paceline.weights")
 
-WEIGHTS_CHOICES = ("auto", "model", "ema")
 ROUNDED = "rounded"
 """Entry of the description of exported weights: ``bf16`` if matrices and filters are stored in it, and were fp32."""
 

@@ -488,6 +488,10 @@ class SizeSweep:
 def sweep_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> SizeSweep:
     """Score saved weights at several sizes; a collective of all processes of the world this one finds itself in.
 
+    A random crop shows things larger than a centre crop of the same size does, so that weights do better on images
+    somewhat larger than those they were trained on (Touvron et al. 2019). A size that is chosen on the validation
+    images would be fitted to them; ``holdout`` chooses it on training images that the run held out.
+
     Raises:
         PacelineError: If the target or the data are not usable, nothing was held out, or a size has no effect.
     """

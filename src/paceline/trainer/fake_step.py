@@ -62,7 +62,12 @@ _IN_FP32 = frozenset(
 
 
 class CudaRules(TorchFunctionMode):
-    """Calls functions on CPU tensors as a CUDA device would."""
+    """Calls functions on CPU tensors as a CUDA device would.
+
+    Fake tensors live on the CPU, since torch lets no others through a backward pass where there is no GPU. Three of its
+    rules differ from a GPU's: autocast leaves functions in 16 bits that a GPU computes in 32, dropout keeps a number
+    for each element where a GPU keeps a byte, and attention with dropout is written out where a GPU has a kernel.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -100,6 +105,9 @@ def _float(value: Any) -> Any:
 
 class ForwardLayers:
     """Follows the modules of a network by hooks, which stay.
+
+    Autograd numbers the nodes of the backward pass in the order of the forward pass. So the module that was at work
+    when a number was given is the one whose gradient the node computes.
 
     Args:
         network: Whose modules are told apart.

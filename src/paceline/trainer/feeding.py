@@ -1,8 +1,8 @@
 """Measure how many loader processes feed a model best, on the run's own files before a long run begins.
 
 A process of its own does it, since loader processes are to be forked before a process has threads and a GPU:
-``python -m paceline.trainer.feeding RECIPE MOST`` trains on real batches with each number of loader processes in turn,
-keeps nothing of that, and prints what it found. The outcome is remembered where the plan finds it
+``python -m paceline.trainer.feeding RECIPE MOST PARENT`` trains on real batches with each number of loader processes in
+turn, keeps nothing of that, and prints what it found. The outcome is remembered where the plan finds it
 (``data/image/feeding.py``).
 """
 
@@ -104,6 +104,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
             "paceline.trainer.feeding",
             str(path),
             str(min(available_cores(), _MOST)),
+            str(os.getpid()),
         ]
         out, errors = Path(folder) / "out", Path(folder) / "errors"
         with ProcessGroup(leave_seconds=LOADERS_LEAVE_SECONDS) as group:
@@ -182,8 +183,14 @@ def _leave_with_the_run(parent: int) -> None:
     os._exit(1)
 
 
-def measure(recipe: Recipe, most: int) -> Feeding:
-    """Train on real batches with each number of loader processes in turn, up to one for each core."""
+def measure(recipe: Recipe, most: int, parent: int) -> Feeding:
+    """Train on real batches with each number of loader processes in turn, up to one for each core.
+
+    Args:
+        recipe: What is trained.
+        most: The largest number.
+        parent: Id of the process that waits for this one; without it, this one ends.
+    """
     world, device = World(), choose_device(recipe.parallel.device, World())
     # Twice as many each time; of few cores, every number.
     numbers = sorted({0, most, *(most - 1,) * (most <= 4), *(2**power for power in range(most.bit_length() - 1))})
@@ -197,7 +204,7 @@ def measure(recipe: Recipe, most: int) -> Feeding:
             pipelines[count] = opened.enter_context(contextlib.closing(task.open_pipeline(placement)))
             # All before any thread: what is forked later would inherit its locks.
             pipelines[count].start(training=True, evaluation=False)
-        threading.Thread(target=_leave_with_the_run, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_leave_with_the_run, args=(parent,), daemon=True).start()
         torch.set_num_threads(plan.threads_per_process)
         set_float32_matmul(plan.float32_matmul)
         trainer = _Trainer(recipe, tasks[numbers[0]], plan, placement)
@@ -218,7 +225,7 @@ def measure(recipe: Recipe, most: int) -> Feeding:
 
 if __name__ == "__main__":
     try:
-        measured = measure(load_recipe(sys.argv[1]).recipe, int(sys.argv[2]))
+        measured = measure(load_recipe(sys.argv[1]).recipe, int(sys.argv[2]), int(sys.argv[3]))
     except PacelineError as error:
         sys.exit(str(error))
     sys.stdout.write(json.dumps({"rates": measured.rates, "alone": measured.alone}))

@@ -80,6 +80,8 @@ def unsynced(network: nn.Module) -> None:
 class Faker:
     """Makes fake tensors of others, one for each: what is shared stays shared.
 
+    A network is built on ``meta`` first: many constructors read a number out of a tensor, which a fake one refuses.
+
     Args:
         mode: Whose they are.
     """

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.trainer.evaluate import Evaluation
     from paceline.trainer.run import Run
 
+# The slowest process shows in the parts of the step in which nobody waits; in an exchange the others wait for it.
 # In these all wait for one another, and one of them writes.
 _SHARED = ("communication", "logging")
 _OWN = tuple(index for index, phase in enumerate(PHASES) if phase not in _SHARED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 
 from paceline.data.image.feeding import remembered
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.trainer import feeding
@@ -117,6 +119,17 @@ def test_why_it_failed_is_told(recipe: Callable[..., Recipe], monkeypatch: pytes
     said.clear()
     said.ask(recipe())
     assert said == []
+
+
+@pytest.mark.thorough
+def test_it_ends_if_the_run_was_killed_while_it_started(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(stored_recipe(to_tree(recipe()), "", {})))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    command = [sys.executable, "-P", "-m", "paceline.trainer.feeding", str(path), "1", str(gone.pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 @pytest.mark.thorough

@@ -153,8 +153,10 @@ def table_sizes(clicks: Clicks) -> tuple[tuple[int, ...], dict[str, str]]:
 
 
 def _bells(drawn: Numbers, count: int) -> Numbers:
-    """Nearly normal numbers of mean 0 and variance 1, [N, count]: sums of four uniform ones, whose bits no library
-    decides."""
+    """Nearly normal numbers of mean 0 and variance 1, [N, count].
+
+    They are sums of four uniform ones, whose bits no library decides.
+    """
     sums = drawn.reshape(len(drawn), count, _PER_BELL).sum(axis=2)
     bells: Numbers = (sums - _PER_BELL / 2) * math.sqrt(12 / _PER_BELL)
     return bells

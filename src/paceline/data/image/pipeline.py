@@ -391,7 +391,8 @@ class ImagePipeline:
 
     Back-ends with loader processes open in :meth:`start`, others when they are first needed: those that decode a
     whole set would do it in vain for a run that turns out to be complete. What :meth:`start` was not asked for is not
-    loaded either."""
+    loaded either.
+    """
 
     def __init__(
         self,

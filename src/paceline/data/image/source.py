@@ -369,9 +369,13 @@ def hashed_names(names: list[bytes], salt: bytes) -> Hashes:
 def _name(source: SampleSource, sample: int) -> bytes:
     if isinstance(source, SubsetSource):
         return _name(source.base, int(source.ids[sample]))
-    name = source.names[sample] if isinstance(source, _NamedSource) else source.path(sample)
-    # Bytes that are no text are written out, as a packed dataset does it.
-    text = os.fsdecode(name) if isinstance(name, bytes) else name
+    names = source.names if isinstance(source, _NamedSource) else None
+    if isinstance(names, Names) and not isinstance(source, FileSource):
+        text = names.text(sample)  # UTF-8 within files, whatever this system's encoding of file names is
+    else:
+        name = source.path(sample) if names is None else names[sample]
+        # Bytes that are no text are written out, as a packed dataset does it.
+        text = os.fsdecode(name) if isinstance(name, bytes) else name
     return text.encode("utf-8", "backslashreplace")
 
 

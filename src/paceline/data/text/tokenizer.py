@@ -110,7 +110,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():
-        return _of_huggingface(path)
+        return open_huggingface_tokenizer(path)
     refuse_odd_kinds(path)
     try:
         tree = load_json(path.read_text(encoding="utf-8-sig"))
@@ -121,7 +121,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         ) from error
     if isinstance(tree, dict) and "kind" not in tree:
         if "added_tokens" in tree:
-            return _of_huggingface(path)
+            return open_huggingface_tokenizer(path)
         raise DataError(
             f"data.text.tokenizer={name} holds no tokenizer: neither one that Paceline wrote, nor a tokenizer.json of "
             "Hugging Face's `tokenizers`; give another file."
@@ -139,17 +139,8 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
     if kind == "bytes":
         return ByteTokenizer()
     if kind == "huggingface":
-        from paceline.data.text.tokenizer import HuggingFaceTokenizer
-
         return HuggingFaceTokenizer.from_tree(tree, where)
     raise DataError(f"{where}: found a tokenizer of kind {kind!r}, but known are 'bytes' and 'huggingface'.")
-
-
-def _of_huggingface(path: Path) -> Tokenizer:
-    # It builds upon this file.
-    from paceline.data.text.tokenizer import open_huggingface_tokenizer
-
-    return open_huggingface_tokenizer(path)
 
 
 def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from PIL import Image
 
 from paceline.data.image.dataset import stratified_order
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.source import SampleSource, hashed_names, sample_names
+from paceline.data.image.mapped import MappedBytes, MappedSource, PlacedNames, Places
+from paceline.data.image.source import Names, SampleSource, hashed_names, sample_names
 from paceline.data.packing.origins import Wanted, open_origin
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
@@ -45,7 +47,8 @@ def names(source: SampleSource) -> set[str]:
 
 
 def counts(source: SampleSource, classes: int) -> list[int]:
-    return np.bincount(source.labels, minlength=classes).tolist()
+    found: list[int] = np.bincount(source.labels, minlength=classes).tolist()
+    return found
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
@@ -269,6 +272,14 @@ def test_names_that_are_shared_are_told_apart(folder: Path) -> None:
             return "same"
 
     assert sample_names(Same()) == [b"same", b"same#2", b"same#3"]
+
+
+def test_names_within_files_do_not_depend_on_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsdecode", lambda name: name.decode("latin-1"))
+    zero = np.zeros(1, dtype=np.int64)
+    content = MappedBytes([], Places(file=zero, begin=zero, length=zero))
+    source = MappedSource(content, zero, 3, PlacedNames(Names.of(["é.jpg"]), ("a.tar",)))
+    assert sample_names(source) == ["é.jpg".encode()]
 
 
 def test_a_part_of_a_source_is_packed_with_its_names(folder: Path) -> None:
