@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 import click
 from annotated_types import Ge, Gt, Lt
 
+from paceline.cli.options import is_first_process
 from paceline.command import (
     JoinedProcesses,
     Output,
@@ -151,7 +152,8 @@ class FindLr:
         )
 
     def __post_init__(self) -> None:
-        check_new(self.apply)
+        if is_first_process():  # the only one that writes
+            check_new(self.apply)
         _ = self.sweep  # which refuses what does not fit together
 
 
@@ -493,7 +495,7 @@ def bench() -> click.Group:
     """Return `bench` with its two commands."""
     from paceline.cli.derive import click_command
 
-    made = _BenchGroup("bench", short_help="Measure how fast a recipe trains or answers, and compare.")
+    made = _BenchGroup("bench", help="Measure how fast a recipe trains or answers, and compare.")
     for each in (Bench, BenchCompare):
         made.add_command(click_command(each))
     return made

@@ -1,4 +1,4 @@
-"""What does a program of the assessment start from? Data to train on, data to validate with, and a network.
+"""What a program of the assessment starts from: training and validation data, and a network.
 
 The digits of scikit-learn, in numbers that go evenly into nothing: 578 = 12 x 48 + 2 = 11 x 50 + 28 images to train on,
 and 301 = 2 x 150 + 1 = 3 x 100 + 1 to validate with.

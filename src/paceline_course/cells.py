@@ -1,4 +1,4 @@
-"""What are the cells of a notebook for? Tags say so (docs/decisions/0064-course.md)."""
+"""Purposes of notebook cells, by their tags (docs/decisions/0064-course.md)."""
 
 from __future__ import annotations
 

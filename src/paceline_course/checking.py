@@ -1,4 +1,4 @@
-"""Which exercises of a lab has a student done? The student's cells run with the checks as they are shipped."""
+"""Check of a lab's exercises: the student's cells run with the checks as shipped."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from paceline.files import refuse_odd_outputs
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
 
 
-@click.group("labs", short_help="Work through the course: start a lab, check its exercises, mark the assessment.")
+@click.group("labs")
 def command() -> None:
     """A course in training on several devices, in notebooks that run on two cores and say which exercises are done.
 

@@ -1,4 +1,4 @@
-"""Which labs are there, where do they lie, and what is each about?"""
+"""The labs: names, places and topics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is an exercise of a notebook done, and if not, what is missing?"""
+"""Exercises of a notebook: whether each is done, and what is missing."""
 
 from __future__ import annotations
 

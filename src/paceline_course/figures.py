@@ -1,4 +1,4 @@
-"""How do the figures of the course look? The same in every lab, and told apart without colour vision."""
+"""Style of the figures: the same in every lab, and distinct without colour vision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the cells that are meant for it become slides? As Marp Markdown that holds its figures."""
+"""Slides from the cells tagged for them, as Marp Markdown that holds its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a student get a lab to work in?"""
+"""Copies of a lab for a student to work in."""
 
 from __future__ import annotations
 

@@ -15,9 +15,11 @@ from click.testing import Result as Called
 
 from paceline.cli.derive import click_command
 from paceline.command import Log, Output, Shape, command
+from paceline.errors import RecipeError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.units import Duration
+from paceline_advisor.commands import FindLr
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,19 @@ def test_output_holds_json_and_page(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "new" / "sum.json").read_text())["value"] == 3
     assert "hidden" in (tmp_path / "new" / "sum.html").read_text()
     assert done.stdout.endswith(f"written: {tmp_path / 'new' / 'sum.html'}\n")
+
+
+def test_other_ranks_write_and_refuse_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert call("sum", "--to", "1", "--output", str(tmp_path / "new")).return_value == 0
+    assert not (tmp_path / "new").exists()
+    FindLr(recipe="digits", apply=tmp_path)  # on another host it may lie elsewhere
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RecipeError, match="already"):
+        FindLr(recipe="digits", apply=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ TINY = (
     "parallel.device=cpu",
     "parallel.threads=1",
 )
-# What needs each library; the others are told of by `paceline environment` alone: without simplejpeg Pillow decodes,
+# What needs each library; the others are told of by `paceline env` alone: without simplejpeg Pillow decodes,
 # fp8 asks for a GPU first, and no command of ours builds the pages.
 NEEDS = {
     "pack": ["pack", "photos", "packed"],

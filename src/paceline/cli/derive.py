@@ -179,7 +179,7 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     _refuse_idle(hints, values)
     asked = kind(**values)
     output: Path | None = values["output"] if _FOLDER in get_args(hints.get("output")) else None
-    if output is not None:
+    if output is not None and is_first_process():
         make_folder(output, *kind.__paceline_files__)
     if hints.get("processes") in (Processes, JoinedProcesses) and (code := _launched(values)) is not None:
         return code

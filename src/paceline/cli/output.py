@@ -1,4 +1,4 @@
-"""How do commands print: one JSON document, or aligned lines for people?"""
+"""Output of commands: one JSON document, or aligned lines for people."""
 
 from __future__ import annotations
 

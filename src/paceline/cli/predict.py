@@ -102,17 +102,17 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
     top_k = given.pop("top_k")
     of_images = {name: given.pop(name) for name in ("draw", "output", "batch_size", "stdin_image")}
     idle = [name.replace("_", "-") for name, value in of_images.items() if value]
+    if prompt is not None and idle:
+        raise click.UsageError(f"--{idle[0]} is for images, and --prompt is for language models: give one of them.")
+    if prompt is None and writing:
+        raise click.UsageError(f"--{next(iter(writing))} says how to write, and without --prompt nothing is written.")
     with loading():
         from paceline.distributed.device import choose_device
         from paceline.world import World
     where = {**given, "device": choose_device("auto", World())}
     if prompt is not None:
-        if idle:
-            raise click.UsageError(f"--{idle[0]} is for images, and --prompt is for language models: give one of them.")
         _answer_prompt(target, prompt, writing, top_k, where, as_json=as_json)
         return 0
-    if writing:
-        raise click.UsageError(f"--{next(iter(writing))} says how to write, and without --prompt nothing is written.")
     if all(each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in sources):
         from paceline.inference.clicks import load_click_predictor
 

@@ -1,4 +1,4 @@
-"""How do answers become a file, while they come, in memory that does not grow?
+"""Files of answers, written as these come, in constant memory.
 
 What is written lies beside the file, under its name and ``.partial``, until the last answer is in it; then it is
 renamed. A file of answers is thus whole or not there. What a kill leaves is the partial one, in which all lines of full

@@ -1,4 +1,4 @@
-"""What can be asked about an image, whatever weights and whichever library answer?"""
+"""Answers about images, whatever weights and whichever library give them."""
 
 from __future__ import annotations
 
@@ -139,6 +139,10 @@ def answers_ahead(
     seen: Seen | None = None,
 ) -> Generator[Answer, None, None]:
     """Yield one answer for each picture, in order; an unreadable one is an answer too.
+
+    Threads read and decode ahead of the network, only so far that memory does not grow with the number of files. A
+    batch is a fixed number of files in a row, unreadable ones among them, so that the same files at the same batch size
+    give the same bits.
 
     Args:
         predictor: Answers.

@@ -1,4 +1,4 @@
-"""How does a file or folder appear under its name only once it is whole and checked?"""
+"""Files and folders that appear under their name only once they are whole and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With which probability are these samples clicked on, as trained weights say?"""
+"""Click probabilities of samples, from trained weights."""
 
 from __future__ import annotations
 

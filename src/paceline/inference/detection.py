@@ -1,4 +1,4 @@
-"""Which objects do trained weights find in these pictures, and where?"""
+"""Objects that trained weights find in pictures, with their boxes."""
 
 from __future__ import annotations
 

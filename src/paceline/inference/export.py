@@ -1,4 +1,4 @@
-"""How do a run's weights become a file or folder that other programs open?"""
+"""Export of a run's weights to a file or folder that other programs open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a trained network take and give, for a program that is not Paceline?"""
+"""Inputs and outputs of a trained network, for other programs."""
 
 from __future__ import annotations
 

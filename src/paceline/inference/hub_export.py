@@ -1,4 +1,4 @@
-"""How does a trained network become a folder that ``timm.create_model`` opens from the disk?"""
+"""Export to a folder that ``timm.create_model`` opens from the disk."""
 
 from __future__ import annotations
 

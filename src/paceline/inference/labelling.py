@@ -1,4 +1,4 @@
-"""How does an image become the most probable labels? The same around a network of torch's and one of ONNX Runtime's."""
+"""Labels of images: the same steps around a network of torch's and one of ONNX Runtime's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do trained weights say about these images?"""
+"""Predictions of trained weights for images."""
 
 from __future__ import annotations
 

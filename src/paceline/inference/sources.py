@@ -1,4 +1,4 @@
-"""Which pictures do files, folders, patterns, archives and standard input mean, in which order?"""
+"""Pictures that files, folders, patterns, archives and standard input name, in order."""
 
 from __future__ import annotations
 
@@ -183,6 +183,9 @@ def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
     """The pictures in an archive, in its order; ``left_out`` is told of its other members.
 
     Members that cannot be read are pictures that cannot, and so is what follows where the archive itself is damaged.
+    What an archive says of itself is not trusted: a member's size is limited whatever its header says, names that lead
+    out of the archive are refused, links are not followed, and headers of a tar are read here, so that none of them can
+    ask for more memory than a name needs.
 
     Raises:
         DataError: When the first is asked for: if the archive cannot be opened; at the end: if it held no image.

@@ -1,4 +1,4 @@
-"""What does a trained language model write, or put in place of what is hidden?"""
+"""Text that a trained language model writes, or fills in for hidden tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a chart drawn in a page: what Plotly is given, and the table for who would rather read the figures?
+"""Charts of a page: what Plotly is given, and the table for readers who prefer figures.
 
 Colours are names of the page's style, such as ``var(--series-1)``, which its script looks up, so that charts follow
 light and dark. Series differ in their dashes too, never by colour alone.

@@ -1,4 +1,4 @@
-"""On what did this run happen: versions, machine, revision, command line?
+"""Environment of a run: versions, machine, revision, command line.
 
 Environment variables are not recorded: they hold passwords and tokens.
 """

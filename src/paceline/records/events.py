@@ -1,4 +1,4 @@
-"""What can happen in a run, and under which keys is it written to ``events.jsonl``?
+"""Events of a run, and their keys in ``events.jsonl``.
 
 One frozen dataclass per event. :meth:`Event.to_json` gives the object that goes into the file, to trackers
 and to the display: ``event`` (the kind), ``step``, ``position``, ``time`` (Unix seconds), then the fields under

@@ -1,4 +1,4 @@
-"""Which samples did each rank really train on, and was each of them used exactly once per epoch?
+"""The ledger: samples that each rank trained on, and how often each was used per epoch.
 
 Every rank appends to a file of its own, ``ledger/rank-00000.ids``. The file is a row of records; one record
 holds the samples of one micro-batch or one step, little-endian::

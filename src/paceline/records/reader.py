@@ -1,4 +1,4 @@
-"""What do the files of a run directory say? For reports, audits and people's scripts; needs no torch."""
+"""Readers of the files of a run directory, for reports, audits and scripts; no torch needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a run directory does each thing lie, and how is a file put there so that it is whole or absent?
+"""Layout of a run directory, and writes that leave a file whole or absent.
 
 JSON in a run directory is strict: a number that is not finite is written as ``null``, because JSON has no
 word for it. Where it matters that a loss was infinite or not a number, an incident event says so in words.

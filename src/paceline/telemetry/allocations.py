@@ -1,4 +1,4 @@
-"""Which tensors does a program make and let go of, in which order, and what are they for?
+"""Tensors that a program allocates and frees, in order, with their purpose.
 
 Followed operation by operation, by the storages of what operations return: of fake tensors as of real ones. What a
 kernel takes and gives back inside is not seen, and has to be known.

@@ -1,4 +1,4 @@
-"""How long does each part of a step take, at what cost, and without making the device wait?
+"""The step clock: time of each part of a step, measured without waiting for the device.
 
 At every moment one phase of the step is on, and all time is its own: so the phases of a step add up to it. On the
 host a change of phase is one reading of ``perf_counter``: a span, two changes, costs about half a microsecond with its

@@ -1,4 +1,4 @@
-"""What does a person see while a run goes on? Live bars on a terminal, plain lines in a file, or nothing.
+"""Display of a run: live bars on a terminal, plain lines in a file, or nothing.
 
 ``advance`` is called at every step and costs well under a microsecond where nothing is due to be drawn.
 """

@@ -1,4 +1,4 @@
-"""How much energy has a device used? Its own counter is read; nothing is guessed where it has none.
+"""Energy of a device, by its own counter; nothing is guessed where it has none.
 
 A GPU's counter is NVML's (Volta and later), of the whole board; a CPU's is RAPL's, of the whole packages with all that
 runs on them. Both advance in steps of some milliseconds, and RAPL's begins again at zero now and then.

@@ -1,4 +1,4 @@
-"""How much memory did this process need at most?"""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do measured steps come to? Sums and counts per step, divided once, with warm-up kept apart.
+"""The meter: sums and counts per step, divided once, with warm-up kept apart.
 
 Three clocks: *training* (time in steps), *pause* (evaluation, saving; never in here) and the *program* (the
 whole process; the trainer's own). The first steps of every process are slow for reasons that do not return:

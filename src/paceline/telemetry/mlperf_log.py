@@ -1,4 +1,4 @@
-"""What does a run's log in MLPerf's format say? It is not an MLPerf result.
+"""A run's log in MLPerf's format. It is not an MLPerf result.
 
 The log is derived from the run directory when the run ends, and not written along: events survive a kill and a resume
 without gaps or repeats, and so does what is made of them. Its clock leaves nothing out: it starts with the launch,

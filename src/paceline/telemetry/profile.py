@@ -1,4 +1,4 @@
-"""Where does the time of a few steps go, operator by operator?
+"""Profile of a few steps, operator by operator.
 
 A profile is taken by the step clock itself: around it lies another one, which names what the clock times. The loop
 knows nothing of it, and a run without a profile has the plain clock. Nothing here draws random numbers or touches a

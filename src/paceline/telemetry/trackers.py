@@ -142,7 +142,8 @@ class CsvTracker:
     """Writes each record as a row of its kind's file: ``step.csv``, ``evaluation.csv``, ….
 
     Each launch begins its tables anew: it is given the run's earlier records first, so no row is missing and none is
-    there twice.
+    there twice. Columns keep their names and places: a number that a record brings for the first time is a new last
+    column, empty in the rows before. Objects within records are columns by dotted names, and None is an empty field.
 
     Args:
         directory: The folder of the tables.

@@ -1,4 +1,4 @@
-"""How fast does a recipe train at these batch sizes, on these devices, in these precisions, fed by these back-ends?
+"""Training throughput over batch sizes, devices, precisions and back-ends.
 
 What cannot run is a row with the reason. Up to four of the combinations take turns, in the order of the table: those
 that follow one another there are compared fairly.

@@ -1,4 +1,4 @@
-"""How long does a step of this recipe take beside one of that, on a machine whose speed drifts?
+"""Step times of several recipes, measured in turns, as the speed of a machine drifts.
 
 Each variant is a run of its own in processes of its own, opened as ``paceline train`` opens it: the same task, data,
 loader processes, optimizer and records. They take turns, a block of steps each, while the others wait; every second

@@ -1,4 +1,4 @@
-"""How long does a trained network take to answer, and how many answers does it give in a second?
+"""Latency and throughput of a trained network.
 
 A query is a batch of decoded images in main memory. Timed is everything from there to the probabilities in main memory:
 the way to the device, normalising, the forward pass and the way back. Reading and decoding files is not in it.

@@ -1,4 +1,4 @@
-"""How long does a recipe train until it reaches a metric, how surely, and at what cost?
+"""Training time until a metric is reached, with its uncertainty and cost.
 
 Real runs, one after the other, each with a seed of its own, until the first evaluation that is as good. The seconds are
 those of the run's step clock: every training step from the first, with warm-up, waiting for data and what compiling

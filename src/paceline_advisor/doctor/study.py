@@ -1,4 +1,4 @@
-"""What holds a run back? Everything is looked at that can be seen without running it, and put in order."""
+"""The doctor: every check of a recipe that needs no run, and its findings in order."""
 
 from __future__ import annotations
 

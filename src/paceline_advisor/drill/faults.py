@@ -1,4 +1,4 @@
-"""Which faults does a drill inject, how, and what must the run do about each?"""
+"""Faults that a drill injects, and what the run must do about each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a drill compare: how is a run disturbed, recovered, and held against the undisturbed one?"""
+"""Disturbed runs of a drill, their recovery, and the comparison with the undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a run of this recipe, on this machine, really survive what can happen to it? Each fault is tried."""
+"""The fault drill: each fault is tried on a short run of the recipe on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which law do steps to a target follow over batch sizes, where is its knee, and how surely?
+"""The law of steps to a target over batch sizes: its fit, its knee, and their intervals.
 
 One law in three spellings. With S steps and E = B S examples to a target,
 

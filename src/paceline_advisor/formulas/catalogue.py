@@ -1,4 +1,4 @@
-"""Which formulas are there, and how is one computed from words typed?
+"""The catalogue of formulas, and their computation from words typed.
 
 Every public function of this room whose docstring names its source and whose arguments are plain numbers or words is
 offered by its name; a new one needs no entry anywhere.

@@ -1,4 +1,4 @@
-"""How flat is a minimum, and what is left of a loss between two networks?"""
+"""Flatness of a minimum, and the loss barrier between two networks."""
 
 from __future__ import annotations
 

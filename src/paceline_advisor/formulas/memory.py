@@ -1,4 +1,4 @@
-"""How much memory does a network's training state take: weights, gradients, optimizer state, shared out or not?"""
+"""Memory of a network's training state: weights, gradients, optimizer state, sharded or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a GPU does a matrix product leave idle because its sizes do not divide?
+"""Share of a GPU that a matrix product leaves idle because its sizes do not divide.
 
 A product is cut into tiles, each computed by one multiprocessor, and the tiles are worked off in waves. What hangs over
 the last tile of a row or column is computed and thrown away; what the last wave lacks stands idle. Libraries choose

@@ -1,4 +1,4 @@
-"""What does a transformer cost: activations by Korthikanti et al., FLOPs and their utilisation by the papers' counts?
+"""Costs of a transformer: activations by Korthikanti et al., FLOPs and their utilisation by the papers' counts.
 
 ``t`` is the size of tensor parallelism, ``recompute`` what is computed again in the backward pass instead of kept.
 """

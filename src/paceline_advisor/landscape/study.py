@@ -1,4 +1,4 @@
-"""What does the loss look like around a run's weights, and between two runs? Behind ``paceline landscape``."""
+"""Study of the loss around a run's weights and between two runs, for ``paceline landscape``."""
 
 from __future__ import annotations
 

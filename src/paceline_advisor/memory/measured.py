@@ -1,4 +1,4 @@
-"""What does a real step take? The measurement that stands beside an estimate.
+"""Measured memory of a real step, which tests and benchmarks compare with the estimate.
 
 On a GPU it is what PyTorch's allocator counts; on a CPU the sum of what torch's own allocator reports to its profiler,
 block by block: also what kernels take inside, which an estimate does not see.

@@ -1,4 +1,4 @@
-"""Does a recipe, with the user's own task, network and data, compute what it says, however it is cut and spread?"""
+"""Proof that a recipe, with the user's task, network and data, computes what it says."""
 
 from __future__ import annotations
 

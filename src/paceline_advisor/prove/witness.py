@@ -1,4 +1,4 @@
-"""What does the trainer do with a task? The task of a recipe, unchanged in what it computes, takes notes of it."""
+"""The recipe's task, which computes the same and records what the trainer does with it."""
 
 from __future__ import annotations
 

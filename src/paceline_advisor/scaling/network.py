@@ -1,4 +1,4 @@
-"""What of a recipe's network decides how it scales: gradients in the order of their arrival, blocks, arithmetic?
+"""What decides how a network scales: gradients in the order of their arrival, blocks, arithmetic.
 
 The network is built without memory (torch's ``meta`` device), called once and sent back, so that nothing is computed.
 """

@@ -1,4 +1,4 @@
-"""How many GPUs does a training need to end in time, or within a budget; and with which batch and learning rate?"""
+"""Number of GPUs for a deadline or a budget, with batch and learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a student's training program worth? It is run and watched, never read."""
+"""Grading of a student's training program: it is run and watched, never read."""
 
 from paceline_course.grading.grade import grade
 from paceline_course.grading.marks import Criterion, Marks

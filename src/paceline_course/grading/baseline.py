@@ -1,4 +1,4 @@
-"""How fast can this machine go? The bare loop, that a program's throughput is held to: nothing but steps."""
+"""The bare training loop that a program's throughput is compared with."""
 
 from __future__ import annotations
 

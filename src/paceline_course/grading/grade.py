@@ -1,4 +1,4 @@
-"""What is a student's training program worth? It is run in a scratch directory, several times, and watched."""
+"""Grade of a student's program, which is run in a scratch directory several times and watched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many points did a program earn, and why were the others lost?"""
+"""Points that a program earned, and why the others were lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a program marked for, and with how many points?"""
+"""Criteria of the assessment, with their points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does one rank of a program do? Written down as it happens, by what it calls, never by how it is written.
+"""Record of what one rank of a program does, by what it calls and not by how it is written.
 
 It stands between the program and torch: networks that the assignment builds tell what goes through them, every
 optimizer tells its steps, and what is written to files is seen by Python's audit events. Rows of a batch are recognised

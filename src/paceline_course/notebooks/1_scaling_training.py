@@ -737,7 +737,7 @@ plt.show()
 _ = run("paceline train digits train.duration='3 epochs' --run-dir runs/lab1", seconds=300)
 
 # %%
-_ = run("paceline attribution runs/lab1", seconds=300)
+_ = run("paceline report runs/lab1 --timing", seconds=300)
 
 # %% [markdown] tags=["slide"]
 # ## The parts of a step
@@ -747,7 +747,7 @@ _ = run("paceline attribution runs/lab1", seconds=300)
 # Measure it before you change anything.
 
 # %% tags=["slide"]
-attribution = json.loads(run("paceline attribution runs/lab1 --json", quiet=True, seconds=300))
+attribution = json.loads(run("paceline report runs/lab1 --timing --json", quiet=True, seconds=300))
 shares = {name: 100 * phase["share"] for name, phase in attribution["phases"].items()}
 figure, axes = plt.subplots(figsize=(7, 3.2))
 bars = axes.barh(list(shares), list(shares.values()), color="C0")
@@ -1048,7 +1048,7 @@ assert np.isclose(speed_up(8, serial), eight)
 #
 # | question | command |
 # |---|---|
-# | where does the time of my steps go? | `paceline attribution RUN` |
+# | where does the time of my steps go? | `paceline report RUN --timing` |
 # | how large a batch still pays? | `paceline noise-scale RECIPE` |
 # | and measured? | `paceline sweep-batch RECIPE --batch-sizes … --to METRIC=VALUE` |
 # | how fast is it at each batch size? | `paceline bench RECIPE --batch-sizes …` |

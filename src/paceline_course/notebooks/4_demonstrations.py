@@ -1161,7 +1161,7 @@ assert list(reads.values()) == [21, 1, 1, 1]
 records = [each for each in events if each["event"] == "step"]
 each = records[-1]["step"] // len(records)
 print(f"{records[-1]['step']} steps, {len(records)} records: one in {each} steps\n")
-run("paceline attribution runs/autoencoder", seconds=300)
+run("paceline report runs/autoencoder --timing", seconds=300)
 assert len(records) == 36
 
 # %% [markdown] tags=["slide"]
@@ -1461,7 +1461,7 @@ assert low < hours < high
 # | does it fit, and what takes the memory? | `paceline estimate RECIPE --device h100` |
 # | CPU or GPU, which batch? | `paceline bench RECIPE --devices cpu,cuda --batch-sizes 64,4,2` |
 # | does my code make the step wait? | `paceline doctor RECIPE` |
-# | where did the time go? | `paceline attribution RUN` |
+# | where did the time go? | `paceline report RUN --timing` |
 # | which shapes waste a GPU? | `paceline roofline RECIPE --device a100` |
 # | DDP or FSDP? | `paceline train RECIPE --processes 8 --plan-only` |
 # | how many GPUs for one hour? | `paceline plan RECIPE --cluster NAME --deadline 1h`, `paceline scale RECIPE` |

@@ -18,10 +18,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
@@ -335,6 +332,10 @@ _SHOWN = 80
 
 class SiteCheck:
     """Tells requests of programs and of the service's own page from those of other sites' pages.
+
+    Every page in the user's browser can reach what listens on the user's machine. Two headers that such a page cannot
+    choose reveal it: Host names the site whose name was made to point to this machine (DNS rebinding), and Origin the
+    site that the page came from.
 
     Args:
         names: Host names of the service, in addition to addresses in numbers; None if any is accepted.
