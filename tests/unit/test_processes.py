@@ -92,20 +92,10 @@ def test_descendants_have_time_to_remove_what_a_killed_child_leaves(tmp_path: Pa
 
 
 @LINUX_ONLY
-def test_descendants_that_stay_longer_are_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leave", [0.0, 0.2])
+def test_a_killed_child_is_named_and_its_descendants_do_not_outlive_the_group(tmp_path: Path, leave: float) -> None:
     path = tmp_path / "pid"
-    with ProcessGroup(leave_seconds=0.2) as group:
-        child = start(group, WITH_DESCENDANT.format(descendant=FOR_EVER, path=str(path)))
-        wait_for(path)
-        child.process.kill()
-        assert group.wait().failed == (child,)
-    assert_gone(int(path.read_text() or 0))
-
-
-@LINUX_ONLY
-def test_a_killed_child_is_named_and_its_descendants_do_not_outlive_the_group(tmp_path: Path) -> None:
-    path = tmp_path / "pid"
-    with ProcessGroup() as group:
+    with ProcessGroup(leave_seconds=leave) as group:
         child = start(group, WITH_DESCENDANT.format(descendant=FOR_EVER, path=str(path)))
         wait_for(path)
         child.process.kill()
