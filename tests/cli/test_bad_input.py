@@ -203,7 +203,6 @@ def test_a_run_that_is_not_there(
         (("evaluate", "x", "--batch-size", "64"), ("'--batch-size'", "batch.global_size=")),
         (("predict", "x", "y", "--batch", "64"), ("'--batch'", "predict --help")),
         (("evaluate", "x", "optimizer.lr=1"), ("'optimizer.lr'", "no effect", "not trained")),
-        (("help",), ("'help'", "train, launch", "paceline --help")),
         (("train", "digits", "--processes", "0"), ("--processes", "0")),
         (("train", "digits", "--processes", "two"), ("--processes", "two")),
         (("evaluate", "x", "--weights", "average"), ("--weights", "average", "ema")),

@@ -159,7 +159,7 @@ REFUSED = {
     "no recipe of that name": (("bench", "digitz"), ("digitz", "digits")),
     "no list of sizes": (("bench", "digits", "--batch-sizes", "big"), ("'big'", "32,64,128")),
     "a size twice": (("bench", "digits", "--batch-sizes", "8,8"), ("'8,8'", "twice")),
-    "an unknown part": (("bench", "digits", "--parts", "all"), ("'all'", "together, compute, data")),
+    "an unknown part": (("bench", "digits", "--parts", "all"), ("'all'", "'together', 'compute', 'data'")),
     "a target out of reach": (("bench", "digits", "--to", "loss=1e400"), ("--to loss=1e400", "METRIC=VALUE")),
     "two questions": (("bench", "digits", "--inference", "--to", "loss=1"), ("--inference", "--to")),
     "runs of nothing": (("bench", "digits", "--runs", "3"), ("--runs", "--to")),
