@@ -94,12 +94,19 @@ class TakingTurns(SilentDisplay):
         """Count a block of ours, then time a block of the plain loop."""
         if step % self.steps:
             return
-        now = time.perf_counter()
+        now = _now()
         if self._resumed is not None:
             self.own_seconds.append(now - self._resumed)
         self.raw(self.steps)
-        self.raw_seconds.append(time.perf_counter() - now)
-        self._resumed = time.perf_counter()
+        self._resumed = _now()
+        self.raw_seconds.append(self._resumed - now)
+
+
+def _now() -> float:
+    """The time at which the device has done what it was given, in seconds of a clock."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def measure(batch_size: int, blocks: int, steps: int) -> dict[str, Any]:

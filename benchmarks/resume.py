@@ -9,7 +9,9 @@ no objection.
 
 Recovery is the time from the second start to the record of a step that the killed run had not recorded yet.
 
-    python benchmarks/resume.py [--trials 20] [--seed 0] [--steps 40] [--dry-run]
+On a GPU (``--device cuda``) one process trains deterministically, and who is killed is everyone, it, or a loader.
+
+    python benchmarks/resume.py [--trials 20] [--seed 0] [--steps 40] [--device cuda] [--dry-run]
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class Launch:
         studio: Path,
         run: Path,
         *,
-        processes: int = PROCESSES,
+        processes: int | None = None,
         torchrun: Sequence[str] = (),
         before: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
@@ -91,7 +93,7 @@ class Launch:
         self._mark = uuid.uuid4().hex
         self._log = studio / f"{self._mark}.log"
         head = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-        tail = [] if torchrun else ["--processes", str(processes)]
+        tail = [] if torchrun else ["--processes", str(processes or PROCESSES)]
         command = [*before, sys.executable, *head, "-m", "paceline", "train", "recipe.yaml", *tail]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -301,12 +303,18 @@ def table_row(number: int, found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials, write the result files; 1 if a trial differs."""
+    global PROCESSES  # noqa: PLW0603
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the lots: the steps, and the order of who is killed")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
+    if options.device == "cuda":
+        PROCESSES = 1
+        RECIPE["parallel"]["device"] = "cuda"
+        RECIPE["train"]["deterministic"] = True
     lot = random.Random(options.seed)
     table = [row(("trial", "kill step", "killed", "steps lost", "seconds to recover", "equal")), row(["---"] * 6)]
     trials: list[dict[str, Any]] = []
@@ -318,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         expected = undisturbed(studio)
         print("\n".join(table), flush=True)
         # Each kind equally often.
-        kinds = [VICTIMS[number % len(VICTIMS)] for number in range(options.trials)]
+        victims = VICTIMS[: 3 + PROCESSES]
+        kinds = [victims[number % len(victims)] for number in range(options.trials)]
         for number, which in enumerate(lot.sample(kinds, len(kinds)), start=1):
             at = lot.randint(1, options.steps - 1)
             trials.append(trial(studio / f"trial-{number}", at, which, expected, lot))

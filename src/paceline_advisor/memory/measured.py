@@ -7,6 +7,7 @@ block by block: also what kernels take inside, which an estimate does not see.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -61,6 +62,8 @@ def measured_peaks(recipe: Recipe, micro_batch: int, device: torch.device) -> di
 
 
 def _on_cuda(recipe: Recipe, task: Task, plan: Plan, device: torch.device, micro_batch: int) -> dict[str, int]:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001  # an earlier step's is no part of what was there before
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     step = _RealStep(recipe, task, plan, device, micro_batch)

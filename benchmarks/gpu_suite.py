@@ -1,0 +1,97 @@
+"""Run everything that waits for a GPU, in order of worth, within a number of minutes.
+
+Each part is a command of its own with a limit of its own, so that one that fails or hangs costs no other. What a part
+prints goes to ``OUT/PART.log``, and the result files that it writes in ``benchmarks/results`` are copied to OUT. A part
+whose log says that it is done is not run again, so that a suite that was cut goes on where it was.
+
+    python benchmarks/gpu_suite.py OUT [--minutes 10] [--only PART …] [--cifar10 PATH] [--record PROGRAM] [--tiny]
+
+``--tiny`` rehearses what can be rehearsed without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hardware import RESULTS
+
+ROOT = Path(__file__).parents[1]
+DONE = "\n== done in "
+PYTEST = ("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--timeout=240")
+
+
+def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]]]:
+    """The most seconds of each part, and what Python runs for it."""
+    tiny = ("--tiny", "--blocks", "2") if options.tiny else ()
+    small = ("--only", "small_resnet", "--dry-run") if options.tiny else ()
+    where = ("--dry-run",) if options.tiny else ("--device", "cuda")
+    found: dict[str, tuple[float, tuple[str, ...]]] = {
+        "tests": (240, (*PYTEST, "-m", "not slow", "-n", "6")),
+        "throughput": (120, ("benchmarks/gpu_throughput.py", *tiny)),
+        "compiled": (150, ("benchmarks/gpu_throughput.py", "resnet50", "gpt-124m", "--compile", *tiny)),
+        "speedrun": (150, ()),
+        "memory": (200, ("benchmarks/estimate.py", *small)),
+        "resume": (120, ("benchmarks/resume.py", "--trials", "4", *where)),
+        "slow-tests": (240, (*PYTEST, "-m", "slow", "-n", "3")),
+    }
+    if options.cifar10:
+        record = ("--record", str(options.record)) if options.record else ()
+        seeds = ("--seeds", "0", "1", "2")
+        speedrun = ("benchmarks/cifar10_speedrun.py", "cifar10-speedrun", f"data.path={options.cifar10}")
+        found["speedrun"] = (150, (*speedrun, "--target", "94", *seeds, *record))
+    return {name: each for name, each in found.items() if each[1]}
+
+
+def run(name: str, limit: float, words: Sequence[str], out: Path) -> str:
+    """Run a part; how it ended."""
+    log, begun = out / f"{name}.log", time.monotonic()
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    variables["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{variables.get('PYTHONPATH', '')}"
+    with log.open("w") as file:
+        command = ["timeout", "--kill-after=5", f"{limit:.0f}", sys.executable, *words]
+        code = subprocess.run(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=variables, check=False
+        ).returncode
+        seconds = time.monotonic() - begun
+        if code != 124:  # a part that its limit ended is run again
+            file.write(f"{DONE}{seconds:.0f} s, exit code {code}\n")
+    return f"{name}: exit code {code} after {seconds:.0f} s"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts that are not done yet."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder for logs and results")
+    parser.add_argument("--minutes", type=float, default=10.0, help="begin no part after them, and end the last there")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--cifar10", type=Path, metavar="PATH", help="CIFAR-10's images, for the speed run")
+    parser.add_argument("--record", type=Path, metavar="PROGRAM", help="the public record's own program beside it")
+    parser.add_argument("--tiny", action="store_true", help="a rehearsal without a GPU")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + 60 * options.minutes
+    for name, (limit, words) in parts(options).items():
+        log = options.out / f"{name}.log"
+        if (options.only and name not in options.only) or (log.is_file() and DONE in log.read_text()):
+            continue
+        left = ends - time.monotonic()
+        if left < 10:
+            print(f"{name}: no time is left for it")
+            continue
+        begun = time.time()
+        print(run(name, min(limit, left), words, options.out), flush=True)
+        print("  " + "\n  ".join(log.read_text(errors="replace").splitlines()[-12:]), flush=True)
+        for file in RESULTS.glob("*"):
+            if file.stat().st_mtime >= begun:
+                shutil.copy(file, options.out)
+
+
+if __name__ == "__main__":
+    main()
