@@ -20,13 +20,11 @@ from paceline.data.batch import Batch, mapped
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.optim.build import build_optimizer
-from paceline.optim.clipping import Clipping
+from paceline.optim.build import Clipping, build_optimizer
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, given_batch, largest_together
 from paceline.trainer.meta_network import random_states_kept
 from paceline.trainer.precision import Precision
