@@ -32,7 +32,7 @@ from paceline.cli.output import echo, ends_with, print_json, print_pairs, print_
 from paceline.cli.streams import make_optional
 from paceline.errors import PacelineError
 from paceline.loading import loading
-from paceline.recipe.load import LoadedRecipe, load_recipe, to_tree
+from paceline.recipe.load import LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.named_code import named_code
 from paceline.references import trusting_code
 from paceline.units import format_bytes, format_count, format_metric, format_seconds, metric_title
@@ -81,13 +81,17 @@ def command(
     plan_only: bool,
     as_json: bool,
 ) -> int:
-    """Train RECIPE: a shipped name (see `paceline recipes`), a YAML file, or a run directory to repeat.
+    """Train RECIPE: your images, a shipped name (see `paceline recipes`), a YAML file, or a run directory to repeat.
+
+    For a folder of class folders, or a table of paths and labels (.csv, .tsv, .parquet), a recipe is chosen by the
+    number of images and the machine, and said with the reasons.
 
     Overrides are dotted: optimizer.lr=0.1 data.workers=4 train.duration="3 epochs". The same command in the same
     --run-dir goes on where the run stopped; exit code 75 means it was stopped on request and can go on.
 
     \b
     Examples:
+      paceline train photos/
       paceline train digits
       paceline train cifar10 data.path=~/cifar10 --run-dir runs/cifar
       paceline train image_folder data.path=photos train.duration="30 epochs" --processes 2
@@ -95,6 +99,7 @@ def command(
     if not plan_only:
         make_optional(sys.stdout)
     overrides += until_override()
+    recipe, overrides = _chosen(recipe, overrides, run_dir, quiet=as_json)
     # To train a recipe is to run what it names; its plan alone is read as other commands read it.
     with contextlib.nullcontext() if plan_only else trusting_code():
         loaded = load_recipe(recipe, overrides)
@@ -116,6 +121,26 @@ def command(
         if launched is not None:
             return launched
     return _train_here(loaded, run_dir, resume, as_json)
+
+
+def _chosen(
+    recipe: str, overrides: tuple[str, ...], run_dir: Path | None, *, quiet: bool
+) -> tuple[str, tuple[str, ...]]:
+    """The recipe and overrides for data that is given in place of a recipe; a run that is there keeps its own."""
+    if recipe in shipped_recipes() or not is_data(recipe):
+        return recipe, overrides
+    if run_dir is not None and (run_dir / "recipe.yaml").is_file():
+        same = Path(recipe).expanduser().absolute()
+        if load_recipe(run_dir).recipe.data.path == str(same):
+            return str(run_dir), overrides
+    with loading():
+        from paceline.trainer.first_recipe import choose_recipe
+    found = choose_recipe(recipe, overrides)
+    if is_first_process():
+        for line in found.reasons:
+            echo(f"{recipe}: {line}", err=quiet)
+        echo(f"The same by name: {found.command}\n", err=quiet)
+    return found.recipe, found.overrides
 
 
 def _restarts(

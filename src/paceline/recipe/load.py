@@ -29,6 +29,7 @@ from paceline.storage.addresses import is_address, parse_address
 _MIRROR = "checkpoint.mirror"
 _MOST_SHOWN = 60
 _ENDINGS = (".yaml", ".yml")
+TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that read them
 SHIPPED = Path(__file__).parent.parent / "recipes"
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -62,6 +63,14 @@ class LoadedRecipe:
 def shipped_recipes() -> dict[str, Path]:
     """Names and files of the recipes that come with Paceline, sorted by name."""
     return {path.stem: path for path in sorted(SHIPPED.rglob("*.yaml"))}
+
+
+def is_data(source: str | Path) -> bool:
+    """Whether a RECIPE is data to learn from: a folder that is no run's, or a table of paths and labels."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return not (path / "recipe.yaml").is_file()
+    return path.suffix.lower() in TABLES and path.is_file()
 
 
 def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:

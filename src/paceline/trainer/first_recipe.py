@@ -1,0 +1,171 @@
+"""Choose a recipe for a folder of class folders, or a table, from what lies there and what this machine has.
+
+What is chosen is a shipped recipe and overrides, so that everything can be read, changed and typed by hand.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from paceline.data.image.datasets import open_dataset
+from paceline.distributed.device import choose_device
+from paceline.errors import RecipeError
+from paceline.machine import available_cores
+from paceline.recipe.load import TABLES, load_recipe, set_by
+from paceline.units import format_count
+from paceline.world import World
+
+_HUB_SECONDS = 3.0  # an answer of the hub that takes longer is as good as none
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Preset:
+    """A network for a kind of machine, and how long it learns.
+
+    Attributes:
+        model: ``model.name``.
+        options: Overrides that go with it.
+        size: Pixels that it is shown, at most.
+        images: Images that it is to see in all; more epochs for fewer images.
+        epochs: Fewest and most epochs.
+    """
+
+    model: str
+    options: tuple[str, ...] = ()
+    size: int
+    images: int
+    epochs: tuple[int, int]
+
+
+# By whether published weights are at hand and whether there is a GPU.
+_PRESETS = {
+    (True, True): _Preset(model="resnet50", size=224, images=60_000, epochs=(5, 30)),
+    (True, False): _Preset(model="resnet18", size=128, images=12_000, epochs=(5, 20)),
+    (False, True): _Preset(model="resnet18", size=128, images=200_000, epochs=(30, 100)),
+    (False, False): _Preset(
+        model="small_resnet", options=("model.options={width: 32, stages: 3}",), size=64, images=40_000, epochs=(10, 60)
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRecipe:
+    """What was chosen.
+
+    Attributes:
+        recipe: A shipped recipe.
+        overrides: What of it is changed, and then what the user asked for, which decides.
+        reasons: Each choice with the reason, for people.
+        command: What is typed to train the same by name.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """What is typed to train the same by its name."""
+        return f"paceline train {shlex.join([self.recipe, *self.overrides])}"
+
+
+def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
+    """Choose a recipe for images that lie at a path.
+
+    Args:
+        source: A folder of class folders, or a table of paths and labels.
+        asked: The user's overrides. What they set is not chosen.
+
+    Raises:
+        PacelineError: If there are no images that could be trained on, or an override is wrong.
+    """
+    path = Path(source).expanduser()
+    kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
+    # A user's own task or network says what it needs itself.
+    given = set(set_by(asked))
+    if named := given & {"task", "data.path", "data.dataset"}:
+        raise RecipeError(
+            f"{source} is data, for which a recipe is chosen, and {sorted(named)[0]} asks for another; name a recipe "
+            f"instead, for example `paceline train image_folder data.path={shlex.quote(source)}`."
+        )
+    where = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
+    tried = load_recipe("image_folder", [*where, "data.image_size=auto", *asked]).recipe
+    images = open_dataset(tried.data)
+    device = choose_device(tried.parallel.device, World())
+    count, on_gpu = len(images.train), device.type != "cpu"
+    machine = f"a {device.type} device" if on_gpu else f"{format_count(available_cores())} CPU cores"
+    held_out, classes = format_count(len(images.validation)), format_count(len(images.classes))
+    reasons = [f"{format_count(count)} images to train on and {held_out} held out, of {classes} classes; {machine}"]
+    pretrained, preset = False, _PRESETS[False, on_gpu]
+    if given & {"model.name", "model.pretrained", "model.initialize_from"}:
+        pretrained = tried.model.pretrained or tried.model.initialize_from is not None
+        preset = _PRESETS[pretrained, on_gpu]
+    else:
+        missing = why_no_weights(_PRESETS[True, on_gpu].model)
+        pretrained = not missing
+        preset = _PRESETS[pretrained, on_gpu]
+        reasons.append(
+            f"{preset.model}: its published weights, trained on ImageNet, are a far better start than none"
+            if pretrained
+            else f"{preset.model}, from scratch: {missing}"
+        )
+    words = _words(preset, count, images.image_size, given, pretrained=pretrained)
+    reasons.append(
+        f"{words['data.image_size']} pixels and {words['train.duration']}, for about {format_count(preset.images)} "
+        f"images seen with {machine}"
+    )
+    chosen = tuple(f"{key}={value}" for key, value in words.items() if key not in given)
+    options = tuple(each for each in preset.options if "model.name" not in given and "model.options" not in given)
+    return FirstRecipe(
+        recipe="fine_tune" if pretrained else "image_folder",
+        overrides=(*where, *chosen, *options, *asked),
+        reasons=tuple(reasons),
+    )
+
+
+def _words(preset: _Preset, count: int, native: int, given: set[str], *, pretrained: bool) -> dict[str, Any]:
+    """The overrides of a preset for so many images."""
+    fewest, most = preset.epochs
+    epochs = min(most, max(fewest, round(preset.images / max(count, 1))))
+    batch = 64 if count >= 2_000 else 32 if count >= 256 else 16
+    steps = max(1, epochs * count // batch)
+    found: dict[str, Any] = {
+        "model.name": preset.model,
+        "data.image_size": min(preset.size, max(native, 32)),
+        "batch.global_size": batch,
+        "train.duration": f"{epochs} epochs",
+        # The average is over about a twentieth of the run.
+        "train.ema": round(min(0.999, max(0.8, 1 - 20 / steps)), 3),
+    }
+    if not pretrained:
+        found["optimizer.lr"] = 0.1 * batch / 64
+    return found
+
+
+def why_no_weights(name: str) -> str:
+    """Why the published weights of one of timm's networks are not at hand; empty if they are.
+
+    They are looked for in the local cache, and then, once and for a few seconds, on the hub. Its own client would ask
+    a dozen times.
+    """
+    import timm
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+
+    hub = timm.get_pretrained_cfg(name).hf_hub_id
+    if isinstance(try_to_load_from_cache(hub, _WEIGHTS), str):
+        return ""
+    why = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            urlopen(Request(hf_hub_url(hub, _WEIGHTS), method="HEAD"), timeout=_HUB_SECONDS).close()
+        except OSError as error:
+            why = f"the hub does not answer: {getattr(error, 'reason', error)}"
+        else:
+            return ""
+    return f"the published weights of {name} are not in the cache ({why})"

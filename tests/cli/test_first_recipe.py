@@ -1,0 +1,126 @@
+"""A folder or a table in place of a recipe: what is chosen is said, can be typed by name, and is kept on a resume."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from PIL import Image
+
+from paceline.errors import PacelineError
+from paceline.recipe.load import is_data
+from paceline.trainer import first_recipe
+
+SHORT = ("parallel.device=cpu", "parallel.threads=1")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Sixteen photos of each of two classes, of unequal sizes."""
+    generator = np.random.default_rng(0)
+    for channel, name in enumerate(("cat", "dog")):
+        folder = tmp_path / "photos" / name
+        folder.mkdir(parents=True)
+        for number in range(16):
+            pixels = generator.integers(0, 200, (70 + number, 90, 3), dtype=np.uint8)
+            pixels[..., channel] += 55
+            Image.fromarray(pixels).save(folder / f"{number:02d}.jpg")
+    return tmp_path / "photos"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def weights_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the hub had them: the plan does not load any."""
+    monkeypatch.setattr(first_recipe, "why_no_weights", lambda _: "")
+
+
+def test_what_is_data(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "table.CSV").write_text("path,label\n")
+    (tmp_path / "recipe.yaml").write_text("task: image_classification\n")
+    assert is_data(photos)
+    assert is_data(tmp_path / "table.CSV")
+    assert not is_data(tmp_path)  # as a run directory has it
+    assert not is_data(tmp_path / "recipe.yaml")
+    assert not is_data("photo")
+
+
+def test_from_scratch_where_no_weights_are_at_hand(photos: Path, paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("train", "photos/", *SHORT, "--plan-only", "--json")
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["recipe"]["model"]["name"] == "small_resnet"
+    assert plan["recipe"]["data"]["image_size"] == 64
+    assert "HF_HUB_OFFLINE" in done.err
+    # What is said to be the same is the same.
+    (by_name,) = (line.partition(": ")[2] for line in done.err.splitlines() if line.startswith("The same by name"))
+    again = paceline_here(*shlex.split(by_name)[1:], "--plan-only", "--json")
+    assert json.loads(again.out)["recipe"] == plan["recipe"]
+
+
+def test_from_published_weights_where_they_are(
+    photos: Path, weights_at_hand: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = first_recipe.choose_recipe(str(photos), [])
+    assert found.recipe == "fine_tune"
+    assert "model.name=resnet18" in found.overrides
+    many = first_recipe.choose_recipe(str(photos), ["model.name=small_resnet", "train.duration=2 steps"])
+    assert many.recipe == "image_folder"  # the user's own network, and nothing published of it is asked for
+    assert [each for each in many.overrides if each.startswith("train.duration")] == ["train.duration=2 steps"]
+
+
+def test_the_cache_is_looked_into(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "resnet18" in first_recipe.why_no_weights("resnet18")
+    folder = tmp_path / "hub" / "models--timm--resnet18.a1_in1k"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc" / "model.safetensors").write_bytes(b"")
+    assert first_recipe.why_no_weights("resnet18") == ""
+
+
+@pytest.mark.parametrize("table", ["csv", "tsv"])
+def test_a_table(photos: Path, tmp_path: Path, table: str) -> None:
+    between = "," if table == "csv" else "\t"
+    rows = [
+        f"photos/{path.parent.name}/{path.name}{between}{path.parent.name}" for path in sorted(photos.rglob("*.jpg"))
+    ]
+    (tmp_path / f"labels.{table}").write_text("\n".join([f"path{between}label", *rows]) + "\n")
+    found = first_recipe.choose_recipe(str(tmp_path / f"labels.{table}"), [])
+    assert {"data.dataset=csv", f"data.path={tmp_path / f'labels.{table}'}"} <= set(found.overrides)
+
+
+@pytest.mark.parametrize("asked", ["data.path=elsewhere", "task=detection"])
+def test_two_answers_to_what_is_trained_on_are_refused(photos: Path, asked: str) -> None:
+    with pytest.raises(PacelineError, match=asked.partition("=")[0]):
+        first_recipe.choose_recipe(str(photos), [asked])
+
+
+def test_a_run_that_is_there_keeps_what_was_chosen(
+    photos: Path, paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (*SHORT, "data.image_size=16", "train.duration=4 steps", "data.workers=0")
+    first = paceline_here("train", "photos", *asked, "train.until=2 steps", "--run-dir", "run")
+    assert first.code == 75, first.err
+    monkeypatch.setattr(first_recipe, "why_no_weights", lambda _: "")  # another choice would be made by now
+    second = paceline_here("train", "photos", "train.until=null", "--run-dir", "run")
+    assert second.code == 0, second.err
+    assert json.loads(Path("run/summary.json").read_text())["step"] == 4
+
+
+def test_a_folder_without_images_is_refused(tmp_path: Path, paceline_here: Callable[..., Any]) -> None:
+    (tmp_path / "empty").mkdir()
+    done = paceline_here("train", "empty", "--plan-only")
+    assert done.code == 2
+    assert "Traceback" not in done.err
