@@ -312,6 +312,7 @@ def _load_everything() -> None:
         if not module.name.endswith("__main__") and ".notebooks" not in module.name:
             with contextlib.suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(module.name)
+    paceline.records.environment.package_versions()  # which it remembers
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     gc.collect()
     gc.freeze()
