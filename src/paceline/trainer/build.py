@@ -82,7 +82,7 @@ def build_run(setting: Setting) -> Run:
     scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
-    pulse = Heartbeat()
+    heartbeat = Heartbeat()
     ledger = LedgerWriter(ledger_path(setting.directory.ledger, prepared.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.averages_over)
     run = Run(
@@ -108,13 +108,13 @@ def build_run(setting: Setting) -> Run:
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
         freeze_schedule=_freeze_schedule(strategy, prepared),
         ema=ema,
-        evaluator=_evaluator(setting, precision, pulse),
+        evaluator=_evaluator(setting, precision, heartbeat),
         progress=Progress(begun=setting.started),
         window=Window(setting.collectives, ledger, device, noise),
         noise=noise,
         clock=build_step_clock(device.type),
-        pulse=pulse,
-        watchdog=_watchdog(pulse, prepared),
+        heartbeat=heartbeat,
+        watchdog=_watchdog(heartbeat, prepared),
         recorder=_recorder(setting, ledger),
         display=setting.display,
         stop=setting.stop,
@@ -146,12 +146,12 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
     return FreezeSchedule(network, late, passing, changed=strategy.gradients_changed)
 
 
-def _watchdog(pulse: Heartbeat, prepared: Prepared) -> Watchdog:
+def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
     pipeline = prepared.pipeline
     # Pipelines of the user's own need not know what they read.
     reading = getattr(pipeline, "reading", lambda **_: "")
     return Watchdog(
-        pulse,
+        heartbeat,
         prepared.world,
         open_store("watchdog"),
         timeout_seconds=prepared.recipe.parallel.timeout.seconds,
@@ -162,7 +162,7 @@ def _watchdog(pulse: Heartbeat, prepared: Prepared) -> Watchdog:
     )
 
 
-def _evaluator(setting: Setting, precision: Precision, pulse: Heartbeat) -> Evaluator:
+def _evaluator(setting: Setting, precision: Precision, heartbeat: Heartbeat) -> Evaluator:
     prepared = setting.prepared
     plan, world = prepared.plan, prepared.world
     # Pipelines of the user's own cut the evaluation as the guide says.
@@ -175,7 +175,7 @@ def _evaluator(setting: Setting, precision: Precision, pulse: Heartbeat) -> Eval
         collectives=setting.collectives,
         device=prepared.device,
         batch_size=plan.evaluation_batch_size,
-        pulse=pulse,
+        heartbeat=heartbeat,
         rounds=rounds if plan.strategy == "fsdp" else None,
         keep=_keep(prepared.recipe),
     )

@@ -309,7 +309,7 @@ class Evaluator:
     """Scores sets of weights on the evaluation samples; leaves no trace in the models.
 
     Attributes:
-        pulse: Told how far it is.
+        heartbeat: Told how far it is.
         rounds: Forward passes of each process, if all must make as many as the others: the weights are spread over
             them, and gathered in each.
         keep: What is to be kept of the answers.
@@ -321,7 +321,7 @@ class Evaluator:
     collectives: Collectives
     device: torch.device
     batch_size: int
-    pulse: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     rounds: int | None = None
     keep: Keep = field(default_factory=Keep)
 
@@ -365,11 +365,11 @@ class Evaluator:
                             answers.add(once.again, batch)
                         if observe is not None:
                             observe(name, batch, self.task.predict(once, batch))
-                self.pulse.tick()
+                self.heartbeat.tick()
             for _ in range(rounds, self.rounds or 0):
                 last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
                 self._go_along(models, last)
-        self.pulse.enter("gathering of scores")
+        self.heartbeat.enter("gathering of scores")
         # One collective for all sets of weights; the first moment the host waits for the device.
         mine = _Share(
             rows={name: each.rows() for name, each in sums.items()},

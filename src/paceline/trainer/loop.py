@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.data.loaders.pytorch import worker_deaths_told
-from paceline.distributed.strategy import Wish
+from paceline.distributed.strategy import ControlFlags
 from paceline.trainer.evaluate import evaluate_run
 from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
@@ -24,7 +24,7 @@ def fit(run: Run) -> str:
 def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
     batches = check_first_batch(run, warm_up(run, run.train_batches()))
-    ending = run.ending(Wish())
+    ending = run.ending(ControlFlags())
     run.clock.start()
     while not ending:
         stepped = train_step(run, batches)
@@ -33,19 +33,19 @@ def _fit(run: Run) -> str:
         run.clock.end_step(plan.step_samples(progress.position - 1), run.load)
         run.display.advance(progress.step)
 
-        run.pulse.enter("record")
+        run.heartbeat.enter("record")
         if run.due("log"):
             run.recorder.write_step(run)
         if run.due("evaluate"):
-            run.pulse.enter("evaluate")
+            run.heartbeat.enter("evaluate")
             evaluate_run(run)
-        agreed = run.strategy.agreed(run.wish())
+        agreed = run.strategy.agreed(run.control_flags())
         ending = run.ending(agreed)
         if ending == "patience" and not run.due("log"):
             run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid
         if run.checkpoint_due(agreed) or ending:
-            run.pulse.enter("save")
+            run.heartbeat.enter("save")
             save_checkpoint(run)
-    run.pulse.enter("save")
+    run.heartbeat.enter("save")
     finish_saving(run)
     return ending

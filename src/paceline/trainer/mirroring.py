@@ -39,8 +39,8 @@ from paceline.storage.addresses import without_secrets
 from paceline.storage.remote import Remote, Retries, begin, describe
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.run_dir_checks import (
-    Asked,
     ResumeDecision,
+    ResumeRequest,
     check_links,
     check_same_run,
     foreign_checkpoints,
@@ -267,7 +267,7 @@ def finish_mirroring(run: Run) -> None:
     patience = min(run.recipe.parallel.timeout.seconds / 10, 2.0)
     deadline = time.monotonic() + run.recipe.checkpoint.mirror_wait.seconds
     while not run.collectives.on_first(lambda: _is_over(run, patience) or time.monotonic() > deadline):
-        run.pulse.tick()
+        run.heartbeat.tick()
     run.collectives.on_first(lambda: _conclude(run))
 
 
@@ -379,18 +379,20 @@ def _remote(address: str, retries: Retries | None = None) -> Remote:
     return Remote(address, retries or Retries(patience_seconds=REQUEST_PATIENCE_SECONDS))
 
 
-def restore_from_mirror(directory: RunDirectory, asked: Asked, collectives: Collectives, say: Say) -> MirrorState:
+def restore_from_mirror(
+    directory: RunDirectory, request: ResumeRequest, collectives: Collectives, say: Say
+) -> MirrorState:
     """Fetch what is newer at the address into the run directory, before the run is opened; a collective.
 
     Raises:
         StorageError: If the address cannot be read and there is nothing here to resume from either.
         RunDirectoryError: If the copy is another run's.
     """
-    address = asked.recipe.checkpoint.mirror
+    address = request.recipe.checkpoint.mirror
     if address is None:
         return MirrorState()
     return on_first_without_timeout(
-        collectives, asked.recipe, partial(look, directory, address, asked, say), name="fetch"
+        collectives, request.recipe, partial(look, directory, address, request, say), name="fetch"
     )
 
 
@@ -420,7 +422,7 @@ def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Cal
     return collectives.on_first(result)
 
 
-def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> MirrorState:
+def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say) -> MirrorState:
     """Read the commits at the address, and fetch the checkpoint to resume from; on the first process.
 
     Raises:
@@ -428,7 +430,7 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Mirro
         RunDirectoryError: If the copy is another run's, or not to be gone on with.
     """
     check_links(directory)
-    foreign = [each.step or 0 for each in foreign_checkpoints(directory, asked.recipe)]
+    foreign = [each.step or 0 for each in foreign_checkpoints(directory, request.recipe)]
     newest, _ = CheckpointStore(directory.checkpoints).newest_whole(without=foreign)
     try:
         remote = _remote(address)
@@ -448,7 +450,7 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Mirro
                 "again at another address."
             )
         return MirrorState(found.damaged, found.names)
-    if asked.resume == "never":
+    if request.resume == "never":
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of a run already and --resume=never was asked; choose another "
             "address, or leave --resume out to go on with it."
@@ -457,14 +459,14 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Mirro
     def accept(folder: Path) -> None:
         copy = RunDirectory(folder)
         if copy.plan.is_file() and copy.recipe.is_file():
-            check_same_run(copy, asked, address=address)
+            check_same_run(copy, request, address=address)
         # Before the records and checkpoints that it claims.
         if _copied_run(directory) is None:
             write_json(directory.root / _COPIED_RUN, {"run": found.commits[0].run})
 
     fetched = fetch_newest(
         remote,
-        _wanted(found, directory, address, asked.resume),
+        _wanted(found, directory, address, request.resume),
         directory.root,
         beyond=-1 if newest is None else step_of(newest) or 0,
         say=say,
@@ -522,7 +524,7 @@ def _copied_run(directory: RunDirectory) -> str | None:
 @contextlib.contextmanager
 def mirror_checkpoints(
     directory: RunDirectory,
-    asked: Asked,
+    request: ResumeRequest,
     decision: ResumeDecision,
     mirror_state: MirrorState,
     collectives: Collectives,
@@ -539,7 +541,7 @@ def mirror_checkpoints(
         say: Takes what the user should know.
     """
     begun: list[Mirroring] = []
-    recipe = asked.recipe
+    recipe = request.recipe
     if recipe.checkpoint.mirror is None:
         yield None
         return
@@ -550,7 +552,7 @@ def mirror_checkpoints(
         choice = None if newest is None else Choice(newest, step_of(newest) or 0)
     if choice is not None:
         first = choice
-        collectives.on_first(lambda: begun.append(_begin(directory, asked, first, mirror_state)))
+        collectives.on_first(lambda: begun.append(_begin(directory, request, first, mirror_state)))
     try:
         if decision.completed:
             _send_rest(recipe, begun, collectives, say)
@@ -560,9 +562,9 @@ def mirror_checkpoints(
             each.close()
 
 
-def _begin(directory: RunDirectory, asked: Asked, choice: Choice, mirror_state: MirrorState) -> Mirroring:
+def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirror_state: MirrorState) -> Mirroring:
     """Begin to copy, starting with the chosen checkpoint if it is not there yet."""
-    address = asked.recipe.checkpoint.mirror
+    address = request.recipe.checkpoint.mirror
     assert address is not None
     run = _copied_run(directory) or secrets.token_hex(8)
     if _copied_run(directory) is None:
@@ -572,11 +574,11 @@ def _begin(directory: RunDirectory, asked: Asked, choice: Choice, mirror_state: 
         remote = _remote(address, retries)
         found = read_commits(remote)
         _check_ours(found, directory, address)
-        if asked.resume == "auto":
+        if request.resume == "auto":
             _check_further(found, choice, mirror_state, address)
         return Mirror(remote, run, found)
 
-    mirroring = Mirroring(open_mirror, directory.root, asked.recipe.checkpoint)
+    mirroring = Mirroring(open_mirror, directory.root, request.recipe.checkpoint)
     if choice.path is not None:
         best = CheckpointStore(directory.checkpoints).read_best()
         growing, small = sendable_records(directory)

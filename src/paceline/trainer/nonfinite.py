@@ -14,7 +14,7 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleIds
 from paceline.distributed.exact import buffers_of, put_back
-from paceline.distributed.strategy import VOTE_LAG, VoteReader
+from paceline.distributed.strategy import VOTE_LAG, FlagReader
 from paceline.errors import TrainingError
 from paceline.recipe.training import Train
 from paceline.records.events import IncidentEvent
@@ -69,7 +69,7 @@ class NonFiniteGuard:
         device: torch.device,
         *,
         active: bool,
-        late: VoteReader | None = None,
+        late: FlagReader | None = None,
     ) -> None:
         self.skips = active and train.nonfinite == "skip"
         self._active = active
@@ -77,7 +77,7 @@ class NonFiniteGuard:
         self._optimizer = optimizer
         self._on_host = device.type == "cpu"
         self._waits = self._on_host or self.skips
-        self._late = late or VoteReader(device)
+        self._late = late or FlagReader(device)
         self._found = False
         self._clean, self._spoiled = torch.zeros(()), torch.ones(())
         self._places = list(buffers_of(network)) if self.skips else []

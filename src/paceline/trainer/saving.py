@@ -52,7 +52,7 @@ def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 class Cadence:
-    """Tells the first rank when to wish for a checkpoint; all ranks agree on it as on a stop.
+    """Tells the first rank when to ask for a checkpoint; all ranks agree on it as on a stop.
 
     Args:
         checkpoint: What the recipe asks for.
@@ -171,7 +171,7 @@ def finish_saving(run: Run) -> None:
     before: tuple[int, int] | None = None
     while (progress := run.collectives.on_first(lambda: _progress(run, store, patience))) is not None:
         if progress != before:
-            run.pulse.tick()
+            run.heartbeat.tick()
         before = progress
         if run.strategy.is_sharded:
             # Who cannot write may not be able to leave a note of it either.

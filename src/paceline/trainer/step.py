@@ -31,7 +31,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
             with run.span("backward", meets=is_last, samples=batch.ids):
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
-                voting = run.strategy.with_vote(share, run.wish, is_last=is_last, spoiled=mark)
+                voting = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
                 run.backward(voting, batch)
         run.window.add(loss, batch)
     with run.span("optimizer"):

@@ -62,7 +62,7 @@ from paceline.trainer.preparation import (
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory
 from paceline.trainer.recorder import digests, summarise
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import Asked, ResumeDecision, RunLock, check_visible, open_directory
+from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
 from paceline.trainer.saving import restore
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.units import format_count
@@ -235,15 +235,17 @@ def _opened(
         check_all_resume(resumes, recipe, collectives)
 
         # The first process: where the run begins, from the copy at an address or from what is here.
-        asked = Asked(
+        request = ResumeRequest(
             recipe=prepared.recipe,
             plan=prepared.plan,
             resume=options.resume,
             device_facts=_device_facts(prepared, launch),
             lengths=prepared.geometry.lengths,
         )
-        mirror_state = restore_from_mirror(directory, asked, collectives, display.message)
-        opening = on_first_without_timeout(collectives, recipe, partial(open_directory, directory, asked), name="open")
+        mirror_state = restore_from_mirror(directory, request, collectives, display.message)
+        opening = on_first_without_timeout(
+            collectives, recipe, partial(open_directory, directory, request), name="open"
+        )
         check_resumed(resumes, recipe, opening)
         opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
         if not opening.completed:
@@ -252,7 +254,7 @@ def _opened(
             collectives.on_first(lambda: opened.append(held.enter_context(directory.held())))
             directory = opened[-1]
         mirroring = held.enter_context(
-            mirror_checkpoints(directory, asked, opening, mirror_state, collectives, display.message)
+            mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)
         )
         waiting.close()
         yield (

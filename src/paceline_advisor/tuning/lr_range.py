@@ -102,7 +102,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
             rate = run.schedules.at(run.progress.step).learning_rate
             stepped = train_step(run, batches)
             run.progress.advance(stepped=stepped)
-            run.pulse.enter("record")
+            run.heartbeat.enter("record")
             # The host waits for the device in each step: the next one depends on the loss.
             drained = run.window.drain()
             run.recorder.report_broken(run, drained.broken)
@@ -122,7 +122,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
 def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending | None:
     """Why the test ends here, if it does; the same on all processes, as all know the same losses."""
     # First of all, since it is a collective on some devices: each process asks as often as the others.
-    if run.strategy.agreed(run.wish()).stop:
+    if run.strategy.agreed(run.control_flags()).stop:
         return "signal"
     if loss is None and run.precision.scaler is not None:
         # fp16 tries the rate again at a lower scale, but not for ever.
