@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.background import BackgroundWriter, Cadence, job_ends_at
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
@@ -25,7 +25,7 @@ from paceline.optim.build import Clipping, build_optimizer, build_schedules
 from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.records.events import EventWriter, IncidentEvent, ProfileEvent
+from paceline.records.events import EventWriter, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
@@ -44,7 +44,6 @@ from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import RunLock
-from paceline.trainer.saving import Cadence, job_ends_at
 from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 
@@ -83,6 +82,7 @@ def build_run(setting: Setting) -> Run:
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat = Heartbeat()
+    progress = Progress(begun=setting.started)
     ledger = LedgerWriter(ledger_path(setting.directory.ledger, prepared.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.averages_over)
     run = Run(
@@ -109,13 +109,13 @@ def build_run(setting: Setting) -> Run:
         freeze_schedule=_freeze_schedule(strategy, prepared),
         ema=ema,
         evaluator=_evaluator(setting, precision, heartbeat),
-        progress=Progress(begun=setting.started),
+        progress=progress,
         window=Window(setting.collectives, ledger, device, noise),
         noise=noise,
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,
         watchdog=_watchdog(heartbeat, prepared),
-        recorder=_recorder(setting, ledger),
+        recorder=_recorder(setting, ledger, progress),
         display=setting.display,
         stop=setting.stop,
         components=Registry(),
@@ -225,9 +225,9 @@ class _Compiler:
         return self.networks[name]
 
 
-def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
+def _recorder(setting: Setting, ledger: LedgerWriter, progress: Progress) -> Recorder:
     if not setting.prepared.world.is_first:
-        return Recorder(None, ledger, [], setting.display)
+        return Recorder(None, ledger, [], setting.display, progress)
     recipe, directory = setting.prepared.recipe, setting.directory
     facts = TrackerFacts(
         name=directory.root.resolve().name,
@@ -236,7 +236,7 @@ def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
         start_step=setting.start_step,
     )
     trackers = build_trackers(recipe.telemetry.trackers, directory.root, facts)
-    return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display)
+    return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display, progress)
 
 
 def _component_makers(run: Run) -> tuple[Callable[[nn.Module], Component], Callable[[Any], Component]]:
@@ -281,7 +281,7 @@ def _report(run: Run, profiled: Profiled) -> None:
     which = f"steps {profiled.first} to {profiled.last}"
     if profiled.problem is not None:
         message = f"{which} were not profiled: {profiled.problem}."
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="profile", message=message))
+        run.recorder.incident("profile", message)
         run.display.message(message)
         return
     tool = run.recipe.telemetry.profile.tool

@@ -9,12 +9,11 @@ import base64
 import io
 import math
 import operator
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,12 +41,8 @@ from paceline.metrics.answers import (
 )
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
-from paceline.trainer.nonfinite import check_results
 from paceline.trainer.precision import Precision
 from paceline.world import World
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 # The last bits are those of how the samples were shared out.
 _DIGITS = 6
@@ -410,19 +405,6 @@ class Evaluator:
             for model in models.values():
                 with self.precision.autocast():
                     self.task.score(self.task.evaluated(model), batch)
-
-
-def evaluate_run(run: Run) -> None:
-    """Evaluate a run's weights where it stands, and record the result."""
-    if run.plan.evaluation_samples == 0:
-        return
-    with run.clock.paused():
-        started = time.perf_counter()
-        run.strategy.sync_buffers(list(run.models().values()))
-        evaluation = run.evaluator(run.scored)
-        run.progress.take_results(evaluation.results, run.best_metric())
-        run.recorder.write_evaluation(run, evaluation, seconds=time.perf_counter() - started)
-        check_results(run, evaluation.results)
 
 
 class _OneForward:

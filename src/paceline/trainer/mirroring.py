@@ -16,11 +16,12 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
 from paceline.checkpoint.store import CheckpointStore, Choice, step_of
 from paceline.distributed.collectives import Collectives
+from paceline.distributed.watchdog import Heartbeat
 from paceline.errors import (
     CheckpointError,
     LaunchError,
@@ -32,12 +33,12 @@ from paceline.errors import (
 from paceline.plain_json import load_json
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
-from paceline.records.events import IncidentEvent
 from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import without_secrets
 from paceline.storage.remote import Remote, Retries, begin, describe
 from paceline.trainer.preparation import without_initial_weights
+from paceline.trainer.recorder import Recorder
 from paceline.trainer.run_dir_checks import (
     ResumeDecision,
     ResumeRequest,
@@ -49,8 +50,9 @@ from paceline.trainer.run_dir_checks import (
 from paceline.units import format_seconds
 from paceline.world import World
 
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
+T = TypeVar("T")
+
+Say = Callable[[str], None]
 
 # How long one request is retried before its failure is reported, and the pause before the whole copy is retried.
 REQUEST_PATIENCE_SECONDS = 15.0
@@ -247,61 +249,64 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
     return sizes, tuple(each.name for each in small if each.is_file())
 
 
-def report_mirror(run: Run) -> None:
+def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
     """Record what has happened to the copying."""
-    if run.mirroring is None:
-        return
-    for each in run.mirroring.news():
-        message = without_secrets(each.message)
-        run.recorder.write(IncidentEvent(**run.progress.here, incident=each.incident, message=message))
+    for each in () if mirroring is None else mirroring.news():
+        recorder.incident(each.incident, without_secrets(each.message))
 
 
-def finish_mirroring(run: Run) -> None:
+def finish_mirroring(
+    mirroring: Mirroring | None,
+    recipe: Recipe,
+    directory: RunDirectory,
+    collectives: Collectives,
+    heartbeat: Heartbeat,
+    recorder: Recorder,
+    say: Say,
+) -> None:
     """Wait for what is still to be copied, as long as the recipe allows; a collective.
 
     Raises:
         TrainingError: On every process, if copying has failed for longer than the recipe allows.
     """
-    if run.recipe.checkpoint.mirror is None:
+    if recipe.checkpoint.mirror is None:
         return
-    patience = min(run.recipe.parallel.timeout.seconds / 10, 2.0)
-    deadline = time.monotonic() + run.recipe.checkpoint.mirror_wait.seconds
-    while not run.collectives.on_first(lambda: _is_over(run, patience) or time.monotonic() > deadline):
-        run.heartbeat.tick()
-    run.collectives.on_first(lambda: _conclude(run))
+    patience = min(recipe.parallel.timeout.seconds / 10, 2.0)
+    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
+
+    def is_over() -> bool:
+        if mirroring is None or mirroring.has_failed or mirroring.is_over(within_seconds=patience):
+            return True
+        return time.monotonic() > deadline
+
+    def conclude() -> None:
+        if mirroring is not None:
+            _conclude(mirroring, recipe.checkpoint, directory, recorder, say)
+
+    while not collectives.on_first(is_over):
+        heartbeat.tick()
+    collectives.on_first(conclude)
 
 
-def _is_over(run: Run, within_seconds: float) -> bool:
-    mirroring = run.mirroring
-    return mirroring is None or mirroring.has_failed or mirroring.is_over(within_seconds=within_seconds)
-
-
-def _conclude(run: Run) -> None:
-    mirroring = run.mirroring
-    if mirroring is None:
-        return
-    report_mirror(run)
+def _conclude(
+    mirroring: Mirroring, checkpoint: Checkpoint, directory: RunDirectory, recorder: Recorder, say: Say
+) -> None:
+    report_mirror(mirroring, recorder)
     if mirroring.has_failed:
         raise TrainingError(
-            f"checkpoints could not be copied to {run.recipe.checkpoint.mirror} for longer than "
-            f"checkpoint.mirror_patience={run.recipe.checkpoint.mirror_patience}; the run is saved in "
-            f"'{run.directory.root}': mend the address and run the same command again."
+            f"checkpoints could not be copied to {checkpoint.mirror} for longer than "
+            f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
+            f"'{directory.root}': mend the address and run the same command again."
         )
     if lacking := mirroring.lacks:
-        message = (
-            f"the newest checkpoint is in '{run.directory.root}', and not at {run.recipe.checkpoint.mirror}: {lacking}"
-        )
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="mirror_behind", message=message))
-        run.display.message(message)
+        message = f"the newest checkpoint is in '{directory.root}', and not at {checkpoint.mirror}: {lacking}"
+        recorder.incident("mirror_behind", message)
+        say(message)
         return
-    best = [run.progress.best["step"]] if run.progress.best and run.recipe.checkpoint.keep_best else []
+    best = [recorder.progress.best["step"]] if recorder.progress.best and checkpoint.keep_best else []
     with contextlib.suppress(CheckpointError):
-        CheckpointStore(run.directory.checkpoints).prune(keep=run.recipe.checkpoint.keep, protect=best)
+        CheckpointStore(directory.checkpoints).prune(keep=checkpoint.keep, protect=best)
 
-
-T = TypeVar("T")
-
-Say = Callable[[str], None]
 
 _COPIED_RUN = "mirror.json"
 _README = b"Checkpoints of a Paceline run, copied while it trained; see docs/guide/object-storage.md.\n"

@@ -1,4 +1,7 @@
-"""The parts of a run while it trains, on one process."""
+"""The parts of a run while it trains, on one process.
+
+Only the course of a run knows this class: loop, step, warm-up, saving and records. Components take what they use.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.background import BackgroundWriter, Cadence
 from paceline.checkpoint.state import Registry
 from paceline.checkpoint.store import SavedCheckpoint
 from paceline.data.balance import StepLoad
@@ -41,7 +44,6 @@ from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import best_metric
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
-from paceline.trainer.saving import Cadence
 from paceline.trainer.step_stats import Progress, Utilisation, Window
 from paceline.world import World
 
@@ -197,6 +199,13 @@ class Run:
         """Whether an evaluation at this very step was the best so far and is to be kept."""
         best = self.progress.best
         return self.recipe.checkpoint.keep_best and bool(best) and best["position"] == self.progress.position
+
+    @property
+    def last_good(self) -> str:
+        """Names the newest checkpoint, in a sentence; what is not finite is never saved."""
+        if not self.saved_name:
+            return "No checkpoint was saved before."
+        return f"The last good checkpoint is {self.directory.checkpoints / self.saved_name}."
 
     def best_metric(self) -> Metric:
         """The metric that decides which evaluation is best."""

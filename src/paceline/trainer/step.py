@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,7 @@ from paceline.data.random_draws import seed_of
 from paceline.data.slices import SampleSlice
 from paceline.distributed.strategy import MicroBatch
 from paceline.optim.build import apply_settings
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
+from paceline.trainer.run import Run
 
 
 def train_step(run: Run, batches: Iterator[Batch]) -> bool:

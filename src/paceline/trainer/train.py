@@ -27,7 +27,7 @@ from paceline.optim.build import build_optimizer
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.records.events import FinishEvent, IncidentEvent, StartEvent, Status, StopEvent
+from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.storage.addresses import is_address
@@ -60,9 +60,9 @@ from paceline.trainer.preparation import (
     without_mirror,
 )
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory
-from paceline.trainer.recorder import digests, summarise
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
+from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import restore
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.units import format_count
@@ -359,7 +359,15 @@ def _fit(run: Run) -> TrainResult:
     try:
         with contextlib.closing(run.clock):
             ending = fit(run)
-        finish_mirroring(run)
+        finish_mirroring(
+            run.mirroring,
+            run.recipe,
+            run.directory,
+            run.collectives,
+            run.heartbeat,
+            run.recorder,
+            run.display.message,
+        )
         reasons = {
             "signal": run.stop.signal_name or "another process was asked",
             "patience": "no better evaluation",
@@ -368,9 +376,9 @@ def _fit(run: Run) -> TrainResult:
         if ending in reasons:
             run.recorder.write(StopEvent(**run.progress.here, reason=reasons[ending]))
         if ending not in ("signal", "until"):
-            check_outcome(run)
-            if warning := divergence(run):
-                run.recorder.write(IncidentEvent(**run.progress.here, incident="diverged", message=warning))
+            check_outcome(run.task, run.recorder, run.last_good)
+            if warning := divergence(run.window, run.progress.last):
+                run.recorder.incident("diverged", warning)
         return _conclude(run, "stopped" if ending in ("signal", "until") else "completed", ending)
     except ValueError as error:
         # No plan foresees it where the other samples could not be read, or a module normalises by itself.
@@ -401,7 +409,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
         message = f"the processes died and were started again, {restarts} time{'s' * (restarts > 1)} by now"
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="restart", message=message))
+        run.recorder.incident("restart", message)
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
     run.display.start(

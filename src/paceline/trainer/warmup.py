@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,12 +21,10 @@ from paceline.distributed.exact import buffers_kept
 from paceline.distributed.strategy import ControlFlags, Replicas, refuse_unused
 from paceline.errors import ModelError
 from paceline.models.compiled import shape_of
-from paceline.records.events import IncidentEvent, MeasurementEvent
+from paceline.records.events import MeasurementEvent
+from paceline.trainer.run import Run
 from paceline.trainer.step import seed_forward
 from paceline.world import World
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 
 def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -275,7 +273,7 @@ def check_compiled(probe: GradientProbe) -> MeasurementEvent:
     if max(speedup.ratios) < 1:
         longer = speedup.inverse()
         message = f"the compiled network takes {longer} times as long as uncompiled here; set model.compile=false."
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="slow_compile", message=message))
+        run.recorder.incident("slow_compile", message)
     return MeasurementEvent(
         **run.progress.here,
         what="compile",

@@ -29,6 +29,7 @@ from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run import Run
+from paceline.trainer.run_records import report_broken
 from paceline.trainer.step import train_step
 from paceline.trainer.train import Options, TaskMaker, opened_run
 from paceline.trainer.warmup import check_first_batch, warm_up
@@ -105,7 +106,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
             run.heartbeat.enter("record")
             # The host waits for the device in each step: the next one depends on the loss.
             drained = run.window.drain()
-            run.recorder.report_broken(run, drained.broken)
+            report_broken(run, drained.broken)
             loss = drained.loss
             run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
             run.clock.drain()

@@ -227,7 +227,7 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
             points.append(NoisePoint(step=step, averages=NoiseAverages.of(_estimates(run, steps)), steps=steps))
             log(in_words(points[-1], _unit(run)))
         plan, unit = run.plan, _unit(run)
-        batch_weight = plan.global_batch_size * mean_weight(run)
+        batch_weight = plan.global_batch_size * mean_weight(run.geometry)
     return NoiseReport(
         name=loaded.name,
         global_batch_size=plan.global_batch_size,
