@@ -13,7 +13,7 @@ from torch import nn
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.factories import check_types, named_factory
 from paceline.models.small_detectors import small_fasterrcnn, small_maskrcnn, small_retinanet
-from paceline.recipe.boxes import Boxes
+from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
 

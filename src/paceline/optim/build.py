@@ -13,10 +13,11 @@ from paceline.errors import RecipeError
 from paceline.optim.eager import eager
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
-from paceline.optim.schedules import Courses, LearningRate, Settings
+from paceline.optim.schedules import Courses, Settings
 from paceline.optim.tables import has_sparse_gradients, paired
+from paceline.plan import Plan
+from paceline.plan.rates import LearningRate
 from paceline.recipe.optimizer import Optimizer
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.registry import built_in, load
 

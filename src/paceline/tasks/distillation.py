@@ -17,8 +17,8 @@ from paceline.errors import DataError, RecipeError
 from paceline.models.build import build_model
 from paceline.models.digest import weights_sha256
 from paceline.models.layout import lay_out
+from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.storage.cache import local_path

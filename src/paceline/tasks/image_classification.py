@@ -37,8 +37,8 @@ from paceline.metrics.answers import Answers
 from paceline.models.build import build_model, check_takes
 from paceline.models.whitening import IMAGES as WHITENED_IMAGES
 from paceline.models.whitening import whitening_layers
+from paceline.plan import DataFacts
 from paceline.recipe.data import Data, Progressive
-from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.averaging import CROPS, AveragedViews, shown_for_crops
 from paceline.tasks.classification_loss import ClassificationLoss

@@ -21,7 +21,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.world import World
 

@@ -23,8 +23,8 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.thawing import Thawing, first_steps, last_steps
 from paceline.optim.build import build_courses, build_optimizer
 from paceline.optim.clipping import Clipping
+from paceline.plan import Plan
 from paceline.recipe.load import recipe_digest, to_tree
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EventWriter, IncidentEvent, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
@@ -137,7 +137,7 @@ def build_run(setting: Setting) -> Run:
 def _thawing(strategy: Strategy, prepared: Prepared) -> Thawing:
     network = prepared.network
     if not isinstance(strategy, Replicas):
-        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (recipe/strategy.py).
+        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (plan/strategy.py).
         return Thawing(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     late, passing = (

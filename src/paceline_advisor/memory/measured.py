@@ -21,7 +21,7 @@ from paceline.distributed.device import describe_machine
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import build_optimizer
 from paceline.optim.clipping import Clipping
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
