@@ -38,7 +38,7 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
         "compiled": (150, ("benchmarks/gpu_throughput.py", "resnet50", "gpt-124m", "--compile", *tiny)),
         "speedrun": (150, ()),
         "memory": (200, ("benchmarks/estimate.py", *small)),
-        "resume": (120, ("benchmarks/resume.py", "--trials", "4", *where)),
+        "resume": (120, ("benchmarks/resume.py", "--trials", "4", "--steps", "120", *where)),
         "slow-tests": (240, (*PYTEST, "-m", "slow", "-n", "3")),
     }
     if options.cifar10:

@@ -44,9 +44,8 @@ from paceline.recipe.load import (
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json
-from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task, check_used_by, task_name
 from paceline.trainer.evaluate import Evaluation, Evaluator, Keep
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
