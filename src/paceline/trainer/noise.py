@@ -22,8 +22,8 @@ from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, estimate, rate_ratio
+from paceline.plan import Plan
 from paceline.recipe.optimizer import Optimizer
-from paceline.recipe.plan import Plan
 from paceline.trainer.precision import Precision
 
 # In measured steps: long enough for estimates that scatter widely, short enough to see the noise grow.
