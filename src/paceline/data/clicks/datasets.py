@@ -23,8 +23,7 @@ from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.files import LeftOut, visible
-from paceline.recipe.clicks import Clicks
-from paceline.recipe.data import Data
+from paceline.recipe.data import Clicks, Data
 from paceline.references import call_reference, is_reference
 from paceline.registry import installed, load
 
