@@ -44,19 +44,8 @@ from typing import Any, NoReturn
 SOURCES = Path(__file__).parents[1] / "src"
 # Variables that are read when Python starts or a library is imported. A command is forked where it has the server's.
 _READ_AT_START = (
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "LD_",
-    "TZ",
-    "MALLOC_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "CUDA_",
-)
+    "PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_",
+)  # fmt: skip
 _READ_AT_START += ("TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "NUMEXPR_", "GLIBC_")
 # Of these, a child does itself what they ask for, or what they ask for makes no difference to it.
 _ARRANGED = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
