@@ -97,8 +97,9 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     """
     if why := why_unknown(kind, name):
         raise error(f"{why}.")
-    reference = _BUILT_IN[kind].get(name) or (name if is_reference(name) else installed(kind)[name])
-    found = load_reference(reference, error)
+    is_own = name not in _BUILT_IN[kind] and is_reference(name)
+    reference = name if is_own else _BUILT_IN[kind].get(name) or installed(kind)[name]
+    found = load_reference(reference, error, installed=not is_own)
     if not callable(found):
         raise error(f"'{reference}' is a {type(found).__name__}, and cannot be called: name a function or a class.")
     return found

@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
 from paceline.data.image.tables import mapped, require_pyarrow
+from paceline.data.splits import held_out_among
 from paceline.data.text.corpus import MANIFEST, Documents, TextDataset, encoded, open_tokens
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
@@ -99,7 +100,6 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
         raise DataError(f"{file}: the column {column!r} holds {kind}, and no text; name another (data.text.column).")
 
 
-_VALIDATION = ("val", "validation", "valid", "test")
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
@@ -245,8 +245,9 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
         raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
         return (*split_by_name(_texts(root, left_out), fraction), None)
-    found = next((name for name in _VALIDATION if (root / name).is_dir()), None)
-    for entry in visible(root):
+    entries = visible(root)
+    found = held_out_among([entry.name for entry in entries if is_folder(entry)])
+    for entry in entries:
         if entry.name not in ("train", found):
             left_out.add(f"{'folders' if is_folder(entry) else 'files'} outside train/", entry.name)
     train = _texts(root / "train", left_out)
