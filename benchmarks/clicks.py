@@ -25,7 +25,7 @@ from hardware import spread, write_result
 
 from paceline.data.clicks.datasets import open_clicks
 from paceline.data.order import epoch_order
-from paceline.models.dlrm import Dlrm
+from paceline.models.recommendation import Dlrm
 from paceline.recipe.data import Data
 
 LINES, BATCH, ROWS, PAIRS = 100_000, 2048, 100_000, 7

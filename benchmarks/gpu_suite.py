@@ -24,7 +24,9 @@ from hardware import RESULTS
 
 ROOT = Path(__file__).parents[1]
 DONE = "\n== done in "
-PYTEST = ("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--timeout=240")
+# Tests of time run alone: pytest-benchmark, where it is installed, warns of workers, and warnings are errors.
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--timeout=240")
+TIMED = tuple(f"tests/gpu/test_cuda_{name}.py" for name in ("clock", "attribution", "bench"))
 
 
 def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]]]:
@@ -33,13 +35,14 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
     small = ("--only", "small_resnet", "--dry-run") if options.tiny else ()
     where = ("--dry-run",) if options.tiny else ("--device", "cuda")
     found: dict[str, tuple[float, tuple[str, ...]]] = {
-        "tests": (240, (*PYTEST, "-m", "not slow", "-n", "6")),
+        "tests-of-time": (90, (*PYTEST, *TIMED)),
+        "tests": (240, (*PYTEST, "tests/gpu", *(f"--ignore={each}" for each in TIMED), "-m", "not slow", "-n", "6")),
         "throughput": (120, ("benchmarks/gpu_throughput.py", *tiny)),
         "compiled": (150, ("benchmarks/gpu_throughput.py", "resnet50", "gpt-124m", "--compile", *tiny)),
         "speedrun": (150, ()),
         "memory": (200, ("benchmarks/estimate.py", *small)),
-        "resume": (120, ("benchmarks/resume.py", "--trials", "4", *where)),
-        "slow-tests": (240, (*PYTEST, "-m", "slow", "-n", "3")),
+        "resume": (120, ("benchmarks/resume.py", "--trials", "4", "--steps", "120", *where)),
+        "slow-tests": (240, (*PYTEST, "tests/gpu", "-m", "slow", "-n", "3")),
     }
     if options.cifar10:
         record = ("--record", str(options.record)) if options.record else ()

@@ -46,7 +46,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMAGES = {"optimizer": None, "optimizer.name": "sgd", "optimizer.momentum": 0.9}
 WORK: dict[str, tuple[str, dict[str, Any], int]] = {
     "resnet50": ("synthetic", {**IMAGES, "batch.global_size": 256, "data.samples": 4096, "optimizer.lr": 0.1}, 20),
-    "digits": ("digits", {**IMAGES, "batch.global_size": 64, "optimizer.lr": 0.05}, 200),
+    "digits": (
+        "digits",
+        {
+            **IMAGES,
+            "optimizer.lr": 0.05,
+            "batch.global_size": 64,
+            "data.augment": None,
+            "train.ema": None,
+            "train.label_smoothing": 0.0,
+        },
+        200,
+    ),
     "gpt-124m": (
         "gpt-124m",
         {

@@ -7,6 +7,7 @@ block by block: also what kernels take inside, which an estimate does not see.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,11 @@ from paceline.data.batch import Batch, mapped
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.optim.build import build_optimizer
-from paceline.optim.clipping import Clipping
+from paceline.optim.build import Clipping, build_optimizer
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, given_batch, largest_together
 from paceline.trainer.meta_network import random_states_kept
 from paceline.trainer.precision import Precision
@@ -63,6 +62,8 @@ def measured_peaks(recipe: Recipe, micro_batch: int, device: torch.device) -> di
 
 
 def _on_cuda(recipe: Recipe, task: Task, plan: Plan, device: torch.device, micro_batch: int) -> dict[str, int]:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # noqa: SLF001  # an earlier step's is no part of what was there before
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     step = _RealStep(recipe, task, plan, device, micro_batch)

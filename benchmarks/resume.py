@@ -116,7 +116,9 @@ class Launch:
         return found
 
     def _ranks_and_loaders(self) -> tuple[dict[int, int], list[int]]:
-        inside = {pid: int(variables["RANK"]) for pid, variables in self.family().items() if "RANK" in variables}
+        alone = {} if PROCESSES > 1 else {"RANK": "0"}  # one process is the command itself
+        variables = {pid: {**alone, **each} for pid, each in self.family().items()}
+        inside = {pid: int(each["RANK"]) for pid, each in variables.items() if "RANK" in each}
         parents = {pid: parent_of(pid) for pid in inside}
         ranks = {rank: pid for pid, rank in inside.items() if parents[pid] not in inside}
         loaders = [
@@ -337,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lost = spread([one["steps_lost"] for one in trials])
     seconds = spread([one["seconds_to_recover"] for one in trials])
     line = (
-        f"{equal} of {len(trials)} runs of {PROCESSES} processes that were killed at a random step of {options.steps} "
+        f"{equal} of {len(trials)} runs on {PROCESSES} rank(s) that were killed at a random step of {options.steps} "
         f"and resumed ended bit for bit as the undisturbed run; {lost['median']:.0f} recorded steps were lost (median; "
         f"{lost['minimum']:.0f} to {lost['maximum']:.0f}), {seconds['median']:.1f} s until the run was further than "
         f"before ({seconds['minimum']:.1f} to {seconds['maximum']:.1f})."

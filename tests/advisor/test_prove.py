@@ -21,7 +21,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.load import load_recipe
 from paceline.recipe.plan import DataFacts
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.prove.notes import Orders

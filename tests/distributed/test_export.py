@@ -13,9 +13,8 @@ import timm
 import torch
 from safetensors.torch import load_file
 
-from paceline.checkpoint.weights import read_weights
+from paceline.checkpoint.weights import read_weights, weights_sha256
 from paceline.inference.export import ExportRequest, export
-from paceline.models.digest import weights_sha256
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="processes meet through gloo")]
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.store import CheckpointStore, verify
-from paceline.checkpoint.weights import read_weights
+from paceline.checkpoint.weights import read_weights, weights_sha256
 from paceline.cli.main import run as run_command_line
-from paceline.models.digest import weights_sha256
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 

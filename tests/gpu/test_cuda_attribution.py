@@ -13,8 +13,10 @@ import torch
 
 import paceline
 from paceline.recipe.load import load_recipe
+from paceline.records.reader import read_events
 from paceline.report.attribution import attribute_run
 from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.meter import PHASES
 from paceline.trainer.train import Options, train_recipe
 
 pytestmark = [
@@ -40,8 +42,11 @@ def test_the_phases_add_up_and_the_host_is_told_beside_them(tmp_path: Path) -> N
     loaded = load_recipe("digits", {**SHORT, "telemetry.log_every": "10 steps", "train.ema": 0.9})
     train_recipe(loaded, Options(run_dir=tmp_path / "run", display=watch))
     found = attribute_run(tmp_path / "run")
-    wall = (watch.moments[3] - watch.moments[0]) / 30
-    assert sum(each.seconds for each in found.phases) == pytest.approx(wall, rel=0.1)
+    records = list(read_events(tmp_path / "run" / "events.jsonl", kinds=("step",)))
+    wall = watch.moments[3] - watch.moments[0]
+    assert 10 * sum(each["step_seconds"] for each in records[1:]) == pytest.approx(wall, rel=0.1)
+    for each in records:
+        assert sum(each[f"{phase}_seconds"] for phase in PHASES) == pytest.approx(each["step_seconds"], rel=1e-3)
     assert all(each.launch_seconds is not None for each in found.phases)
     assert found.phases[0].name == "data_wait"
 

@@ -35,7 +35,7 @@ def test_runs_take_turns_on_one_device(tiny_recipe: Path, tmp_path: Path, monkey
     (tmp_path / "greedy.py").write_text(GREEDY)
     monkeypatch.chdir(tmp_path)
     small = load_recipe(tiny_recipe, {"parallel.device": "cuda"}).recipe
-    large = load_recipe(tiny_recipe, {"parallel.device": "cuda", "model.options.width": 64, "batch.global_size": 512})
+    large = load_recipe(tiny_recipe, {"parallel.device": "cuda", "model.options.width": 512, "batch.global_size": 1024})
     greedy = load_recipe(tiny_recipe, {"parallel.device": "cuda", "task": "greedy:Greedy"}).recipe
     variants = {
         "small": Variant(recipe=small, part="compute"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline_advisor.doctor.calls import CallWatcher
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -31,7 +32,9 @@ ACTS: dict[str, Callable[[Tensor], Any]] = {
     "a list on the device": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
     "rand and to": lambda x: torch.rand(3).to(x.device),
     "arithmetic": lambda x: (x * 2 + 1).mean(),
-    "one number": lambda x: torch.where(x > 3, x, torch.tensor(0.0)),
+    "where of a number": lambda x: torch.where(x > 3, x, torch.tensor(0.0)),
+    "one number": lambda x: x + torch.tensor(1.0),
+    "where of Python's number": lambda x: torch.where(x > 3, x, 0.0),
     "zeros there": lambda x: x + torch.zeros(3, device=x.device),
     "one_hot of a number of classes": lambda x: F.one_hot(x[0].long(), 4),
     "a mask set to a number": lambda x: x.clone().__setitem__(x > 3, 0.0),

@@ -19,6 +19,7 @@ from paceline.recipe.data import Augment, Data, Mix
 from paceline.world import World
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

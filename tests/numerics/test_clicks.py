@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import paceline
 from paceline.data.clicks.datasets import open_clicks
 from paceline.data.order import epoch_order
-from paceline.models.dlrm import Dlrm
+from paceline.models.recommendation import Dlrm
 from paceline.recipe.load import load_recipe
 
 RECIPE = """

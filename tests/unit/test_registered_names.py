@@ -13,10 +13,10 @@ import torch
 from paceline import registry
 from paceline.cli.main import run
 from paceline.errors import PacelineError, RecipeError
-from paceline.optim.build import build_courses, build_optimizer
+from paceline.optim.build import build_optimizer, build_schedules
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.load import load_recipe, stored_recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 
 CODE = '''
 import torch
@@ -107,7 +107,7 @@ def test_an_optimizer_of_another_package(name: str) -> None:
         )
     moved = recipe(optimizer__name=name, schedule__momentum={"name": "linear", "end": 0.5})
     with pytest.raises(RecipeError, match=r"schedule\.momentum"):
-        build_courses(moved, None)  # type: ignore[arg-type]  # refused before the plan is looked at
+        build_schedules(moved, None)  # type: ignore[arg-type]  # refused before the plan is looked at
 
 
 @pytest.mark.usefixtures("stranger")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -371,3 +372,19 @@ def _is_spoiled(tensor: Tensor) -> bool:
     # An attention mask of zeros and -inf, which many networks keep as a buffer, is valid.
     zeros = values == 0
     return tensor.ndim < 2 or not (bool(zeros.any()) and bool((zeros | (values == -torch.inf)).all()))
+
+
+def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over the entries in sorted key order: the key's UTF-8 bytes, then the tensor's bytes.
+
+    Tensors are taken contiguous, on the CPU, little-endian, in their own dtype. Those that are spread over processes
+    are brought together one at a time: then this is a collective.
+    """
+    digest = hashlib.sha256()
+    for key in sorted(state):
+        digest.update(key.encode())
+        tensor = state[key].detach()
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        tensor = tensor.cpu().contiguous()
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -63,7 +63,7 @@ def timm(source: tuple[str, ...], processes: int | None, skipped: tuple[str, ...
       paceline import timm --output recipe.yaml -- ./distributed_train.sh 4 --data-dir /imagenet --model seresnet34
       paceline import timm train.sh --skip recount > recipe.yaml
     """
-    from paceline.models.published import published_settings
+    from paceline.models.build import published_settings
     from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
 
     read, given = read_timm(source)

@@ -13,12 +13,11 @@ import torch
 from PIL import Image, ImageDraw
 from torch import nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained
+from paceline.checkpoint.weights import SavedWeights, load_trained, weights_sha256
 from paceline.data.boxes.pipeline import as_floats, as_tensor
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
 from paceline.inference.answers import NOT_FINITE, Box, error_in_words
 from paceline.models.detectors import build_detector
-from paceline.models.digest import weights_sha256
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 

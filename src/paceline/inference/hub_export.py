@@ -16,10 +16,9 @@ from torch import Tensor
 
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
-from paceline.checkpoint.weights import ROUNDED, SavedWeights
+from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RunDirectoryError
 from paceline.inference.exportable import Exportable
-from paceline.models.digest import weights_sha256
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.units import metric_unit

@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError, DataError
 from paceline.files import refuse_odd_kinds
 from paceline.inference.answers import BATCH, NOT_FINITE, Answer, answers_ahead, error_in_words
 from paceline.inference.sources import PictureFile
-from paceline.tasks.averaging import CROPS, AveragedViews
+from paceline.tasks.image_classification import CROPS, AveragedViews
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights, weights_sha256
 from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.source import ArraySource
 from paceline.data.pipeline import Normalize, Placement
@@ -21,16 +21,13 @@ from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Shown, class_names
 from paceline.models.build import check_takes
-from paceline.models.digest import weights_sha256
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.registry import built_in
-from paceline.tasks.averaging import CROPS, shown_for_crops
-from paceline.tasks.build import build_task, task_name
-from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import Task
+from paceline.tasks.image_classification import CROPS, ImageClassification, shown_for_crops
+from paceline.tasks.task import Task, build_task, task_name
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]

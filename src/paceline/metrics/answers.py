@@ -1,14 +1,19 @@
-"""What did a network answer to samples of one label each, and what was right?"""
+"""Answers to samples of one label each: the confusion matrix, and the few samples of an evaluation to look at.
+
+The samples are chosen on the device, and are the same for any number of processes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 MOST_CLASSES = 1000
@@ -97,3 +102,172 @@ def confusion_document(triples: Triples, names: Sequence[str]) -> dict[str, Any]
     for label, predicted, count in answered:
         matrix[label][predicted] = count
     return {**found, "matrix": matrix}
+
+
+THUMBNAIL_PIXELS = 96
+HOW_CHOSEN = (
+    "Two thirds are mistakes, the most confident ones; the rest are right answers, drawn by their numbers. Where there "
+    "are fewer of one kind, there are more of the other."
+)
+
+Pictures = Callable[[Tensor], Tensor | None]
+"""From what the network was shown, [N, ...], to uint8 [N, C, H, W]; None where that is no picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A sample that may be shown.
+
+    Attributes:
+        sample: Its number.
+        score: What decides between those of its kind; the higher the sooner.
+        is_mistake: Which of the two kinds it is.
+    """
+
+    sample: int
+    score: float
+    is_mistake: bool
+    label: int
+    predicted: int
+    probability: float
+    label_probability: float
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Sorts the best candidate first; of equal ones that of the lower number."""
+        return -self.score, self.sample
+
+
+def choose(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """Choose from the candidates of all processes: mistakes first."""
+    found = sorted(candidates, key=lambda each: each.rank)
+    wrong, right = [each for each in found if each.is_mistake], [each for each in found if not each.is_mistake]
+    mistakes = min(len(wrong), max(count - count // 3, count - len(right)))
+    return [*wrong[:mistakes], *right[: count - mistakes]]
+
+
+class Examples:
+    """Goes along a pass over the samples and keeps the best candidates, pictures included, on the device.
+
+    Args:
+        count: How many will be shown at most.
+        pictures: Makes pictures of what the network was shown.
+    """
+
+    def __init__(self, count: int, pictures: Pictures) -> None:
+        self._pictures = pictures
+        self._kinds = {True: _Best(count), False: _Best(count)}
+
+    def add(self, ids: NDArray[np.int64], draws: NDArray[np.float64], inputs: Tensor, answers: Answers) -> None:
+        """Look at one batch. No host-device synchronisation.
+
+        Args:
+            ids: Numbers of its samples, [N].
+            draws: A number in [0, 1) for each, which decides between right answers, [N].
+            inputs: What the network was shown, [N, ...].
+            answers: What it answered.
+        """
+        device = answers.label.device
+        samples = torch.tensor(ids).to(device, non_blocking=True)
+        drawn = torch.tensor(draws, dtype=torch.float32).to(device, non_blocking=True)
+        is_wrong = answers.predicted != answers.label
+        nobody = torch.full_like(drawn, -1.0)
+        columns = {
+            "sample": samples,
+            "label": answers.label,
+            "predicted": answers.predicted,
+            "probability": answers.probability,
+            "label_probability": answers.label_probability,
+        }
+
+        def shown(chosen: Tensor) -> Tensor | None:
+            pictures = self._pictures(inputs[chosen])
+            return None if pictures is None else thumbnails(pictures)
+
+        for is_mistake, best in self._kinds.items():
+            goodness = answers.probability.nan_to_num(0.0) if is_mistake else drawn
+            score = torch.where(is_wrong == is_mistake, goodness, nobody)
+            best.add({"score": score, **columns}, shown)
+
+    def candidates(self) -> list[Candidate]:
+        """What this process has to offer; waits for the device."""
+        return [
+            Candidate(is_mistake=is_mistake, **{name: column[row] for name, column in columns.items()})
+            for is_mistake, best in self._kinds.items()
+            for columns in [best.columns()]
+            for row in range(len(columns.get("score", ())))
+            if columns["score"][row] >= 0
+        ]
+
+    def picture(self, candidate: Candidate) -> NDArray[np.uint8] | None:
+        """The thumbnail of one of this process's candidates, uint8 [H, W, C]; None where there is none."""
+        return self._kinds[candidate.is_mistake].picture(candidate.sample)
+
+
+class _Best:
+    """The samples of the highest scores."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._columns: dict[str, Tensor] = {}
+        self._pictures: Tensor | None = None
+
+    def add(self, columns: dict[str, Tensor], pictures: Callable[[Tensor], Tensor | None]) -> None:
+        chosen = self._worth_a_look(columns["score"], _order(columns)[: self._count])
+        if chosen.numel() == 0 and self._columns:
+            return
+        taken = {name: column[chosen] for name, column in columns.items()}
+        shown = pictures(chosen)
+        if shown is not None:
+            taken |= {
+                "height": torch.full_like(taken["sample"], shown.shape[2]),
+                "width": torch.full_like(taken["sample"], shown.shape[3]),
+            }
+        if self._columns:
+            taken = {name: torch.cat([self._columns[name], column]) for name, column in taken.items()}
+            if shown is None or self._pictures is None:
+                shown = None
+            else:  # of any two sizes; smaller ones lie at the upper left
+                both = (self._pictures, shown)
+                height, width = (max(each.shape[axis] for each in both) for axis in (2, 3))
+                padded = [F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in both]
+                shown = torch.cat(padded)
+        chosen = _order(taken)[: self._count]
+        self._columns = {name: column[chosen] for name, column in taken.items()}
+        self._pictures = None if shown is None else shown[chosen]
+
+    def _worth_a_look(self, score: Tensor, chosen: Tensor) -> Tensor:
+        """Those that may be among the best of all: what can be told without waiting, and so on a CPU only."""
+        if score.device.type != "cpu" or not self._columns:
+            return chosen
+        kept = self._columns["score"]
+        least = float(kept[-1]) if len(kept) == self._count else 0.0
+        return chosen[score[chosen] >= max(least, 0.0)]
+
+    def columns(self) -> dict[str, list[Any]]:
+        return {name: each.tolist() for name, each in self._columns.items() if name not in ("height", "width")}
+
+    def picture(self, sample: int) -> NDArray[np.uint8] | None:
+        if self._pictures is None:
+            return None
+        row = self._columns["sample"].tolist().index(sample)
+        height, width = int(self._columns["height"][row]), int(self._columns["width"][row])
+        pixels: NDArray[np.uint8] = self._pictures[row, :, :height, :width].permute(1, 2, 0).cpu().numpy()
+        return pixels
+
+
+def _order(columns: dict[str, Tensor]) -> Tensor:
+    """From the highest score down; of equal ones the lower number first."""
+    by_number = columns["sample"].argsort(stable=True)
+    return by_number[columns["score"][by_number].argsort(descending=True, stable=True)]
+
+
+def thumbnails(pictures: Tensor) -> Tensor:
+    """Make pictures, uint8 [N, C, H, W], small enough to be shown in numbers: no side longer than 96 pixels."""
+    height, width = pictures.shape[2:]
+    if max(height, width) <= THUMBNAIL_PIXELS:
+        return pictures
+    shrink = THUMBNAIL_PIXELS / max(height, width)
+    size = (max(1, round(height * shrink)), max(1, round(width * shrink)))
+    small = F.interpolate(pictures.float(), size=size, mode="bilinear", antialias=True)
+    return small.round_().clamp_(0, 255).to(torch.uint8)

@@ -1,9 +1,10 @@
-"""Networks for images by their names in recipes."""
+"""Networks for images by their names in recipes, their memory format, and what timm says of their images."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
+from paceline.recipe.imports.timm import InputSettings
 from paceline.recipe.model import Model
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -88,8 +90,8 @@ def model_names(pattern: str = "*") -> list[str]:
     import timm
     import torchvision.models
 
-    from paceline.models.clicks import CLICK_MODELS
     from paceline.models.detectors import detector_names
+    from paceline.models.recommendation import CLICK_MODELS
 
     names = [
         *OWN_MODELS,
@@ -199,3 +201,43 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
     same = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     options: dict[str, Any] = {each: getattr(stem, each) for each in same}
     _replace(network, path, nn.Conv2d(in_channels, stem.out_channels, **options, bias=stem.bias is not None))
+
+
+def lay_out(network: nn.Module, *, channels_last: bool) -> nn.Module:
+    """Give the filters of images the batches' memory format, in place.
+
+    torch has channels-last for tensors of four axes; those of others, Conv3d's say, stay as they are.
+    """
+    if not channels_last:
+        return network.to(memory_format=torch.contiguous_format)
+    for tensor in chain(network.parameters(), network.buffers()):
+        if tensor.ndim == 4:
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
+    return network
+
+
+def published_settings(name: str) -> InputSettings | None:
+    """timm's settings for a network's images, as with its default weights; None if it has none of that name.
+
+    Args:
+        name: As timm's train.py takes it, with or without the name of weights: ``resnet50``, ``resnet50.a1_in1k``.
+    """
+    import timm
+
+    if not timm.is_model(name.partition(".")[0]):
+        return None
+    usual = InputSettings()
+    try:
+        found: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    except RuntimeError:  # it has no weights of that name
+        return None
+    if found is None:
+        return usual
+    size = (found.input_size or (3, usual.image_size, usual.image_size))[-1]
+    return InputSettings(
+        image_size=int(size),
+        interpolation=str(found.interpolation or usual.interpolation),
+        crop=float(found.crop_pct or usual.crop),
+        mean=tuple(map(float, found.mean or usual.mean)),
+        std=tuple(map(float, found.std or usual.std)),
+    )

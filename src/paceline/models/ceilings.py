@@ -1,7 +1,7 @@
-"""At which of a device's peaks does each operator of a step run?
+"""The peak of a device at which each operator of a step runs.
 
-A product runs in the numbers that it is given, but for fp32 ones: those are multiplied in TF32 where the run allows it,
-and torch's own default allows it for convolutions and not for matrix products.
+A product runs in the precision of its tensors, except in fp32: there it runs in TF32 where the run allows it, which
+torch's default does for convolutions but not for matrix products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much arithmetic and how many bytes does a step take, layer by layer and phase by phase?
+"""The arithmetic and the bytes of a step, layer by layer and phase by phase.
 
 A dispatch mode watches every operator of a step on fake tensors or real ones, and changes none::
 

@@ -1,14 +1,254 @@
-"""Language models by their names in recipes."""
+"""Language models by their names in recipes: our own pre-norm transformer, Transformers' networks, or a user's.
+
+Ours are `gpt`, in which a token sees only those before it, and `bert`, in which it sees all.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), whose architecture the options can
+express exactly; Devlin et al., "BERT" (2018). Rotary positions: Su et al., "RoFormer" (2021). RMSNorm: Zhang and
+Sennrich (2019). SwiGLU: Shazeer, "GLU Variants Improve Transformer" (2020).
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.factories import call_factory, named_factory
-from paceline.models.transformer import transformer
 from paceline.models.transformers_models import PREFIX, Objective, build_transformers_model
 from paceline.recipe.model import Model
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Norm = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned"]
+
+
+_MOST = {"depth": 1000, "width": 1_000_000, "heads": 1_000_000, "hidden": 10_000_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a transformer is made of.
+
+    GPT-2 is ``depth=12, width=768, heads=12, activation=gelu_tanh, norm=layer, positions=learned, bias=true``.
+
+    Attributes:
+        vocabulary: Token ids are in [0, vocabulary).
+        context: Most tokens in a row.
+        causal: Whether each token sees only itself and those before it.
+        depth: Blocks.
+        width: Numbers that stand for a token.
+        heads: Parts of them that attend by themselves.
+        hidden: Numbers in the middle of each block's second half; None: 4 times ``width``, with `swiglu` 8/3 times.
+        activation: `gelu`, `gelu_tanh` (GPT-2's, an approximation), or `swiglu`, which has a third matrix.
+        norm: `rms` or `layer`.
+        norm_eps: Added to the variance.
+        positions: `rotary`, or `learned` vectors that are added to the tokens'.
+        bias: Whether linear layers and layer norms have biases.
+        dropout: Share of numbers left out in training, in [0, 1).
+        tied: Whether the output layer's weights are the token vectors.
+    """
+
+    vocabulary: int
+    context: int
+    causal: bool
+    depth: int = 6
+    width: int = 256
+    heads: int = 4
+    hidden: int | None = None
+    activation: Activation = "gelu"
+    norm: Norm = "rms"
+    norm_eps: float = 1e-5
+    positions: Positions = "rotary"
+    bias: bool = False
+    dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name, kind in (("activation", Activation), ("norm", Norm), ("positions", Positions)):
+            known, found = get_args(kind), getattr(self, name)
+            if found not in known:
+                raise ModelError(f"model.options.{name}={found}, but it is one of {', '.join(known)}.")
+        for name in ("depth", "width", "heads", *(["hidden"] if self.hidden is not None else [])):
+            found, most = getattr(self, name), _MOST[name]
+            if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
+                raise ModelError(f"model.options.{name}={found!r}, but it must be a whole number from 1 to {most:,}.")
+        if self.width % self.heads:
+            raise ModelError(f"model.options.width={self.width} cannot be divided among heads={self.heads}.")
+        if self.positions == "rotary" and self.width // self.heads % 2:
+            raise ModelError(
+                f"model.options.width={self.width} gives each of heads={self.heads} an odd number of "
+                f"{self.width // self.heads}, which rotary positions turn in pairs; choose an even one."
+            )
+        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+            raise ModelError(f"model.options.dropout={self.dropout!r}, but it must be in [0, 1).")
+
+    @property
+    def middle(self) -> int:
+        """Numbers in the middle of a feed-forward part."""
+        if self.hidden is not None:
+            return self.hidden
+        # A third matrix is made up for by narrower ones; multiples of 8 suit every kind of kernel.
+        return -(-8 * self.width // 24) * 8 if self.activation == "swiglu" else 4 * self.width
+
+
+class Attention(nn.Module):
+    """Multi-head attention (Vaswani et al. 2017) by PyTorch's fused kernels."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.causal, self.dropout = shape.heads, shape.causal, shape.dropout
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
+        self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
+
+    def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Tokens [N, T, width] to the same; ``mask`` [N, 1, T, T] says who sees whom, None: all, or all before."""
+        n, t, width = x.shape
+        query, key, value = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).unbind(2)
+        if turns is not None:
+            query, key = _turned(query, *turns), _turned(key, *turns)
+        y = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal and mask is None,
+        )
+        out: Tensor = self.out(y.transpose(1, 2).reshape(n, t, width))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a non-linearity between, each token by itself."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.activation = shape.activation
+        factor = 2 if shape.activation == "swiglu" else 1
+        self.up = nn.Linear(shape.width, factor * shape.middle, bias=shape.bias)
+        self.down = nn.Linear(shape.middle, shape.width, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, T, width] to the same."""
+        x = self.up(x)
+        if self.activation == "swiglu":
+            gate, x = x.chunk(2, dim=-1)
+            x = F.silu(gate) * x
+        else:
+            x = F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        out: Tensor = self.down(x)
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each with a norm before and what came in added after."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm1, self.attention = _norm(shape), Attention(shape)
+        self.norm2, self.feed_forward = _norm(shape), FeedForward(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[N, T, width] to the same."""
+        x = x + self.dropout(self.attention(self.norm1(x), mask, turns))
+        out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
+        return out
+
+
+class Transformer(nn.Module):
+    """Token ids to a score for each id at each place."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width) if shape.positions == "learned" else None
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.norm = _norm(shape)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self._initialize()
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Score the next token, or the hidden one, at each place.
+
+        Args:
+            tokens: Ids, int64 [N, T].
+            positions: Place of each token in its document, int64 [N, T]; None: its place in the row.
+            documents: Number of each token's document in the row, int64 [N, T]: tokens see those of their own only.
+                None: all are one, and none is padding.
+
+        Returns:
+            Logits [N, T, vocabulary].
+        """
+        x = self.tokens(tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        turns = None
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        else:
+            turns = _turns(positions, self.shape.width // self.shape.heads, x.dtype)
+        x = self.dropout(x)
+        mask = None if documents is None else _who_sees_whom(documents, causal=self.shape.causal)
+        for block in self.blocks:
+            x = block(x, mask, turns)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def _initialize(self) -> None:
+        """As GPT-2: what is added to the residual stream is smaller, the more blocks add to it."""
+        residual = 0.02 / math.sqrt(2 * self.shape.depth)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                small = name.endswith(("attention.out", "feed_forward.down"))
+                nn.init.normal_(module.weight, std=residual if small else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def transformer(vocabulary: int, context: int, causal: bool, **options: Any) -> Transformer:  # by name
+    """Build a transformer; options are those of :class:`Shape`."""
+    return Transformer(Shape(vocabulary=vocabulary, context=context, causal=causal, **options))
+
+
+# Shows which options there are; functions have no such attribute for mypy.
+transformer.__signature__ = inspect.signature(Shape, eval_str=True)  # type: ignore[attr-defined]
+
+
+def _norm(shape: Shape) -> nn.Module:
+    if shape.norm == "rms":
+        return nn.RMSNorm(shape.width, eps=shape.norm_eps)
+    return nn.LayerNorm(shape.width, eps=shape.norm_eps, bias=shape.bias)
+
+
+def _turns(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary positions, [T or N, T, 1, size / 2], the slowest turning once in 10,000 * 2 pi."""
+    rates = 10_000.0 ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
+    angles = positions.to(torch.float32)[..., None, None] * rates
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Vectors [N, T, heads, size], turned by their position: number i with number i + size / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
+
+
+def _who_sees_whom(documents: Tensor, *, causal: bool) -> Tensor:
+    """Whether each token sees each other, bool [N, 1, T, T]: of its own document; padding sees padding."""
+    seen = documents[:, :, None] == documents[:, None, :]
+    return (seen.tril() if causal else seen)[:, None]
+
 
 OWN_LANGUAGE_MODELS = {"gpt": True, "bert": False}
 """Our own transformers, and whether each token sees only those before it."""

@@ -1,4 +1,7 @@
-"""How does a detector prepare pictures, where the recipe says how large they are shown?"""
+"""A detector's preparation of pictures, at the sizes that the recipe gives.
+
+This module imports torchvision; the rest of the package does so only when a detector is built.
+"""
 
 from __future__ import annotations
 

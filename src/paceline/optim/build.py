@@ -1,4 +1,4 @@
-"""The optimizer of a recipe, and its settings at each step."""
+"""The optimizer of a recipe, its gradient clipping, and its settings at each step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 from paceline.errors import RecipeError
 from paceline.optim.eager import eager
+from paceline.optim.embedding_optim import has_sparse_gradients, paired
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
-from paceline.optim.schedules import Courses, LearningRate, Settings
-from paceline.optim.tables import has_sparse_gradients, paired
+from paceline.optim.schedules import LearningRate, Schedules, Settings
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -88,7 +88,7 @@ def _settings(asked: Optimizer) -> dict[str, Any]:
     return found | {"max_grad_norm": None} if asked.name == "lamb" else found
 
 
-def build_courses(recipe: Recipe, plan: Plan) -> Courses:
+def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
     """All that the schedule moves, with the plan's numbers.
 
     Raises:
@@ -102,7 +102,7 @@ def build_courses(recipe: Recipe, plan: Plan) -> Courses:
             "momentum is in its own options; leave it out."
         )
     start = asked.moment_decay[0] if asked.name in ("adamw", "lamb", "lion") else asked.momentum
-    return Courses(
+    return Schedules(
         learning_rate=LearningRate.of(schedule, plan),
         momentum=(schedule.momentum, start) if moves else None,
         weight_decay=None if schedule.weight_decay.name == "constant" else (schedule.weight_decay, asked.weight_decay),
@@ -120,3 +120,47 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None
                 group["betas"] = (settings.momentum, *group["betas"][1:])
         if settings.weight_decay is not None and group.get("decay_moves", True):
             group["weight_decay"] = settings.weight_decay
+
+
+class Clipping:
+    """Clips gradients as the recipe asks, and measures them.
+
+    Adaptive clipping leaves out the classifier, as its authors do (Brock et al. 2021, section 4.1), where the network
+    says which of its modules that is (``get_classifier``, as timm's do).
+    """
+
+    def __init__(self, network: nn.Module, optimizer: Optimizer) -> None:
+        self._parameters = list(network.parameters())
+        self._norm, self._value, self._adaptive = optimizer.clip_norm, optimizer.clip_value, optimizer.clip_adaptive
+        head = getattr(network, "get_classifier", lambda: None)()
+        left_out = {id(each) for each in head.parameters()} if isinstance(head, nn.Module) else set()
+        self._hidden = [each for each in self._parameters if id(each) not in left_out]
+
+    @property
+    def uses_norm(self) -> bool:
+        """Whether the whole gradient's norm decides what becomes of it."""
+        return self._norm is not None
+
+    def __call__(self, *, measure: bool) -> torch.Tensor | None:
+        """Clip; the gradient's L2 norm before that, where it was measured, stays on the device."""
+        if self._norm is not None:
+            return _whole(nn.utils.clip_grad_norm_(self._parameters, self._norm))
+        norm = None
+        if measure:
+            gradients = [each.grad for each in self._parameters if each.grad is not None]
+            # A sparse gradient may have a row several times, as often as a batch used it: what counts is their sum.
+            dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+            norm = _whole(nn.utils.get_total_norm(dense))
+        if self._value is not None:
+            nn.utils.clip_grad_value_(self._parameters, self._value)
+        if self._adaptive is not None:
+            from timm.utils import agc
+
+            clip: Any = agc.adaptive_clip_grad
+            clip(self._hidden, self._adaptive)
+        return norm
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """Of gradients that are spread over processes, the norm over all of them: then a collective."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.optim.eager import EagerOptimizer, eager
+from paceline.optim.embedding_optim import Paired
 from paceline.optim.parameter_groups import Groups, is_filter, split_groups
-from paceline.optim.tables import Paired
 
 # Jordan et al. 2024: chosen so that small singular values grow fastest; they end between about 0.7 and 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -264,7 +264,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Courses:
+class Schedules:
     """All that moves with the step.
 
     Attributes:

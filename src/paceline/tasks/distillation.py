@@ -10,13 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights, weights_sha256
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
-from paceline.models.build import build_model
-from paceline.models.digest import weights_sha256
-from paceline.models.layout import lay_out
+from paceline.models.build import build_model, lay_out
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe

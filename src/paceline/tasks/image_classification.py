@@ -1,7 +1,8 @@
-"""Image classification: one label per image, cross-entropy, top-1 and top-k accuracy."""
+"""Image classification: one label per image, cross-entropy, top-1 and top-k accuracy, test-time augmentation."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.datasets import ImageDataset, content_of, open_dataset
@@ -35,13 +36,11 @@ from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.models.build import build_model, check_takes
-from paceline.models.whitening import IMAGES as WHITENED_IMAGES
-from paceline.models.whitening import whitening_layers
+from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
-from paceline.tasks.averaging import CROPS, AveragedViews, shown_for_crops
-from paceline.tasks.classification_loss import ClassificationLoss
+from paceline.recipe.training import Train
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -194,7 +193,7 @@ class ImageClassification(Task):
             evaluation_crop=data.evaluation_crop,
             interpolation=data.interpolation,
         )
-        images = first_images(found.train, view, WHITENED_IMAGES)
+        images = first_images(found.train, view, WHITENING_IMAGES)
         normalised = Normalize(found.mean, found.std, Placement(device=torch.device("cpu")))(images)
         for layer in layers:
             layer.begin_from(normalised)
@@ -297,3 +296,106 @@ def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     own = logits.gather(1, targets[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
     return (~(logits <= own) | ((logits == own) & earlier)).sum(dim=1)
+
+
+class ClassificationLoss:
+    """The recipe's training loss, a mean over samples, in nats.
+
+    * cross_entropy, with label smoothing (Szegedy et al. 2015)
+    * bce: one yes-or-no question for each class, and the mean over them (Wightman et al. 2021); targets are smoothed
+      in the same way, and with ``target_threshold`` become 1 where they are above it, else 0
+    """
+
+    def __init__(self, train: Train) -> None:
+        self._is_bce = train.loss == "bce"
+        self._smoothing = train.label_smoothing
+        self._threshold = train.target_threshold
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of logits [N, classes] on classes, int64 [N], or probabilities [N, classes]."""
+        if not self._is_bce:
+            return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
+        wanted = targets if targets.is_floating_point() else F.one_hot(targets, logits.shape[1]).to(torch.float32)
+        if self._smoothing:
+            wanted = wanted * (1 - self._smoothing) + self._smoothing / logits.shape[1]
+        if self._threshold is not None:
+            wanted = (wanted > self._threshold).to(wanted.dtype)
+        return F.binary_cross_entropy_with_logits(logits.float(), wanted.float())
+
+
+CROPS = ("five_crop", "ten_crop")
+
+
+class AveragedViews:
+    """A network's mean answer to several views of each image: test-time augmentation.
+
+    Probabilities are averaged, as Krizhevsky et al. (2012) do over ten crops and Simonyan and Zisserman (2014) over an
+    image and its mirror; Jordan (arXiv:2404.00498, 2024) adds both moved by a pixel either way. The answer is their
+    logarithm, so that it is scored like any logits, and its cross-entropy is that of the mean.
+
+    Args:
+        model: The network: images [N, C, H, W] to logits [N, classes].
+        kind: ``flip``, ``flip_shift``, ``five_crop`` or ``ten_crop``.
+        side: Height and width of a crop in pixels.
+    """
+
+    def __init__(self, model: Model, kind: str, side: int) -> None:
+        self._model = model
+        self._kind = kind
+        self._side = side
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The logarithm of the mean probabilities, float32 [N, classes]."""
+        # In the same memory format: a compiled network is not compiled again for another.
+        is_last = images.is_contiguous(memory_format=torch.channels_last)
+        memory_format = torch.channels_last if is_last else torch.contiguous_format
+        views = (view.contiguous(memory_format=memory_format) for view in self._views(images))
+        logs = [self._model(view).float().log_softmax(dim=1) for view in views]
+        if self._kind == "flip_shift":
+            # The image and its mirror count as much as the four shifted views together.
+            logs[:2] = [each + math.log(2) for each in logs[:2]]
+        return torch.stack(logs).logsumexp(dim=0) - math.log(8 if self._kind == "flip_shift" else len(logs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _views(self, images: Tensor) -> tuple[Tensor, ...]:
+        if self._kind == "flip":
+            return images, images.flip(3)
+        if self._kind == "flip_shift":
+            return images, images.flip(3), *_shifted(images)
+        from torchvision.transforms.v2 import functional
+
+        cut = functional.five_crop if self._kind == "five_crop" else functional.ten_crop
+        views: tuple[Tensor, ...] = cut(images, [self._side, self._side])
+        return views
+
+
+def _shifted(images: Tensor) -> tuple[Tensor, ...]:
+    """The images moved by a pixel to the lower right and the upper left, reflected at the edge, and their mirrors."""
+    height, width = images.shape[-2:]
+    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+    moved = (padded[:, :, at : at + height, at : at + width] for at in (0, 2))
+    return tuple(view for each in moved for view in (each, each.flip(3)))
+
+
+def shown_for_crops(data: Data, side: int, kind: str) -> Data:
+    """How images must be shown so that crops of ``side`` pixels can be cut from their corners and their centre.
+
+    As Krizhevsky et al.: the central square of the image, not cropped to the crop's size yet.
+
+    Raises:
+        RecipeError: If nothing is left beside the centre, or images are no squares.
+    """
+    whole = round(side / data.evaluation_crop)
+    if data.evaluation_shape != "square":
+        raise RecipeError(
+            f"evaluate.augment={kind} cuts its crops from a square, and data.evaluation_shape={data.evaluation_shape}; "
+            "use one of the two, or evaluate.augment=flip."
+        )
+    if whole == side:
+        raise RecipeError(
+            f"evaluate.augment={kind} has no effect: with data.evaluation_crop={data.evaluation_crop} all crops of "
+            f"{side} pixels are the centre; give a smaller evaluation_crop, for example 0.875."
+        )
+    return replace(data, evaluation_size=whole, evaluation_crop=1.0)

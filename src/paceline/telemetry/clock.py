@@ -128,8 +128,11 @@ def build_step_clock(device_type: str, *, warmup_steps: int = WARMUP_STEPS) -> S
     """Return the clock for a device type: the CPU gets the host's time, all others events of their own."""
     if device_type == "cpu":
         return HostStepClock(warmup_steps=warmup_steps)
+    import torch
+
     make: Any = event_type(device_type)  # carries no types
-    return EventStepClock(lambda: make(enable_timing=True), warmup_steps=warmup_steps)
+    stream = getattr(torch.get_device_module(device_type), "current_stream", None)
+    return EventStepClock(lambda: make(enable_timing=True), stream, warmup_steps=warmup_steps)
 
 
 @final
@@ -169,8 +172,8 @@ class HostStepClock(StepClock):
 class TimingEvent(Protocol):
     """What is used of ``torch.cuda.Event`` and its like."""
 
-    def record(self) -> None:
-        """Note the moment the stream comes to this point."""
+    def record(self, *stream: Any) -> None:
+        """Note the moment the stream, by default the current one, comes to this point."""
 
     def synchronize(self) -> None:
         """Wait until the stream has come to this point."""
@@ -208,12 +211,22 @@ class EventStepClock(StepClock):
 
     Args:
         make_event: Makes an event with timing enabled.
+        current_stream: Returns the stream that the steps are given to. It is asked once: an event that looks for it
+            takes the host several times as long. None where events take no stream.
         warmup_steps: Steps of this process left out of every rate.
     """
 
-    def __init__(self, make_event: Callable[[], TimingEvent], *, warmup_steps: int = WARMUP_STEPS) -> None:
+    def __init__(
+        self,
+        make_event: Callable[[], TimingEvent],
+        current_stream: Callable[[], Any] | None = None,
+        *,
+        warmup_steps: int = WARMUP_STEPS,
+    ) -> None:
         super().__init__(warmup_steps=warmup_steps)
         self._make_event = make_event
+        self._current_stream = current_stream
+        self._stream: tuple[Any, ...] = ()
         self._host = HostStepClock(warmup_steps=warmup_steps)
         self._free: list[TimingEvent] = []
         self._lag: float | None = None
@@ -223,6 +236,7 @@ class EventStepClock(StepClock):
     def start(self) -> None:
         """Begin the first step here."""
         self._host.start()
+        self._stream = () if self._current_stream is None else (self._current_stream(),)
         self._open = _OpenStep([(HOST, self._record_event())])
 
     def turn_to(self, index: int) -> int:
@@ -255,7 +269,7 @@ class EventStepClock(StepClock):
     def _record_event(self) -> TimingEvent:
         """Record an event, one already read if there is one: making them is what costs."""
         event = self._free.pop() if self._free else self._make_event()
-        event.record()
+        event.record(*self._stream)
         return event
 
     def _settle(self) -> None:

@@ -57,7 +57,10 @@ class TorchTool:
         self._rank = rank
         self._memory = memory
         self._profile = torch.profiler.profile(
-            activities=[activity.CPU, *devices], record_shapes=True, profile_memory=memory
+            activities=[activity.CPU, *devices],
+            record_shapes=True,
+            profile_memory=memory,
+            acc_events=True,  # one cycle is recorded; without it torch warns that more would be lost
         )
 
     def warm_up(self) -> None:

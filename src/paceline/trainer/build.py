@@ -20,9 +20,8 @@ from paceline.distributed.strategy import Replicas, Strategy
 from paceline.distributed.watchdog import Heartbeat, Watchdog, WatchdogContext
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.models.thawing import Thawing, first_steps, last_steps
-from paceline.optim.build import build_courses, build_optimizer
-from paceline.optim.clipping import Clipping
+from paceline.models.transfer import FreezeSchedule, first_steps, last_steps
+from paceline.optim.build import Clipping, build_optimizer, build_schedules
 from paceline.recipe.load import recipe_digest, to_tree
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
@@ -102,12 +101,12 @@ def build_run(setting: Setting) -> Run:
         compiled=compiled.networks,
         strategy=strategy,
         optimizer=optimizer,
-        courses=build_courses(recipe, plan),
+        schedules=build_schedules(recipe, plan),
         clipping=Clipping(network, recipe.optimizer),
         geometry=prepared.geometry,
         precision=precision,
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
-        thawing=_thawing(strategy, prepared),
+        freeze_schedule=_freeze_schedule(strategy, prepared),
         ema=ema,
         evaluator=_evaluator(setting, precision, pulse),
         progress=Progress(begun=setting.started),
@@ -134,17 +133,17 @@ def build_run(setting: Setting) -> Run:
     return run
 
 
-def _thawing(strategy: Strategy, prepared: Prepared) -> Thawing:
+def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
     network = prepared.network
     if not isinstance(strategy, Replicas):
         # A plan that spreads weights has refused model.unfreeze and model.freeze_after (recipe/strategy.py).
-        return Thawing(network, {}, {}, changed=lambda: None)
+        return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     late, passing = (
         first_steps(network, model, plan.unfreeze_steps),
         last_steps(network, model, plan.freeze_after_steps),
     )
-    return Thawing(network, late, passing, changed=strategy.gradients_changed)
+    return FreezeSchedule(network, late, passing, changed=strategy.gradients_changed)
 
 
 def _watchdog(pulse: Heartbeat, prepared: Prepared) -> Watchdog:

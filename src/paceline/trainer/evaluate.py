@@ -29,8 +29,17 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.watchdog import Heartbeat
 from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Rows
-from paceline.metrics.answers import MOST_CLASSES, Confusion, Triples, confusion_document, merged
-from paceline.metrics.examples import HOW_CHOSEN, Candidate, Examples, choose
+from paceline.metrics.answers import (
+    HOW_CHOSEN,
+    MOST_CLASSES,
+    Candidate,
+    Confusion,
+    Examples,
+    Triples,
+    choose,
+    confusion_document,
+    merged,
+)
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
 from paceline.trainer.nonfinite import check_results

@@ -45,9 +45,8 @@ from paceline.recipe.plan import (
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import unused_in_data
 from paceline.records.run_directory import encode_json
-from paceline.tasks.build import build_task, check_used_by, task_name
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task, check_used_by, task_name
 from paceline.trainer.evaluate import Evaluation, Evaluator, Keep
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul

@@ -29,8 +29,7 @@ from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.averaging import CROPS, shown_for_crops
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import CROPS, ImageClassification, shown_for_crops
 from paceline.tasks.task import Task
 from paceline.world import World
 

@@ -29,16 +29,14 @@ from paceline.data.pipeline import Placement
 from paceline.devices import Device
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, PacelineError
-from paceline.models.assumed_finds import Finds, assume_finds
 from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.fake_detections import FakeDetections, fake_detections
 from paceline.models.flops import next_node_number
-from paceline.optim.build import build_optimizer
-from paceline.optim.clipping import Clipping
-from paceline.optim.tables import has_sparse_gradients, use_dense_gradients
+from paceline.optim.build import Clipping, build_optimizer
+from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
 from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
 from paceline.trainer.meta_network import Faker, build_shapes, random_states_kept, unsynced, why_not_fake
 from paceline.trainer.precision import Precision
@@ -174,7 +172,7 @@ class FakeStep:
         optimizer: Its optimizer, with the options that it has on the device asked for.
         batch: One micro-batch.
         make_scored: Makes batches for :meth:`evaluate`; None if nothing is to be scored.
-        finds: What is assumed to be found, if it is a detector.
+        fakes: What is assumed to be found, if it is a detector.
         phase: Where the step is: ``forward``, ``backward``, ``update``, ``evaluation``, or nowhere.
     """
 
@@ -187,7 +185,7 @@ class FakeStep:
     batch: Batch
     make_batch: BatchMaker
     make_scored: BatchMaker | None = None
-    finds: Finds | None = None
+    fakes: FakeDetections | None = None
     phase: str = ""
     _precision: Precision = field(init=False)
     _clipping: Clipping = field(init=False)
@@ -243,7 +241,7 @@ class FakeStep:
     @property
     def goes_one_by_one(self) -> bool:
         """Whether it is known that the network goes through its samples one by one."""
-        return self.finds is not None
+        return self.fakes is not None
 
     @property
     def scored_samples(self) -> int:
@@ -277,7 +275,7 @@ class FakeStep:
         return CudaRules() if self.plan.device == "cuda" else contextlib.nullcontext()
 
     def _finding(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.finds is None else self.finds
+        return contextlib.nullcontext() if self.fakes is None else self.fakes
 
     @contextlib.contextmanager
     def _in(self, phase: str) -> Iterator[None]:
@@ -354,7 +352,7 @@ def fake_step(
         faker.network(shapes)
         if average is not None:
             faker.network(average.module)
-        finds = assume_finds(shapes, *([] if average is None else [average.module]))
+        fakes = fake_detections(shapes, *([] if average is None else [average.module]))
         with mode:
             yield FakeStep(
                 recipe=recipe,
@@ -366,7 +364,7 @@ def fake_step(
                 batch=make_batch(micro_batch or plan.micro_batch_size),
                 make_batch=make_batch,
                 make_scored=make_scored,
-                finds=finds,
+                fakes=fakes,
             )
 
 

@@ -33,8 +33,7 @@ from paceline.processes import LOADERS_LEAVE_SECONDS, ProcessGroup, without_rank
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.preparation import build_network, geometry_of, plan_run
 from paceline.world import World

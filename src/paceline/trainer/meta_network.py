@@ -16,10 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.errors import ModelError, PacelineError
-from paceline.models.build import parameter_count
+from paceline.models.build import lay_out, parameter_count
 from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.models.layout import lay_out
 from paceline.models.transfer import adapt
 from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe

@@ -31,23 +31,20 @@ from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, DataError, ModelError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
 from paceline.models.adapters import described
-from paceline.models.build import parameter_count
+from paceline.models.build import lay_out, parameter_count
 from paceline.models.compiled import check_backend
 from paceline.models.deferred import FirstValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
-from paceline.models.layout import lay_out
-from paceline.models.thawing import first_steps, last_steps
-from paceline.models.transfer import adapt, load_fitting, with_shared
+from paceline.models.transfer import adapt, first_steps, last_steps, load_fitting, with_shared
+from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
 from paceline.optim.schedules import LearningRate
-from paceline.optim.tables import check_tables
 from paceline.recipe.mlperf import check_mlperf
 from paceline.recipe.model import Model
 from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan, resolve_evaluation_batch, with_network
 from paceline.recipe.schema import Recipe
 from paceline.storage.cache import local_path
-from paceline.tasks.build import check_used_by, task_name
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, check_used_by, task_name
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.meta_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.trainer.precision import set_float32_matmul

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from paceline.checkpoint.weights import weights_sha256
 from paceline.data.batch import BrokenSample
 from paceline.errors import DataError, RunDirectoryError
-from paceline.models.digest import weights_sha256
 from paceline.records.events import EvaluationEvent, Event, EventWriter, FinishEvent, IncidentEvent, Status, StepEvent
 from paceline.records.ledger import LedgerWriter, count_epochs
 from paceline.records.reader import Summary
@@ -158,7 +158,7 @@ class Recorder:
             epoch=plan.epoch_of(progress.position - 1) + 1,
             samples=plan.samples_before(progress.position),
             loss=drained.loss,
-            lr=run.courses.at(max(progress.step - 1, 0), max(progress.position - 1, 0)).learning_rate,
+            lr=run.schedules.at(max(progress.step - 1, 0), max(progress.position - 1, 0)).learning_rate,
             grad_norm=None if norm is None else float(norm),
             grad_scale=run.precision.scale,
             timings={

@@ -24,9 +24,9 @@ from paceline.distributed.watchdog import NO_SAMPLES, Heartbeat, Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.compiled import CompiledNetwork
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.models.thawing import Thawing
-from paceline.optim.clipping import Clipping
-from paceline.optim.schedules import Courses
+from paceline.models.transfer import FreezeSchedule
+from paceline.optim.build import Clipping
+from paceline.optim.schedules import Schedules
 from paceline.recipe.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
@@ -81,12 +81,12 @@ class Run:
     compiled: Mapping[str, CompiledNetwork]
     strategy: Strategy
     optimizer: torch.optim.Optimizer
-    courses: Courses
+    schedules: Schedules
     clipping: Clipping
     geometry: StepGeometry
     precision: Precision
     guard: NonFiniteGuard
-    thawing: Thawing
+    freeze_schedule: FreezeSchedule
     ema: ExponentialMovingAverage | None
     evaluator: Evaluator
     progress: Progress
@@ -116,7 +116,7 @@ class Run:
         """Tell all who follow the steps that one begins."""
         self.guard.begin_step()
         self.pulse.begin_step(self.progress.position + 1)
-        self.thawing.at(self.progress.step)
+        self.freeze_schedule.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
 
     def backward(self, loss: torch.Tensor, batch: Batch) -> None:

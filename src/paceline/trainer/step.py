@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     """Use one global batch; False if the step was not taken: fp16 gradients overflowed, or a loss was no number."""
     run.begin_step()
-    apply_settings(run.optimizer, run.courses.at(run.progress.step, run.progress.position))
+    apply_settings(run.optimizer, run.schedules.at(run.progress.step, run.progress.position))
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last
         with run.strategy.micro_batch(_place_of(batch)):

@@ -31,8 +31,7 @@ from paceline.records.events import FinishEvent, IncidentEvent, StartEvent, Stat
 from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.storage.addresses import is_address
-from paceline.tasks.build import build_task
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task
 from paceline.telemetry.display import Display, RunProgress, SilentDisplay
 from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer.build import Setting, build_run

@@ -46,7 +46,7 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         return batches if first is None else chain([first], batches)
     _send_through(run, first)
     # What is frozen until later, as it was in the step before: a change with the first step comes with that step.
-    if run.thawing.at(max(run.progress.step - 1, 0)):
+    if run.freeze_schedule.at(max(run.progress.step - 1, 0)):
         _send_through(run, first)
     return chain([first], batches)
 

@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 from paceline.metrics.intervals import rate_interval
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.bench.interleaved import Measured, Part, Variant, run_bursts

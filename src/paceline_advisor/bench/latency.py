@@ -29,7 +29,7 @@ from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.recipe.plan import resolve_channels_last, resolve_precision
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.telemetry.energy import EnergyCounter
 from paceline.trainer.preparation import build_network
 from paceline.world import World

@@ -28,7 +28,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.preparation import find_metric, without_mirror
 from paceline.world import World
 from paceline_advisor.commands import Bench

@@ -18,9 +18,8 @@ from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch as BatchSection
-from paceline.tasks.build import build_task
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.preparation import Prepared, prepare
 from paceline.trainer.process_settings import restore_globals
 from paceline.units import Duration

@@ -175,6 +175,8 @@ class CallWatcher(TorchFunctionMode):
         what = ""
         if name in ("to", "cuda") and lies == "host" and not _is_to_host(args, kwargs) and _moves(name, args, kwargs):
             what = f"a tensor of the host copied by .{name}()"
+        elif name == "where" and lies == "device" and any(_lies(each) == "host" for each in _tensors(args)):
+            what = "a number of the host copied by torch.where"
         elif name in _FACTORIES and lies == "":
             asked = kwargs.get("device")
             if name in _FROM_PYTHON and asked is not None and not _means_host(asked):

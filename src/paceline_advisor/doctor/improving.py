@@ -17,7 +17,7 @@ from paceline.recipe.layers import set_keys, spelled
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.meta_network import build_shapes
 from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights

@@ -23,7 +23,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.references import load_reference
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import plan_run

@@ -33,9 +33,8 @@ from paceline.recipe.plan import resolve_channels_last, resolve_threads
 from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
-from paceline.tasks.build import build_task
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import Task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, scoring_recipe, scoring_task, with_weights
 from paceline.world import World
 from paceline_advisor.commands import Landscape

@@ -23,8 +23,7 @@ from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Collector
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
-from paceline.tasks.task import Model, Task
+from paceline.tasks.task import Model, Task, build_task
 from paceline.trainer.fake_batch import given_batch, largest_together, one_batch
 from paceline.world import World
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.data.batch import Batch, copied, joined_along_samples
 from paceline.data.random_draws import seed_of
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.preparation import prepare
 from paceline.world import World
 from paceline_advisor.prove.notes import Orders, sure, tensors_of

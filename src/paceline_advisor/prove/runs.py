@@ -19,7 +19,7 @@ from paceline.recipe.running import Checkpoint, Parallel, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.preparation import without_mirror
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, train_recipe

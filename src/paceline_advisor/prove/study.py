@@ -23,7 +23,7 @@ from paceline.pages.shown import Shown
 from paceline.processes import can_find_descendants
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.plan import Plan
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.commands import Prove

@@ -28,10 +28,9 @@ from paceline.metrics.accumulator import Collector
 from paceline.metrics.answers import Answers
 from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import Model, Task
+from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
 from paceline_advisor.prove.notes import (
     ORDERS_VARIABLE,

@@ -21,9 +21,9 @@ from paceline.models.operator_work import tensors_in
 from paceline.models.transfer import adapt
 from paceline.recipe.schema import Recipe
 from paceline.recipe.strategy import ParameterNumbers
-from paceline.tasks.build import build_task
 from paceline.tasks.detection import why_not_sharded
 from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step
 from paceline.world import World

@@ -31,7 +31,7 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory, write_text
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.preparation import plan_run, without_initial_weights
 from paceline.trainer.train import Options, train_recipe

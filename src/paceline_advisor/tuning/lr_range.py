@@ -18,7 +18,7 @@ from paceline.command import Log
 from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
-from paceline.optim.schedules import Courses, LearningRate
+from paceline.optim.schedules import LearningRate, Schedules
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.recipe.batching import micro_batch_size
@@ -90,7 +90,7 @@ class Taken:
 def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
     """Take the steps of a range test; a collective. Every process sees the same losses, and ends at the same step."""
     # Momentum and weight decay stay what the optimizer was built with, and so what the recipe's first step has.
-    run.courses = Courses(
+    run.schedules = Schedules(
         learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
     )
     taken = Taken()
@@ -99,7 +99,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
         run.clock.start()
         ending: Ending | None = None
         while ending is None:
-            rate = run.courses.at(run.progress.step).learning_rate
+            rate = run.schedules.at(run.progress.step).learning_rate
             stepped = train_step(run, batches)
             run.progress.advance(stepped=stepped)
             run.pulse.enter("record")

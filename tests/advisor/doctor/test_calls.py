@@ -73,6 +73,7 @@ MADE: dict[str, Callable[[Tensor], Any]] = {
     "from numpy": lambda x: torch.from_numpy(np.zeros(3)).to(x.device),
     "stored on the host": lambda x: x * STORED.to(x.device),
     "eye": lambda x: torch.eye(3),
+    "where of a number": lambda x: torch.where(x > 3, x, torch.tensor(0.0)),
 }
 
 
@@ -86,7 +87,8 @@ def test_it_is_made_on_the_host(act: Callable[[Tensor], Any]) -> None:
 
 GOOD: dict[str, Callable[[Tensor], Any]] = {
     "arithmetic": lambda x: (x * 2 + 1).mean(),
-    "one number": lambda x: torch.where(x > 3, x, torch.tensor(0.0)),
+    "one number": lambda x: x + torch.tensor(1.0),
+    "where of Python's number": lambda x: torch.where(x > 3, x, 0.0),
     "zeros there": lambda x: x + torch.zeros(3, device=x.device),
     "zeros on a GPU": lambda x: torch.zeros(3, device="cuda"),
     "zeros_like": lambda x: torch.zeros_like(x) + x.new_zeros(3),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.recipe.load import load_recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy

@@ -22,7 +22,7 @@ def _small(*overrides: str) -> tuple[str, ...]:
 def test_every_gradient_is_there_once_and_the_last_layer_comes_first() -> None:
     recipe = load_recipe("digits", _small()).recipe
     found = describe(recipe)
-    from paceline.tasks.build import build_task
+    from paceline.tasks.task import build_task
 
     network = build_task(recipe).build_model()
     sizes = [each.numel() * 4 for each in network.parameters()]
@@ -37,7 +37,7 @@ def test_every_gradient_is_there_once_and_the_last_layer_comes_first() -> None:
 
 def test_the_order_is_that_in_which_autograd_produces_them() -> None:
     recipe = load_recipe("digits", _small()).recipe
-    from paceline.tasks.build import build_task
+    from paceline.tasks.task import build_task
 
     network = build_task(recipe).build_model()
     arrived: list[int] = []

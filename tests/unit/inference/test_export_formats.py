@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoint.durable import hash_file
-from paceline.checkpoint.weights import SavedWeights, read_weights
+from paceline.checkpoint.weights import SavedWeights, read_weights, weights_sha256
 from paceline.data.image.decode import decode
 from paceline.data.image.sets.digits import read_digits
 from paceline.data.image.transforms import evaluation_image
@@ -31,7 +31,6 @@ from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export
 from paceline.inference.exportable import open_exportable
 from paceline.inference.predict import Predictor, trained_task
-from paceline.models.digest import weights_sha256
 
 CPU = torch.device("cpu")
 NET = {"model.name": "test_resnet.r160_in1k", "model.options": None, "train.ema": 0.9}

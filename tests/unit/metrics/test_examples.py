@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.metrics.answers import Answers
-from paceline.metrics.examples import Candidate, Examples, choose
+from paceline.metrics.answers import Answers, Candidate, Examples, choose
 
 
 def all_of(answers: Answers, draws: np.ndarray, ids: np.ndarray) -> list[Candidate]:

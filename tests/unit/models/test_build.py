@@ -14,8 +14,8 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.models.build import _replace_stem, build_model, check_takes, model_names, parameter_count
-from paceline.models.clicks import build_click_model
 from paceline.models.language import build_language_model
+from paceline.models.recommendation import build_click_model
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.model import Model
 

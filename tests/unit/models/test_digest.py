@@ -8,7 +8,7 @@ import struct
 import torch
 from torch import nn
 
-from paceline.models.digest import weights_sha256
+from paceline.checkpoint.weights import weights_sha256
 
 
 def by_the_rule(entries: dict[str, bytes]) -> str:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.models.clicks import build_click_model, describe_tables
-from paceline.models.dlrm import Dlrm
+from paceline.models.recommendation import Dlrm, build_click_model, describe_tables
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.model import Model
 

@@ -6,7 +6,7 @@ import pytest
 import timm
 from timm.data import resolve_data_config
 
-from paceline.models.published import published_settings
+from paceline.models.build import published_settings
 
 
 @pytest.mark.parametrize(

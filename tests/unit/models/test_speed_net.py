@@ -12,8 +12,7 @@ from torch.nn import functional
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import ModelError
 from paceline.models.build import build_model
-from paceline.models.speed_net import SpeedNet, speed_net
-from paceline.models.whitening import Whitening, whitening_filters
+from paceline.models.speed_net import SpeedNet, Whitening, speed_net, whitening_filters
 from paceline.recipe.model import Model
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import ModelError
-from paceline.models.language import build_language_model
-from paceline.models.transformer import Transformer
+from paceline.models.language import Transformer, build_language_model
 from paceline.recipe.model import Model
 
 SMALL = {"depth": 2, "width": 16, "heads": 2}

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, RecipeError
-from paceline.optim.build import apply_settings, build_optimizer
-from paceline.optim.clipping import Clipping
+from paceline.optim.build import Clipping, apply_settings, build_optimizer
 from paceline.optim.parameter_groups import describe_groups, parameter_groups
 from paceline.optim.schedules import Settings
 from paceline.recipe.load import stored_recipe

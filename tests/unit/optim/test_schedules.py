@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler as lr
 
 from paceline.errors import RecipeError
-from paceline.optim.build import apply_settings, build_courses, build_optimizer
+from paceline.optim.build import apply_settings, build_optimizer, build_schedules
 from paceline.optim.schedules import LearningRate
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
@@ -216,8 +216,8 @@ def test_one_cycle_with_momentum(anneal: str, rise: float) -> None:
         "schedule.momentum": {"name": "opposite", "end": 0.85},
     }
     recipe, plan = planned(overrides)
-    courses = build_courses(recipe, plan)
-    found = [courses.at(step) for step in range(200)]
+    schedules = build_schedules(recipe, plan)
+    found = [schedules.at(step) for step in range(200)]
     assert [each.learning_rate for each in found] == pytest.approx([value for value, _ in expected], rel=CLOSE)
     assert [each.momentum for each in found] == pytest.approx([momentum for _, momentum in expected], rel=CLOSE)
 
@@ -285,7 +285,7 @@ def test_momentum_and_weight_decay_move(name: str) -> None:
     recipe, plan = planned(overrides)
     net = torch.nn.Linear(3, 3)
     optimizer = build_optimizer(net, recipe.optimizer, torch.device("cpu"))
-    apply_settings(optimizer, build_courses(recipe, plan).at(25))
+    apply_settings(optimizer, build_schedules(recipe, plan).at(25))
     decayed, free = optimizer.param_groups
     # As Caron et al. 2021 raise it: end + (start - end) * (1 + cos(pi * t / T)) / 2.
     assert decayed["weight_decay"] == pytest.approx(0.4 + (0.04 - 0.4) * (1 + math.cos(math.pi / 4)) / 2)
@@ -343,7 +343,7 @@ def test_a_course_without_momentum_is_told_and_left_out() -> None:
     recipe, plan = planned({"batch.global_size": 10, "train.duration": "9 steps", **overrides})
     assert plan.unused["schedule.momentum.name"] == "adafactor has no momentum"
     optimizer = build_optimizer(torch.nn.Linear(3, 3), recipe.optimizer, torch.device("cpu"))
-    apply_settings(optimizer, build_courses(recipe, plan).at(3))
+    apply_settings(optimizer, build_schedules(recipe, plan).at(3))
 
 
 def test_the_rule_scales_by_the_batch_that_there_is() -> None:

@@ -11,10 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.checkpoint.state import OptimizerComponent
 from paceline.errors import ModelError, RecipeError
-from paceline.models.dlrm import Dlrm
-from paceline.optim.build import build_optimizer
-from paceline.optim.clipping import Clipping
-from paceline.optim.tables import RowwiseAdagrad, check_tables
+from paceline.models.recommendation import Dlrm
+from paceline.optim.build import Clipping, build_optimizer
+from paceline.optim.embedding_optim import RowwiseAdagrad, check_tables
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.optimizer import Optimizer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.recipe.load import stored_recipe
-from paceline.tasks.classification_loss import ClassificationLoss
+from paceline.tasks.image_classification import ClassificationLoss
 
 timm_loss = pytest.importorskip("timm.loss")
 

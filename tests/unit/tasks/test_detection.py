@@ -28,8 +28,8 @@ from paceline.inference.detection import DetectionPredictor
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
-from paceline.tasks.build import build_task
 from paceline.tasks.detection import Detection
+from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import batch_maker
 from paceline.trainer.preparation import geometry_of, plan_run

@@ -31,7 +31,7 @@ from paceline.report.html.page import outcome
 from paceline.report.html.runs import read_runs
 from paceline.report.html.training import training
 from paceline.report.watch import WatchedRun, row
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one_batch
 from paceline.trainer.train import plan_only
 from paceline.world import World

@@ -16,8 +16,8 @@ import paceline
 from paceline.data.image.decode import describe_decoder
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe, stored_recipe
-from paceline.tasks.build import build_task, check_used_by
 from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import build_task, check_used_by
 from paceline.trainer.train import plan_only
 from paceline.world import World
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -53,51 +52,28 @@ def clocks(warmup_steps: int) -> list[StepClock]:
     ]
 
 
-class SimulatedTime:
-    """A time that passes only where a test lets it, and its own account of that: no busy machine disturbs it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.passed: defaultdict[str, float] = defaultdict(float)
-
-    def perf_counter(self) -> float:
-        """What the step clock reads instead of ``time.perf_counter``."""
-        return self.now
-
-    def advance(self, phase: str, seconds: float) -> None:
-        self.now += seconds
-        self.passed[phase] += seconds
-
-
-@pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
-    simulated = SimulatedTime()
-    monkeypatch.setattr(clock_module, "time", simulated)
-    return simulated
-
-
-def check_one_step(clock: StepClock, simulated: SimulatedTime, step: Callable[[], None]) -> None:
+def check_one_step(clock: StepClock, simulated_time: Any, step: Callable[[], None]) -> None:
     """What passes in a step is found in its phases, and nothing elsewhere."""
     clock.start()
     step()
     clock.end_step(samples=1)
     timings = clock.drain()
     assert {phase: timings[f"{phase}_seconds"] for phase in PHASES} == pytest.approx(
-        {phase: simulated.passed[phase] for phase in PHASES}
+        {phase: simulated_time.passed[phase] for phase in PHASES}
     )
-    assert timings["step_seconds"] == pytest.approx(sum(simulated.passed.values()))
+    assert timings["step_seconds"] == pytest.approx(sum(simulated_time.passed.values()))
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
-def test_known_delays_are_recovered(kind: int, simulated: SimulatedTime) -> None:
+def test_known_delays_are_recovered(kind: int, simulated_time: Any) -> None:
     def step() -> None:
         for phase, seconds in DELAYS.items():
             with nullcontext() if phase == "host" else clock.span(phase):
-                simulated.advance(phase, seconds)
+                simulated_time.pass_in(phase, seconds)
 
     clock = clocks(warmup_steps=0)[kind]
-    check_one_step(clock, simulated, step)
-    assert set(simulated.passed) == set(PHASES)
+    check_one_step(clock, simulated_time, step)
+    assert set(simulated_time.passed) == set(PHASES)
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
@@ -115,18 +91,18 @@ def test_real_time_is_measured(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
-def test_only_training_counts_and_warm_up_in_no_rate(kind: int, simulated: SimulatedTime) -> None:
+def test_only_training_counts_and_warm_up_in_no_rate(kind: int, simulated_time: Any) -> None:
     clock = clocks(warmup_steps=2)[kind]
-    simulated.advance("building; no training", 0.02)
+    simulated_time.pass_in("building; no training", 0.02)
     clock.start()
     for step in range(12):
         for phase, seconds in DELAYS.items():
             with nullcontext() if phase == "host" else clock.span(phase):
-                simulated.advance(phase, seconds * (5 if step < 2 else 1))  # the first steps are slow
+                simulated_time.pass_in(phase, seconds * (5 if step < 2 else 1))  # the first steps are slow
         clock.end_step(samples=32)
         if step % 4 == 3:
             with clock.paused():
-                simulated.advance("evaluation", 0.1)
+                simulated_time.pass_in("evaluation", 0.1)
     timings, step_seconds = clock.drain(), sum(DELAYS.values())
     assert {phase: timings[f"{phase}_seconds"] for phase in PHASES} == pytest.approx(DELAYS)
     assert timings["step_seconds"] == pytest.approx(step_seconds)
@@ -140,57 +116,57 @@ def test_only_training_counts_and_warm_up_in_no_rate(kind: int, simulated: Simul
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
-def test_a_phase_may_come_several_times_in_a_step(kind: int, simulated: SimulatedTime) -> None:
+def test_a_phase_may_come_several_times_in_a_step(kind: int, simulated_time: Any) -> None:
     def step() -> None:
         for _ in range(3):
             with clock.span("forward"):
-                simulated.advance("forward", 0.003)
+                simulated_time.pass_in("forward", 0.003)
             with clock.span("backward"):
-                simulated.advance("backward", 0.001)
+                simulated_time.pass_in("backward", 0.001)
 
     clock = clocks(warmup_steps=0)[kind]
-    check_one_step(clock, simulated, step)
+    check_one_step(clock, simulated_time, step)
     with pytest.raises(KeyError):
         clock.span("lunch")
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
-def test_a_phase_within_another_takes_its_time_out_of_it(kind: int, simulated: SimulatedTime) -> None:
+def test_a_phase_within_another_takes_its_time_out_of_it(kind: int, simulated_time: Any) -> None:
     def step() -> None:
         with clock.span("data_wait"):
-            simulated.advance("data_wait", 0.006)
+            simulated_time.pass_in("data_wait", 0.006)
             with clock.span("h2d"):
-                simulated.advance("h2d", 0.004)
-            simulated.advance("data_wait", 0.002)
+                simulated_time.pass_in("h2d", 0.004)
+            simulated_time.pass_in("data_wait", 0.002)
         with suppress(ArithmeticError), clock.span("backward"):
-            simulated.advance("backward", 0.005)
+            simulated_time.pass_in("backward", 0.005)
             clock.switch("communication")
-            simulated.advance("communication", 0.007)
+            simulated_time.pass_in("communication", 0.007)
             raise ArithmeticError
-        simulated.advance("host", 0.003)
+        simulated_time.pass_in("host", 0.003)
 
     clock = clocks(warmup_steps=0)[kind]
     clock.switch("communication")  # a rehearsal before the first step
-    check_one_step(clock, simulated, step)
+    check_one_step(clock, simulated_time, step)
     with pytest.raises(KeyError):
         clock.switch("lunch")
 
 
-def test_beside_the_device_s_time_there_is_the_host_s(simulated: SimulatedTime) -> None:
+def test_beside_the_device_s_time_there_is_the_host_s(simulated_time: Any) -> None:
     """An event that comes late, as where the device has much to do: the host was there before."""
 
     class LateEvent(HostEvent):
         def record(self) -> None:
-            self.moment = 3 * simulated.now
+            self.moment = 3 * simulated_time.now
 
         def synchronize(self) -> None:
-            simulated.advance("waiting", 0.02)
+            simulated_time.pass_in("waiting", 0.02)
 
     clock = EventStepClock(LateEvent, warmup_steps=0)
     clock.start()
     for _ in range(2):
         with clock.span("forward"):
-            simulated.advance("forward", 0.03)
+            simulated_time.pass_in("forward", 0.03)
         clock.end_step(samples=1)
     timings = clock.drain()
     assert timings["launch_forward_seconds"] == pytest.approx(0.03)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -145,21 +144,21 @@ def test_what_cannot_be_profiled_is_refused(asked: dict[str, Any], said: str, tr
 class Diary:
     """A tool that notes what it is told; what a GPU's tool would be told is the same."""
 
-    def __init__(self, *, seconds: float = 0.0, device_fails: bool = False) -> None:
+    def __init__(self, *, takes_time: Callable[[], None] = lambda: None, device_fails: bool = False) -> None:
         self.lines: list[str] = []
-        self.seconds = seconds
+        self.takes_time = takes_time
         self.device_fails = device_fails
 
     def warm_up(self) -> None:
-        time.sleep(self.seconds)
+        self.takes_time()
         self.lines.append("warm up")
 
     def begin(self) -> None:
-        time.sleep(self.seconds)
+        self.takes_time()
         self.lines.append("begin")
 
     def end(self) -> None:
-        time.sleep(self.seconds)
+        self.takes_time()
         self.lines.append("end")
         if self.device_fails:
             raise RuntimeError("an illegal memory access was encountered")
@@ -171,7 +170,7 @@ class Diary:
         self.lines.append(f"</{name}>")
 
     def write(self, folder: Path, title: str) -> None:
-        time.sleep(self.seconds)
+        self.takes_time()
         self.lines.append(title)
 
 
@@ -223,5 +222,7 @@ def test_a_device_that_fails_does_not_hide_what_it_ended_the_run_with() -> None:
     assert said.problem.endswith("(an illegal memory access was encountered)")
 
 
-def test_the_time_of_the_tool_is_in_no_step() -> None:
-    assert watched_by(Diary(seconds=0.1), 6, []).totals.train_seconds < 0.05
+def test_the_time_of_the_tool_is_in_no_step(simulated_time: Any) -> None:
+    tool = Diary(takes_time=lambda: simulated_time.pass_in("tool", 1.0))
+    assert watched_by(tool, 6, []).totals.train_seconds == 0
+    assert simulated_time.passed["tool"] == 4

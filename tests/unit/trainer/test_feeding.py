@@ -18,7 +18,7 @@ from PIL import Image
 from paceline.data.image.feeding import remembered
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer import feeding
 from paceline.trainer.feeding import measure_feeding
 from paceline.world import World

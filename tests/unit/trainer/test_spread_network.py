@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.models.whitening import Whitening
+from paceline.models.speed_net import Whitening
 from paceline.recipe.load import load_recipe
-from paceline.tasks.build import build_task
 from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import build_task
 from paceline.trainer.preparation import prepare
 from paceline.trainer.train import plan_only
 from paceline.world import World

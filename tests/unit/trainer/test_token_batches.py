@@ -11,7 +11,7 @@ import torch
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
 from paceline.trainer.preparation import geometry_of, plan_run
 from paceline.world import World

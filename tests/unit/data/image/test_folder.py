@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,14 +113,24 @@ def test_the_probe(tmp_path: Path) -> None:
     assert (folder.channels, folder.probe.size, folder.probe.greyscale, folder.probe.count) == (3, None, False, 3)
 
 
-def test_two_thousand_files_take_less_than_a_third_of_a_second(tmp_path: Path) -> None:
+def test_opening_two_thousand_files_costs_little_more_than_listing_them(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         for number in range(1000):
             (tmp_path / name / f"{number}.png").touch()
-    start = time.process_time()
+
+    def cost(action: Callable[[], Any]) -> float:
+        """Seconds of the processor, which do not depend on what else the machine does."""
+        costs = []
+        for _ in range(3):
+            begun = time.process_time()
+            action()
+            costs.append(time.process_time() - begun)
+        return min(costs)
+
     assert len(opened(tmp_path).train) == 1000
-    assert time.process_time() - start < 0.33
+    listing = cost(lambda: [each.stat() for name in "ab" for each in (tmp_path / name).iterdir()])
+    assert cost(lambda: opened(tmp_path)) < 10 * listing
 
 
 def fault(message: str, root: Path) -> None:

@@ -366,7 +366,7 @@ def test_no_thread_is_left(charts: FileSource, shuffled: Shuffled) -> None:
     assert len(list(backend.batches(iter(shuffled(24, 8))))) == 3
     assert threads_of_this_process() > before
     backend.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threads_of_this_process() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads_of_this_process() <= before

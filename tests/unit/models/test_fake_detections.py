@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError
-from paceline.models.small_detectors import SmallPyramid, small_fasterrcnn
+from paceline.models.detectors import SmallPyramid, small_fasterrcnn
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.tasks.build import build_task
+from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import given_batch, largest_together, with_stand_in_data
 from paceline.trainer.fake_step import fake_step
 from paceline.world import World

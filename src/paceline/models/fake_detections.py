@@ -1,4 +1,4 @@
-"""What a detector finds, where its tensors have shapes and no numbers.
+"""Detections for detectors whose tensors have shapes and no numbers: as many as training would find.
 
 What torchvision's detectors compute depends on what they find: which anchors lie on an object, which proposals are
 kept. They are run as they are, and only what asks for numbers is answered: with as many as they take where there is
@@ -47,7 +47,7 @@ def all_of(found: Tensor) -> int:
     return len(found)
 
 
-class Finds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives its modes no types
+class FakeDetections(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives its modes no types
     """Answers operators that ask for numbers, by the rule of the moment; where there is none, not at all."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ _ANSWERS: dict[str, Callable[[Count, Any, tuple[Any, ...]], Any]] = {
 }
 
 
-def assume_finds(*networks: nn.Module) -> Finds | None:
+def fake_detections(*networks: nn.Module) -> FakeDetections | None:
     """Let detectors run where tensors have no numbers, in what is returned; None if they are none of torchvision's.
 
     The networks are changed for good, and are not to be trained any more.
@@ -117,16 +117,16 @@ def assume_finds(*networks: nn.Module) -> Finds | None:
 
     if not all(isinstance(each, GeneralizedRCNN | RetinaNet | FCOS) for each in networks):
         return None
-    finds = Finds()
+    fakes = FakeDetections()
     for network in networks:
-        _settle(network, finds)
-    return finds
+        _settle(network, fakes)
+    return fakes
 
 
-def _settle(network: Any, finds: Finds) -> None:
+def _settle(network: Any, fakes: FakeDetections) -> None:
     from torchvision.ops import MultiScaleRoIAlign
 
-    ask = partial(_ask, finds)
+    ask = partial(_ask, fakes)
     for name, parts in _OWN_PARTS.items():
         owner = network if name == "network" else getattr(network, name, None)
         for part in (getattr(owner, each, None) for each in parts):
@@ -143,13 +143,13 @@ def _settle(network: Any, finds: Finds) -> None:
     network.transform.postprocess = partial(_answered, network.transform)
 
 
-def _ask(finds: Finds, owner: Any, name: str, rule: Callable[..., Count | None]) -> None:
+def _ask(fakes: FakeDetections, owner: Any, name: str, rule: Callable[..., Count | None]) -> None:
     """Have a method answered by the rule that its arguments give."""
     method = getattr(owner, name)
 
     @wraps(method)
     def answered(*args: Any, **kwargs: Any) -> Any:
-        with finds.by(rule(*args)):
+        with fakes.by(rule(*args)):
             return method(*args, **kwargs)
 
     setattr(owner, name, answered)
@@ -158,13 +158,13 @@ def _ask(finds: Finds, owner: Any, name: str, rule: Callable[..., Count | None])
 class _Sampler:
     """Torchvision's choice of anchors or proposals to learn from: so many on objects, all others beside them."""
 
-    def __init__(self, finds: Finds, inner: Any) -> None:
-        self._finds, self._inner = finds, inner
+    def __init__(self, fakes: FakeDetections, inner: Any) -> None:
+        self._fakes, self._inner = fakes, inner
         self.positives = int(inner.batch_size_per_image * inner.positive_fraction)
 
     def __call__(self, labels: list[Tensor]) -> Any:
         counts = (each for one in labels for each in self.counts(len(one)))
-        with self._finds.by(lambda _: next(counts)):
+        with self._fakes.by(lambda _: next(counts)):
             return self._inner(labels)
 
     def counts(self, there: int) -> tuple[int, int]:
