@@ -23,24 +23,14 @@ class Item:
 
     def mark(self, runs: Runs) -> Criterion:
         """Mark some runs: all points or none."""
-        finding = self._find(runs)
-        return Criterion(
-            name=self.name,
-            title=self.title,
-            points=0 if finding.reason else self.points,
-            most=self.points,
-            reason=finding.reason,
-            note=finding.note,
-            seen=finding.seen,
-        )
-
-    def _find(self, runs: Runs) -> Finding:
         try:
-            return self.find(runs)
+            found = self.find(runs)
         except UnseenError as error:
-            return Finding(f"This could not be seen: {error}.")
+            found = Finding(f"This could not be seen: {error}.")
         except Exception as error:  # noqa: BLE001  # what a student's program did may be stranger than foreseen
-            return Finding(f"This could not be judged, for the grader met with {type(error).__name__}: {error}.")
+            found = Finding(f"This could not be judged, for the grader met with {type(error).__name__}: {error}.")
+        points = 0 if found.reason else self.points
+        return Criterion(self.name, self.title, points, self.points, found.reason, found.note, found.seen)
 
 
 def marking_sheet(schedule: Schedule) -> tuple[Item, ...]:
