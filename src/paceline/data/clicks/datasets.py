@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, StoredSource, stored
-from paceline.data.clicks.source import ClickDataset, ClickRows
+from paceline.data.clicks.criteo import CATEGORIES, DENSE, ClickDataset, ClickRows, StoredSource, stored
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, RecipeError, did_you_mean
@@ -45,7 +44,7 @@ _MOST_USED = 100_000
 
 
 class SyntheticClicks:
-    """One split; satisfies :class:`~paceline.data.clicks.source.ClickSource`."""
+    """One split; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
 
     def __init__(self, clicks: Clicks, tables: tuple[int, ...], samples: int, *, training: bool) -> None:
         self._clicks = clicks

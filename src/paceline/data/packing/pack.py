@@ -44,11 +44,12 @@ from paceline.data.image.sets.packed import (
 )
 from paceline.data.image.tables import require_pyarrow
 from paceline.data.packing.origins import OpenedOrigin, mean_bytes, open_origin
-from paceline.data.packing.processes import Progress, make_shards
 from paceline.data.packing.shards import (
+    Progress,
     Work,
     hashed_file,
     is_made,
+    make_shards,
     read_part,
     reporting_disk_errors,
     stored,
