@@ -43,6 +43,7 @@ class Shape:
         name: Long option, if it is not the field's name.
         hidden: Left out of the help.
         required: An option although it has no default.
+        repeatable: A list whose option is given once for each entry, not with commas.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
         path: What a text or path is to the user: ``local``, on this machine, where ``~`` is the home directory;
             ``file`` or ``folder``, if it exists; ``weights``, which may be an address that they are copied from.
@@ -58,6 +59,7 @@ class Shape:
     hidden: bool = False
     required: bool = False
     argument: bool = False
+    repeatable: bool = False
     parse: Callable[[str], Any] | None = None
     path: Literal["local", "file", "folder", "weights"] | None = None
     recipe: bool = False

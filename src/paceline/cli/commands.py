@@ -39,7 +39,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:Evaluate"),
         "predict": Listed("Label images, or write text, with trained weights.", f"{_OURS}.predict:Predict"),
         "export": Listed("Write weights as timm, safetensors, ONNX or torch.export.", f"{_OURS}.export:Export"),
-        "serve": Listed("Serve predictions over HTTP, with a web page.", f"{_OURS}.serve:command"),
+        "serve": Listed("Serve predictions over HTTP, with a web page.", f"{_OURS}.serve:Serve"),
         "report": Listed("Write one HTML page about runs, or print where step time went.", f"{_OURS}.report:Report"),
     },
     "Data": {

@@ -103,7 +103,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     is_shown = default not in (MISSING, None, ())
     return click.Option(
         [option, name],
-        type=_CommaList(click_type) if is_list else click_type,
+        type=_CommaList(click_type) if is_list and not shape.repeatable else click_type,
+        multiple=shape.repeatable,
         show_default=",".join(map(str, default)) if is_list and is_shown else is_shown,
         **({"required": True} if default is MISSING else {"default": default}),
         metavar=shape.metavar or {int: "N", float: "X"}.get(one),

@@ -55,9 +55,6 @@ class WeightsPath(LocalPath):
         return super().convert(value, param, ctx)
 
 
-target_argument: Callable[[Any], Any] = click.argument("target", type=WeightsPath())
-
-
 class FiniteRange(click.FloatRange):
     """A number within a range. click's own takes ``nan`` and ``inf`` too, of which nothing can be computed."""
 
@@ -119,16 +116,6 @@ until_option: Callable[[Any], Any] = click.option(
     expose_value=False,
     callback=_remember_until,
     help="Stop there with a checkpoint, although the run is longer, with exit code 75: the same as train.until.",
-)
-weights_option: Callable[[Any], Any] = click.option(
-    "--weights",
-    type=click.Choice(["auto", "model", "ema"]),
-    default="auto",
-    show_default=True,
-    help="Which set of weights; auto takes the moving average where there is one.",
-)
-best_option: Callable[[Any], Any] = click.option(
-    "--best", is_flag=True, help="Use the best checkpoint of a run directory instead of the newest."
 )
 
 

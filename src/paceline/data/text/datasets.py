@@ -24,8 +24,7 @@ from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
 from paceline.recipe.data import Data
 from paceline.recipe.text import Text
-from paceline.references import call_reference, is_reference
-from paceline.registry import installed, load
+from paceline.registry import open_dataset
 
 
 def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> tuple[Documents, Documents | None, str]:
@@ -109,18 +108,7 @@ def open_text(data: Data) -> TextDataset:
     Raises:
         DataError: If there is no such text, or it cannot be read.
     """
-    if data.dataset in OPENERS:
-        return OPENERS[data.dataset](data)
-    if not is_reference(data.dataset) and data.dataset not in installed("datasets"):
-        raise DataError(
-            f"data.dataset is {data.dataset!r}, but of text there are {', '.join(OPENERS)} and "
-            f"'package.module:factory'.{did_you_mean(data.dataset, OPENERS)}"
-        )
-    factory = load("datasets", data.dataset, DataError)
-    dataset = call_reference("data.dataset", data.dataset, factory, DataError, data)
-    if not isinstance(dataset, TextDataset):
-        raise DataError(f"data.dataset={data.dataset} gave a {type(dataset).__name__}, which is no TextDataset.")
-    return dataset
+    return open_dataset(data.dataset, OPENERS, TextDataset, data)
 
 
 def python_documentation() -> Documents:
