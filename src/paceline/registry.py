@@ -10,7 +10,7 @@ What is called, and with what, is the same for both kinds of names, and for a ``
 
 * optimizers: ``factory(parameter_groups, lr=…, **optimizer.options)``, as torch's classes are called; gives a
   ``torch.optim.Optimizer``
-* schedules: ``shape(rate, step)`` with a :class:`paceline.optim.schedules.LearningRate`; gives the learning rate of a
+* schedules: ``shape(rate, step)`` with a :class:`paceline.plan.rates.LearningRate`; gives the learning rate of a
   step after the warm-up
 * tasks: ``task(recipe)``; gives a :class:`paceline.tasks.task.Task`
 * datasets: ``opener(recipe.data)``; gives the data set of the recipe's task

@@ -482,13 +482,12 @@ def test_without_the_extra(finished: Path, tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['fastapi'] = None; from paceline.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-c", program, "serve", str(finished)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
         capture_output=True,
         text=True,
-        check=False,
         timeout=100,
     )
     assert (done.returncode, done.stdout) == (2, "")

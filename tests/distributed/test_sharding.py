@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ pytestmark = [
 
 # One start of the processes for many runs: a list of names with what each changes.
 PROGRAM = """
-import datetime, gc, json
+import datetime, gc, json, os
 import torch
 import paceline
 
-torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+world = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+meeting, minute = os.environ["PACELINE_RENDEZVOUS"], datetime.timedelta(seconds=60)
+torch.distributed.init_process_group("gloo", init_method=meeting, timeout=minute, **world)
 for name, overrides in json.loads(open("runs.json").read()):
     paceline.train("recipe.yaml", overrides=overrides, run_dir=name)
 gc.collect()
@@ -105,14 +108,19 @@ def ground(studio: Path) -> Path:
 
 
 @pytest.fixture
-def together(ground: Path, run: Callable[..., Any]) -> Callable[..., None]:
+def together(ground: Path, start: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
     """Train several runs, one after another, by the same processes."""
 
     def trainer(runs: dict[str, dict[str, Any]], *, processes: int = 2) -> None:
         (ground / "runs.json").write_text(json.dumps(list(runs.items())))
-        start = ("--standalone", f"--nproc-per-node={processes}", "--no-python", sys.executable)
-        done = run(program=PROGRAM, torchrun=start, where=ground)
-        assert done.code == 0, done.err
+        world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GLOO_SOCKET_IFNAME": "lo"}
+        world["PACELINE_RENDEZVOUS"] = f"file://{tmp_path}/{uuid.uuid4()}"
+        ranks = [
+            start(program=PROGRAM, where=ground, variables=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(processes)
+        ]
+        done = [rank.wait() for rank in ranks]
+        assert [each.code for each in done] == [0] * processes, [each.err for each in done]
 
     return trainer
 

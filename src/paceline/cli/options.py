@@ -212,7 +212,7 @@ def choose_processes(asked: int | Between | None, gpus: int, to_train: Recipe | 
         return _largest_between(asked, to_train)
     if to_train is None:
         return Processes(max(1, gpus))
-    from paceline.recipe.batching import default_processes
+    from paceline.plan.batching import default_processes
 
     recipe, count = to_train, default_processes(to_train, gpus)
     if count >= gpus or recipe.parallel.strategy == "single":
@@ -224,7 +224,7 @@ def choose_processes(asked: int | Between | None, gpus: int, to_train: Recipe | 
 
 
 def _largest_between(asked: Between, recipe: Recipe) -> Processes:
-    from paceline.recipe.batching import usable_processes
+    from paceline.plan.batching import usable_processes
 
     usable = usable_processes(recipe, asked.lowest, asked.highest)
     if not usable:

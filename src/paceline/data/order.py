@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
-from paceline.recipe.phases import Epochs
+from paceline.plan.epochs import Epochs
 from paceline.world import World
 
 _LOOKED_AT = 200  # steps; cutting one takes a millisecond or so

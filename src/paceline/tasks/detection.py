@@ -22,7 +22,7 @@ from paceline.errors import ModelError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
 from paceline.models.detectors import build_detector, says_masks
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

@@ -35,7 +35,7 @@ from paceline.errors import DataError, ModelError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.models.language import build_language_model, is_causal
 from paceline.models.transformers_models import takes_documents
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

@@ -17,7 +17,7 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.auc import RankedScores, area_under_curve
 from paceline.models.recommendation import build_click_model, describe_tables
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

@@ -24,7 +24,7 @@ from paceline.data.slices import SampleWeights
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.references import call_reference

@@ -22,8 +22,8 @@ from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import FreezeSchedule, first_steps, last_steps
 from paceline.optim.build import Clipping, build_optimizer, build_schedules
+from paceline.plan import Plan
 from paceline.recipe.load import recipe_digest, to_tree
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EventWriter, IncidentEvent, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
@@ -136,7 +136,7 @@ def build_run(setting: Setting) -> Run:
 def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
     network = prepared.network
     if not isinstance(strategy, Replicas):
-        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (recipe/strategy.py).
+        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (plan/strategy.py).
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     late, passing = (

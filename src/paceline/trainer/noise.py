@@ -21,7 +21,7 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.distributed.collectives import Collectives
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, estimate, rate_ratio
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
 from paceline.trainer.precision import Precision
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import FreezeSchedule
 from paceline.optim.build import Clipping
 from paceline.optim.schedules import Schedules
-from paceline.recipe.plan import Occasion, Plan
+from paceline.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task

@@ -28,8 +28,8 @@ from paceline.data.balance import SampleLengths
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError
 from paceline.plain_json import load_json
+from paceline.plan import Plan
 from paceline.recipe.load import differences, stored_recipe, to_yaml
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.events import truncate_after

@@ -24,8 +24,8 @@ from paceline.distributed.waiting import EndedBySignals
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
 from paceline.optim.build import build_optimizer
+from paceline.plan import Plan
 from paceline.recipe.load import LoadedRecipe, recipe_digest
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, IncidentEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import Summary, read_summary
@@ -53,7 +53,7 @@ from paceline.trainer.preparation import (
     Prepared,
     find_host_limits,
     plan_network,
-    plan_run,
+    planner,
     prepare,
     take_initial_weights,
     without_initial_weights,
@@ -142,22 +142,23 @@ def plan_only(
         check_target(Path(source))
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
-    plan = _with_limits(plan_run(recipe, task, machine, world), recipe)
+    make_plan = planner(recipe, task, machine, world)
+    notes = _limits(make_plan(), recipe) | ({} if assumed is None else {"data.path": assumed})
     begin = partial(take_initial_weights, asked=replace(recipe.model, initialize_from=source))
     network = network_to_plan(recipe, task, begin)
     task.prepare_training(Placement(device=torch.device("cpu")))
-    plan = plan_network(plan, network, recipe)
+    plan = plan_network(partial(make_plan, notes=notes), network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
-    return plan if assumed is None else replace(plan, reasons={**plan.reasons, "data.path": assumed})
+    return plan
 
 
-def _with_limits(plan: Plan, recipe: Recipe) -> Plan:
-    """Add to a plan what stands against it on this machine; one of many processes may be meant for another."""
+def _limits(plan: Plan, recipe: Recipe) -> dict[str, str]:
+    """What stands against a plan on this machine; one of many processes may be meant for another."""
     found = find_host_limits(plan, recipe)
     if found.refusal and plan.local_world_size == 1:
         raise DataError(found.refusal)
     said = [each for each in (found.refusal, *found.warnings) if each]
-    return replace(plan, reasons={**plan.reasons, "this machine": " ".join(said)}) if said else plan
+    return {"this machine": " ".join(said)} if said else {}
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:

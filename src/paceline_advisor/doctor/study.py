@@ -16,9 +16,9 @@ from rich.text import Text
 from paceline.distributed.affinity import read_topology
 from paceline.errors import PacelineError
 from paceline.pages.shown import Shown
+from paceline.plan import MachineFacts, Plan
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.named_code import named_code
-from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory

@@ -14,7 +14,7 @@ from paceline.devices import Device, find_device, recognise
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import RecipeError
 from paceline.models.roofline import ridge_point
-from paceline.recipe.plan import MachineFacts, Plan
+from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World

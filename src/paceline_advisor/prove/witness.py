@@ -26,7 +26,7 @@ from paceline.data.slices import SampleWeights
 from paceline.distributed.environment import read_launch
 from paceline.metrics.accumulator import Collector
 from paceline.metrics.answers import Answers
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
 from paceline.tasks.image_classification import ImageClassification

@@ -17,7 +17,7 @@ from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.models.flops import StepWork
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline.recipe.compute import WITH_GRAPHS
+from paceline.plan.compute import WITH_GRAPHS
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.units import format_seconds

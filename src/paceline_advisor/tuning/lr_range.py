@@ -18,13 +18,13 @@ from paceline.command import Log
 from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
-from paceline.optim.schedules import LearningRate, Schedules
+from paceline.optim.schedules import Schedules
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.recipe.batching import micro_batch_size
+from paceline.plan.batching import micro_batch_size
+from paceline.plan.rates import LearningRate, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
-from paceline.recipe.profile import Profile
-from paceline.recipe.rates import lr_factor
+from paceline.recipe.running import Profile
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.trainer.process_settings import restore_globals
@@ -53,7 +53,7 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
     batch = recipe.batch
     if batch.growth:
         # The first size stays, in the micro-batches that it has beside the later ones.
-        batch = replace(batch, micro_size=micro_batch_size(recipe, world_size, {}), growth={})
+        batch = replace(batch, micro_size=micro_batch_size(recipe, world_size), growth={})
     return replace(
         recipe,
         batch=batch,

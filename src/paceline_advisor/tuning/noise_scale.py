@@ -29,7 +29,7 @@ from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.recipe.batching import fixed_logical_ranks, with_nearest_ghosts
+from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe

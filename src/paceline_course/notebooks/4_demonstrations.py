@@ -211,7 +211,7 @@ import paceline
 from paceline.data.image.sets.digits import read_digits
 from paceline.data.pipeline import SimplePipeline
 from paceline.metrics.accumulator import Metric
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 
 HELD_OUT = 297
 

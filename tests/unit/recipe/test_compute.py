@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.errors import RecipeError
-from paceline.recipe.compute import Sizes
+from paceline.plan import DataFacts, MachineFacts, Plan, make
+from paceline.plan.compute import Sizes
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 from paceline.world import World
 
 NO_FP8 = "it needs a CUDA device of compute capability 8.9 or more, and this run is on cpu"
@@ -28,7 +28,7 @@ COMPILE = "model.compile=true"
 def plan(*overrides: str, machine: MachineFacts = CPU, world_size: int = 1, samples: int = 1000) -> Plan:
     recipe = stored_recipe({"data": {"dataset": "digits"}, "batch": {"global_size": 64}}, "plain", overrides)
     data = DataFacts(train_samples=samples, evaluation_samples=300)
-    return make_plan(recipe, data, machine, world_size=world_size, local_world_size=world_size)
+    return make(recipe, world=World(world_size=world_size, local_world_size=world_size), data=data, machine=machine)
 
 
 def refusal(*overrides: str, machine: MachineFacts = CPU) -> str:

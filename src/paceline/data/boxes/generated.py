@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.data.boxes.pipeline import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
-from paceline.recipe.boxes import GeneratedBoxes
+from paceline.recipe.data import GeneratedBoxes
 
 CLASSES = ("disc", "rectangle", "triangle")
 

@@ -28,7 +28,7 @@ from paceline.data.image.source import Image
 from paceline.data.pipeline import Placement, SimplePipeline, made_ahead, to_device
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
-from paceline.recipe.boxes import Boxes
+from paceline.recipe.data import Boxes
 
 Target = dict[str, Tensor]
 

@@ -22,8 +22,7 @@ from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, RecipeError
 from paceline.files import LeftOut, visible
-from paceline.recipe.clicks import Clicks
-from paceline.recipe.data import Data
+from paceline.recipe.data import Clicks, Data
 from paceline.registry import open_dataset
 
 Numbers = NDArray[np.float64]

@@ -22,8 +22,7 @@ from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, te
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
-from paceline.recipe.data import Data
-from paceline.recipe.text import Text
+from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 
 

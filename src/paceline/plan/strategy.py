@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecipeError
+from paceline.plan.facts import NetworkFacts, ParameterNumbers
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
 from paceline.units import format_bytes
@@ -19,21 +21,6 @@ _MOMENTS = {"adafactor": 0, "adamw": 2, "lamb": 2, "lars": 0, "lion": 1, "muon":
 _MOMENTS_OF_OTHERS = 2
 _WITH_MOMENTUM = ("sgd", "lars", "rmsprop")
 
-_OF_FSDP = (
-    "parallel.shard_size",
-    "parallel.shard_modules",
-    "parallel.reshard_after_forward",
-    "parallel.gather_dtype",
-)
-
-
-@dataclass(frozen=True)
-class ParameterNumbers:
-    """Numbers in a network's parameters, all of them and those that are trained."""
-
-    every: int
-    trained: int
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -43,39 +30,68 @@ class Choice:
     reason: str
 
 
-def choose_strategy(recipe: Recipe, world_size: int, logical_ranks: int, reasons: dict[str, str]) -> str:
-    """The strategy as far as the number of processes tells; ``auto`` may become ``fsdp`` once the network is known.
+def choose_strategy(
+    recipe: Recipe,
+    world_size: int,
+    parts: Sequence[int],
+    network: NetworkFacts | None = None,
+    memory_bytes: int | None = None,
+) -> tuple[str, dict[str, str]]:
+    """Choose the strategy, and say why by dotted key.
+
+    Args:
+        recipe: What was asked.
+        world_size: Processes.
+        parts: Micro-batches of a step over all processes, for each size that the batch has.
+        network: Facts of the network; without them ``auto`` is ``ddp`` with several processes, and may become ``fsdp``.
+        memory_bytes: What each process's device has; None if it does not say.
 
     Raises:
         RecipeError: If the one asked for does not fit the processes or the rest of the recipe.
     """
     asked = recipe.parallel.strategy
+    reasons = {}
     if recipe.parallel.exact:
-        if asked != "auto":
-            raise RecipeError(
-                f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={asked} does not; "
-                "leave the strategy at auto, or turn exactness off."
-            )
-        if recipe.parallel.unused_parameters == "allow":
-            raise RecipeError(
-                "parallel.unused_parameters=allow does not go with parallel.exact=true, whose tree adds up a gradient "
-                "of every trainable parameter; freeze those that are not used (model.frozen)."
-            )
+        _check_exact(recipe)
         reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
-        reasons["parallel.exact"] = _cost_of_exact(logical_ranks, world_size)
-        return "exact"
-    if asked == "auto":
-        reasons["parallel.strategy"] = "1 process" if world_size == 1 else f"{world_size} processes"
-        return "ddp" if world_size > 1 else "single"
+        reasons["parallel.exact"] = _cost_of_exact(max(parts), world_size)
+        strategy = "exact"
+    elif asked != "auto":
+        _check_processes(asked, world_size)
+        strategy = asked
+    else:
+        choice = Choice("single", "1 process")
+        if world_size > 1:
+            choice = Choice("ddp", f"{world_size} processes")
+            choice = choice if network is None else weigh(recipe, network.parameters, world_size, memory_bytes)
+        strategy, reasons["parallel.strategy"] = choice.strategy, choice.reason
+    if strategy == "fsdp":
+        check_sharding(recipe, world_size)
+    if network is not None:
+        _check_noise_scale(recipe, strategy, fewest_parts=min(parts))
+    return strategy, reasons
+
+
+def _check_exact(recipe: Recipe) -> None:
+    if recipe.parallel.strategy != "auto":
+        raise RecipeError(
+            f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={recipe.parallel.strategy} "
+            "does not; leave the strategy at auto, or turn exactness off."
+        )
+    if recipe.parallel.unused_parameters == "allow":
+        raise RecipeError(
+            "parallel.unused_parameters=allow does not go with parallel.exact=true, whose tree adds up a gradient "
+            "of every trainable parameter; freeze those that are not used (model.frozen)."
+        )
+
+
+def _check_processes(asked: str, world_size: int) -> None:
     if asked == "single" and world_size > 1:
         raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, fsdp, auto, or one process.")
     if asked in ("ddp", "fsdp") and world_size == 1:
         raise RecipeError(
             f"parallel.strategy={asked} has no effect with one process; use auto, or --processes 2 or more."
         )
-    if asked == "fsdp":
-        check_sharding(recipe, world_size)
-    return asked
 
 
 def weigh(recipe: Recipe, numbers: ParameterNumbers, world_size: int, memory_bytes: int | None) -> Choice:
@@ -166,19 +182,33 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         )
 
 
-def unused_by(recipe: Recipe, strategy: str) -> dict[str, str]:
-    """Dotted keys of the section that ask for something a strategy does not have, with the reason."""
-    found: dict[str, str] = {}
-    name = {"exact": "an exact run", "single": "one process"}.get(strategy, strategy)
-    if strategy != "ddp":
-        found["parallel.bucket_cap_mb"] = f"{name} has no buckets"
-        if recipe.parallel.static_graph:
-            found["parallel.static_graph"] = f"{name} has no graph of DDP's"
-    if strategy not in ("ddp", "fsdp"):
-        found["parallel.gradient_compression"] = f"{name} has no buckets"
-    if strategy != "fsdp" and recipe.parallel.strategy == "auto":
-        found |= dict.fromkeys(_OF_FSDP, f"parallel.strategy=auto came to {name}, which spreads nothing")
-    return found
+def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> None:
+    """See whether a process ever holds the gradient of less than the whole batch.
+
+    Args:
+        recipe: Says whether that is asked for.
+        strategy: How processes work together.
+        fewest_parts: Micro-batches of a step over all processes, in the epochs that have the fewest.
+
+    Raises:
+        RecipeError: With what to change, if none does.
+    """
+    if recipe.telemetry.noise_scale is None:
+        return
+    asked = f"telemetry.noise_scale='{recipe.telemetry.noise_scale}'"
+    if strategy == "fsdp":
+        raise RecipeError(
+            f"{asked} compares the gradient of a micro-batch with the whole batch's, and with parallel.strategy=fsdp "
+            "no process ever holds a whole gradient of its own; use parallel.strategy=ddp, or turn it off."
+        )
+    if fewest_parts < 2:
+        batch = recipe.batch.global_size
+        half = next((size for size in range(batch // 2, 0, -1) if batch % size == 0), 1)
+        remedy = f"set batch.micro_size={half}, use several processes, " if batch > 1 else "use a larger batch "
+        raise RecipeError(
+            f"{asked} compares the gradients of a step's micro-batches, and here a step is one micro-batch of {batch} "
+            f"samples; {remedy}or leave it off and run `paceline noise-scale`, which cuts the batch for itself."
+        )
 
 
 def moments(optimizer: Optimizer) -> int:

@@ -1,12 +1,13 @@
-"""Precision and compilation of a run, and what this machine does not support."""
+"""Precision, threads and compilation of a run, and what this machine does not support."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecipeError
+from paceline.plan.facts import DataFacts, MachineFacts
 from paceline.recipe.schema import Recipe
 
 # A size that fewer forward passes have than this is not worth the wait for its graph.
@@ -60,8 +61,17 @@ def _that_occur(sizes: Counter[int]) -> Counter[int]:
     return Counter({size: count for size, count in sizes.items() if size and count})
 
 
-def plan_compilation(recipe: Recipe, device: str, sizes: Sizes, *, accumulation_steps: int) -> Compiled:
+def plan_compilation(
+    recipe: Recipe, machine: MachineFacts, data: DataFacts, parts: Sequence[int], world_size: int
+) -> Compiled:
     """Work out what is compiled.
+
+    Args:
+        recipe: What was asked.
+        machine: Facts of the machine.
+        data: Facts of the data.
+        parts: Micro-batches of a step over all processes, for each size that the batch has.
+        world_size: Processes.
 
     Raises:
         RecipeError: If the mode cannot be had here, or not with the rest of the recipe.
@@ -74,7 +84,7 @@ def plan_compilation(recipe: Recipe, device: str, sizes: Sizes, *, accumulation_
             f"model.compile_mode={model.compile_mode} is a mode of inductor, and has no effect with "
             f"model.compile_backend={model.compile_backend}; leave one of the two out."
         )
-    _check_graphs(recipe, device, accumulation_steps)
+    _check_graphs(recipe, machine.device, max(parts) // world_size)
     if model.compile_mode in _WITH_TIMING and (recipe.train.deterministic or recipe.parallel.exact):
         asked = "train.deterministic" if recipe.train.deterministic else "parallel.exact"
         raise RecipeError(
@@ -82,6 +92,13 @@ def plan_compilation(recipe: Recipe, device: str, sizes: Sizes, *, accumulation_
             f"another launch perhaps others, and {asked}=true wants the same sums each time; use "
             "model.compile_mode=default."
         )
+    sizes = Sizes(
+        train_samples=data.train_samples,
+        global_batch_size=recipe.batch.global_size,
+        logical_ranks=parts[0],
+        evaluation_samples=data.evaluation_samples,
+        evaluation_batch_size=resolve_evaluation_batch(recipe),
+    )
     # Batches of many shapes would each need a graph.
     evaluated = recipe.evaluate.every is not None and recipe.data.evaluation_shape == "square"
     return Compiled(
@@ -124,7 +141,14 @@ def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
         )
 
 
-def resolve_float32_matmul(recipe: Recipe, device: str, lacks: Mapping[str, str], reasons: dict[str, str]) -> str:
+def resolve_precision(recipe: Recipe, machine: MachineFacts) -> str:
+    """The arithmetic of ``train.precision``."""
+    if recipe.train.precision != "auto":
+        return recipe.train.precision
+    return "bf16" if machine.fast_bf16 else "fp32"
+
+
+def resolve_float32_matmul(recipe: Recipe, machine: MachineFacts) -> str:
     """How exactly fp32 numbers are multiplied: ``train.float32_matmul``, or ``default`` for torch's own.
 
     Raises:
@@ -132,21 +156,59 @@ def resolve_float32_matmul(recipe: Recipe, device: str, lacks: Mapping[str, str]
     """
     asked = recipe.train.float32_matmul
     if asked == "auto":
-        reasons["train.float32_matmul"] = (
-            "torch's default: TF32 for convolutions, fp32 for matrix products" if device == "cuda" else "fp32"
-        )
         return "default"
     missing = {"high": "tf32", "medium": "bf16_products"}.get(asked, "")
-    if why := lacks.get(missing):
+    if why := machine.lacks.get(missing):
         raise RecipeError(f"train.float32_matmul={asked} has no effect here: {why}; use auto or highest.")
     return asked
 
 
-def check_fp8(recipe: Recipe, lacks: Mapping[str, str]) -> None:
-    """Refuse fp8 where it cannot be had.
+def resolve_channels_last(recipe: Recipe, machine: MachineFacts, *, is_useful: bool = True) -> bool:
+    """The memory format of ``model.channels_last``; left open, it is only what the task has a use for."""
+    asked = recipe.model.channels_last
+    return is_useful and machine.device in ("cpu", "cuda", "xpu") if asked == "auto" else asked
 
-    Raises:
-        RecipeError: With the reason.
-    """
-    if recipe.train.precision == "fp8" and (why := lacks.get("fp8")):
-        raise RecipeError(f"train.precision=fp8 cannot be had here: {why}; use bf16, or auto.")
+
+def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int) -> tuple[int, str]:
+    """CPU threads per process, ``parallel.threads``, and why so many."""
+    asked = recipe.parallel.threads
+    if asked != "auto":
+        return asked, ""
+    if recipe.parallel.exact and machine.device == "cpu":
+        return 1, "parallel.exact: sums over one thread do not depend on the number of processes"
+    if machine.own_cores is not None:
+        why = "the physical cores that parallel.affinity gives it, or fewer (OMP_NUM_THREADS)"
+        return min(machine.own_cores, machine.threads or machine.own_cores), why
+    share = max(1, machine.cores // local_world_size)
+    if machine.threads not in (None, share):
+        return machine.threads, "as OMP_NUM_THREADS says"
+    return share, f"{_plural(machine.cores, 'core')} for {_plural(local_world_size, 'process')} here"
+
+
+def resolve_evaluation_batch(recipe: Recipe) -> int:
+    """Samples per evaluation batch; never a function of the number of processes."""
+    asked = recipe.evaluate.batch_size
+    return min(256, recipe.batch.global_size) if asked == "auto" else asked
+
+
+def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
+    """Say by dotted key why a machine computes as it does where the recipe leaves that open."""
+    device = machine.device
+    gains = resolve_channels_last(recipe, machine)
+    return {
+        "parallel.device": (
+            "no GPU was found that could be used" if device == "cpu" else f"a {device} device was found"
+        ),
+        "train.precision": machine.reasons.get("fast_bf16", ""),
+        "train.float32_matmul": (
+            "torch's default: TF32 for convolutions, fp32 for matrix products" if device == "cuda" else "fp32"
+        ),
+        "model.channels_last": (
+            f"convolutions on {device} have kernels for it" if gains else f"{device} gains nothing by it"
+        ),
+        "evaluate.batch_size": "independent of the number of processes, so that every sample is scored alike",
+    }
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
