@@ -1,4 +1,4 @@
-"""What object does `package.module:name` stand for?"""
+"""Load the object that `package.module:name` names."""
 
 from __future__ import annotations
 

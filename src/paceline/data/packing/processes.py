@@ -1,4 +1,4 @@
-"""Who makes the shards? This process, or several that take the next one when they are done; none outlives it."""
+"""The processes that make shards: this one, or several that take the next shard in turn; none outlives it."""
 
 from __future__ import annotations
 
