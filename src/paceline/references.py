@@ -1,4 +1,4 @@
-"""Objects named as `package.module:name`, by a user or an installed package."""
+"""Load the object that `package.module:name` names, a user's own or an installed package's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a command's result, in a terminal and on a page."""
+"""A command's result as a person sees it, in a terminal and on a page."""
 
 from __future__ import annotations
 

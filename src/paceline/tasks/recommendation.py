@@ -1,4 +1,4 @@
-"""Recommendation: will this be clicked on? Binary cross-entropy, and the area under the ROC curve."""
+"""Recommendation: click prediction with binary cross-entropy and the area under the ROC curve."""
 
 from __future__ import annotations
 
