@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-sys.path.append(str(Path(__file__).parent))
+# Neither the tests nor the benchmarks are packages.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 import fork_server
 
 # A busy machine is no reason to fail: what is too slow is found by its own tests.

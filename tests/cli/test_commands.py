@@ -406,8 +406,8 @@ def test_evaluate_at_several_sizes(
     assert "note: a size chosen on the validation images is fitted to them" in on_validation.out
     for arguments, message in (
         (("--sizes", "8,12"), "held no training images out"),
-        (("--sizes", "8,big"), "'8,big' is no list of sizes in pixels"),
-        (("--sizes", "8,0"), "'8,0' is no list of sizes in pixels"),
+        (("--sizes", "8,big"), "'big' is not a size in pixels"),
+        (("--sizes", "8,0"), "'0' is not a size in pixels"),
         (("--sizes", "8", "--predictions", "x.csv"), "--predictions is for one evaluation"),
     ):
         done = paceline_here("evaluate", finished, *arguments)

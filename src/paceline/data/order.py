@@ -1,4 +1,4 @@
-"""In which order are samples used, and by whom? Pure functions of (seed, epoch, step) and the world.
+"""The order of samples and their share-out among ranks: pure functions of (seed, epoch, step) and the world.
 
 An epoch's order is a permutation; step *t* of the epoch takes the *t*-th slice of it, cut into logical ranks
 (micro-batch slots); a process takes its logical ranks' parts. Where samples are of unequal length, the permutation and

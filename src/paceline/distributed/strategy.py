@@ -1,4 +1,4 @@
-"""How do replicas keep the same weights? Verbs for the step, the same with one process as with many."""
+"""Strategies that keep replicas' weights equal: verbs for the step, the same for one process as for many."""
 
 from __future__ import annotations
 

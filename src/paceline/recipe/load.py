@@ -1,4 +1,4 @@
-"""How is a recipe read? By shipped name or path, with one level of `base` and dotted overrides."""
+"""Load a recipe by its shipped name or path, with one level of `base` and dotted overrides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task gives to the training loop, and the tasks by their names in recipes.
+"""The interface of a task to the training loop, and the tasks by their names in recipes.
 
 The trainer varies by task object, never by another loop, a flag in it, or a hook. A task of one's own
 subclasses :class:`Task`, or :class:`~paceline.tasks.image_classification.ImageClassification` to change a part.

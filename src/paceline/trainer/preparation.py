@@ -1,4 +1,4 @@
-"""What is known and checked before the processes of a run meet: task, plan, network, batches.
+"""Prepare a run before its processes meet: task, plan, network, batches.
 
 Everything that a recipe can get wrong is found here, on every process alike, before a process group forms and
 before the run directory is touched.

@@ -1,4 +1,4 @@
-"""What a run writes down: its records of steps and evaluations, its incidents, and its summary."""
+"""The records of a run: its steps, evaluations, incidents and summary."""
 
 from __future__ import annotations
 

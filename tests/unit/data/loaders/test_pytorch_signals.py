@@ -32,7 +32,7 @@ RUN = textwrap.dedent(
     import numpy as np
 
     from paceline.data.loaders.pytorch import PytorchBackend
-    from paceline.data.batch import SampleSlice
+    from paceline.data.slices import SampleSlice
     from paceline.data.image.source import FileSource
     from paceline.data.image.transforms import View
 

@@ -206,9 +206,9 @@ def test_a_disk_that_fails_is_told_by_a_process_too(
 
 
 def test_a_process_that_dies_is_told(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.data.packing import processes
+    from paceline.data.packing import shards
 
-    make = processes.make_shard
+    make = shards.make_shard
 
     def dies(work: Work, shard: Shard, note: Callable[[int], None]) -> None:
         if (shard.split, shard.number) == ("validation", 0):
@@ -216,7 +216,7 @@ def test_a_process_that_dies_is_told(photos: Path, tmp_path: Path, monkeypatch: 
         make(work, shard, note)
 
     with monkeypatch.context() as patched:
-        patched.setattr(processes, "make_shard", dies)
+        patched.setattr(shards, "make_shard", dies)
         with pytest.raises(PackingError, match="a process that made shards has died, perhaps for want of memory"):
             packed(photos, tmp_path / "dest", workers=2, shard_bytes=5000)
     assert not (tmp_path / "dest" / MANIFEST).exists()
