@@ -19,7 +19,7 @@ from paceline.data.image.sets.digits import read_digits
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 
 HELD_OUT = 297

@@ -29,7 +29,7 @@ from paceline.data.order import epoch_order
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.records.reader import read_events
 

@@ -23,7 +23,7 @@ from paceline.data.pipeline import Pipeline, Placement, SimplePipeline, reading_
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 
 NOTES = {"a": 440, "b": 494, "c": 523, "d": 587}  # Hz

@@ -27,6 +27,7 @@ import json
 import os
 import pkgutil
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ import tempfile
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -42,19 +44,8 @@ from typing import Any, NoReturn
 SOURCES = Path(__file__).parents[1] / "src"
 # Variables that are read when Python starts or a library is imported. A command is forked where it has the server's.
 _READ_AT_START = (
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "LD_",
-    "TZ",
-    "MALLOC_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "CUDA_",
-)
+    "PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_",
+)  # fmt: skip
 _READ_AT_START += ("TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "NUMEXPR_", "GLIBC_")
 # Of these, a child does itself what they ask for, or what they ask for makes no difference to it.
 _ARRANGED = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
@@ -199,6 +190,73 @@ def _start_server() -> socket.socket:
     return ours
 
 
+# What a shell runs in place of a command: it hands its streams, directory and environment over, passes signals on, and
+# ends as the command does.
+_CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+
+agent = socket.socket(socket.AF_UNIX)
+agent.connect({address!r})
+message = json.dumps(dict(words={words!r} + sys.argv[1:], cwd=os.getcwd(), env=dict(os.environ))).encode()
+socket.send_fds(agent, [len(message).to_bytes(4, "big")], [0, 1, 2])
+agent.sendall(message)
+pid = int.from_bytes(agent.recv(4), "big")
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+code = int.from_bytes(agent.recv(4), "big", signed=True)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@contextlib.contextmanager
+def commands_for_shells(folder: Path, commands: Mapping[str, list[str]]) -> Iterator[None]:
+    """Write programs into a folder that start ``python WORDS ARGUMENTS`` by :class:`Popen`, for scripts of a shell.
+
+    Args:
+        folder: To be put into the shell's ``PATH``.
+        commands: Names of the programs, each with its words.
+    """
+    with tempfile.TemporaryDirectory(prefix="agent-") as place, socket.socket(socket.AF_UNIX) as listening:
+        address = f"{place}/socket"
+        listening.bind(address)
+        listening.listen(64)
+        for name, words in commands.items():
+            (folder / name).write_text(_CLIENT.format(python=sys.executable, address=address, words=words))
+            (folder / name).chmod(0o755)
+        threading.Thread(target=_accept, args=(listening,), name="agent of shells", daemon=True).start()
+        yield
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(listening: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # that it is closed
+        while True:
+            threading.Thread(target=_attend, args=(listening.accept()[0],), daemon=True).start()
+
+
+def _attend(client: socket.socket) -> None:
+    """Start what a client asks for, tell it the process id and, in the end, the exit code."""
+    with client:
+        length, streams, _, _ = socket.recv_fds(client, 4, 3)
+        message = b""
+        while len(message) < int.from_bytes(length, "big"):
+            message += client.recv(1 << 20)
+        command = json.loads(message)
+        named = dict(zip(("stdin", "stdout", "stderr"), streams, strict=True))
+        process = Popen([sys.executable, *command["words"]], cwd=command["cwd"], env=command["env"], **named)
+        for descriptor in streams:
+            os.close(descriptor)
+        client.sendall(process.pid.to_bytes(4, "big"))
+        while process.poll() is None:
+            if select.select([client], [], [], 0.01)[0]:
+                process.kill()  # as its client was
+        with contextlib.suppress(OSError):
+            client.sendall(process.returncode.to_bytes(4, "big", signed=True))
+
+
 # ------------------------------------------------------------------------------------------- in the server
 
 
@@ -243,6 +301,7 @@ def _load_everything() -> None:
         if not module.name.endswith("__main__") and ".notebooks" not in module.name:
             with contextlib.suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(module.name)
+    paceline.records.environment.package_versions()  # which it remembers
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     gc.collect()
     gc.freeze()

@@ -20,7 +20,7 @@ from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice, SampleWeights
 from paceline.metrics.accumulator import Collector, Metric
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model
 from paceline.world import World

@@ -1,4 +1,4 @@
-"""Which machines do people train on together: how many GPUs each has, and what lies between them?
+"""GPU clusters that people train on: GPUs of a node, and the bandwidth and latency of their links.
 
 Rates are what collectives reach, not what links are sold as: within a node the bus bandwidth that an all-reduce of
 large messages shows (NVIDIA's nccl-tests define it), between nodes the network cards' line rate times

@@ -1,4 +1,4 @@
-"""What can the accelerators that people train on do, by their makers' documents?
+"""Accelerators: peak rates, memory and bandwidth, from their makers' documents.
 
 Peaks are dense: what a maker prints for matrices with half of their entries zero is twice as much, and no training has
 it. Memory is what the driver leaves a program of the card's: the smallest total that PyTorch is known to report for it,

@@ -1,4 +1,4 @@
-"""What can go wrong, and what the user is told.
+"""The errors that a user can cause, and their exit codes.
 
 Every error a user can cause is a :class:`PacelineError`: its message names the value found, the rule it
 breaks and the change to make. The command line prints the message alone, without a traceback, and exits

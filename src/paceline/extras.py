@@ -1,4 +1,4 @@
-"""Which optional libraries are there, what is each for, and how is one that is missing got?
+"""Optional libraries: what each is for, whether it is installed, and how to install it.
 
 What is optional is named in ``pyproject.toml``, one extra for each purpose; this table says in words what each brings.
 Tests hold the two against each other.

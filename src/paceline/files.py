@@ -1,4 +1,4 @@
-"""Which files of a folder or an archive are read: one rule for images, texts, tables, archives and predict.
+"""The files of a folder or an archive that are read: one rule for images, texts, tables, archives and predict.
 
 Names that begin with a dot and files of the operating system are ignored. Linked folders are followed. Endings are read
 in either case. Everything else that is not used is counted and reported.

@@ -1,8 +1,7 @@
-"""How do libraries load without the interpreter searching them for garbage?
+"""Import libraries without running Python's garbage collector.
 
-``import torch`` makes objects by the hundred thousand, and none of them is garbage. Python counts what is made and
-goes through all of it again and again. Why, and at what price:
-``docs/decisions/0069-start-up-and-memory.md``.
+``import torch`` makes objects by the hundred thousand, none of which is garbage, and the collector searches all of them
+again and again; see ``docs/decisions/0069-start-up-and-memory.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does this machine lend to a process: cores and memory, and what is its processor?"""
+"""The machine that a process runs on: cores and memory it may use, and the processor's name."""
 
 from __future__ import annotations
 

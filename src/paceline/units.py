@@ -1,4 +1,4 @@
-"""How long, how large, how many: durations with their unit, and numbers written for people."""
+"""Durations and sizes with their units, and numbers written for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process is this, and how many are there?
+"""The rank of this process and the size of the world.
 
 Rank and world size travel as this value, not as calls into a process group, so that order, plans and
 pipelines for 64 ranks can be tested in one process.

@@ -19,8 +19,8 @@ from paceline.data.order import evaluation_slices
 from paceline.errors import LaunchError, RecipeError, TrainingError
 from paceline.metrics.accumulator import Metric
 from paceline.models.small_resnet import small_resnet
+from paceline.plan import DataFacts
 from paceline.recipe.load import load_recipe
-from paceline.recipe.plan import DataFacts
 from paceline.tasks.task import build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove

@@ -24,8 +24,8 @@ from paceline.data.order import StepGeometry
 from paceline.metrics.accumulator import Accumulator
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.small_resnet import small_resnet
-from paceline.optim.schedules import LearningRate
-from paceline.recipe.phases import Epochs
+from paceline.plan.epochs import Epochs
+from paceline.plan.rates import LearningRate
 
 Proof = Callable[..., dict[str, Any]]
 Failed = Callable[[dict[str, Any]], set[str]]
@@ -222,7 +222,9 @@ def test_a_rate_scaled_by_the_micro_batches(proof: Proof, failed: Failed, monkey
     monkeypatch.setattr(
         LearningRate,
         "of",
-        lambda schedule, plan: dataclasses.replace(true(schedule, plan), peak=plan.peak_lr * plan.accumulation_steps),
+        lambda schedule, rates: dataclasses.replace(
+            true(schedule, rates), peak=rates.peak_lr * rates.batch_phases[0].logical_ranks
+        ),
     )
     checks = proof()
     assert failed(checks) == {"learning-rate"}

@@ -523,7 +523,6 @@ def test_a_plan_for_a_model_that_cannot_be_built(paceline_here: Callable[..., An
 @pytest.mark.real_processes
 def test_the_exit_code_leaves_the_process(paceline: Callable[..., Any]) -> None:
     assert_refused(paceline("train", "digits", "optimizer.momentun=0.9"), "Did you mean 'optimizer.momentum'?")
-    assert_refused(paceline("train", "digits", "data.dataset=digts"), "Did you mean 'digits'?")
 
 
 # ------------------------------------------------------------------------------------------- keys without effect

@@ -133,12 +133,15 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
     assert (f"OPENED {notebook.name}" in shown) == opens
 
 
-@pytest.mark.slow
-def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.thorough
+def test_a_right_answer_passes(paceline: Callable[..., Any]) -> None:
     reference = SOURCES / "paceline_course" / "notebooks" / "assessment" / "reference.py"
     right = paceline("labs", "grade", reference, timeout=280)
     assert right.code == 0, right.out + right.err
     assert right.out.splitlines()[-1] == "Passed."
+
+
+def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("pass\n")
     wrong = paceline("labs", "grade", "empty.py", "--json", timeout=280)
     marks = json.loads(wrong.out)

@@ -413,14 +413,9 @@ def test_schemathesis_finds_nothing(service: Serving, tmp_path: Path) -> None:
     """Everything that the service's own description allows, and much that it does not: no 5xx, nothing undescribed."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     checks = (
-        "not_a_server_error",
-        "status_code_conformance",
-        "content_type_conformance",
-        "response_headers_conformance",
-        "response_schema_conformance",
-        "unsupported_method",
-        "allow_header_conformance",
-    )
+        "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
+        "response_schema_conformance", "unsupported_method", "allow_header_conformance",
+    )  # fmt: skip
     done = subprocess.run(
         [
             *(sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"),
@@ -482,13 +477,12 @@ def test_without_the_extra(finished: Path, tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['fastapi'] = None; from paceline.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
-    done = subprocess.run(
+    done = fork_server.run(
         [sys.executable, "-c", program, "serve", str(finished)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
         capture_output=True,
         text=True,
-        check=False,
         timeout=100,
     )
     assert (done.returncode, done.stdout) == (2, "")

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
+
 SOURCES = Path(__file__).parents[2] / "src"
 
 
@@ -26,7 +28,7 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[Any
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "120"}
     program = ["-c", PATIENT] if arguments[0] == "watch" else ["-m", "paceline"]
     command = [sys.executable, *program, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=cwd, env=environment, **options)
+    return fork_server.Popen(command, cwd=cwd, env=environment, **options)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any], seconds: float = 120) -> None:
@@ -54,15 +56,15 @@ def read_all(terminal: int, process: subprocess.Popen[Any], until: str = "", sec
 
 
 def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, tiny: tuple[str, ...]) -> None:
-    asked = [*tiny, "train.duration=1200 steps", "checkpoint.every=200 steps", "telemetry.log_every=10 steps"]
-    asked += ["evaluate.every=400 steps", "evaluate.keep_examples=0"]
+    asked = [*tiny, "train.duration=300 steps", "checkpoint.every=40 steps", "telemetry.log_every=10 steps"]
+    asked += ["evaluate.every=100 steps", "evaluate.keep_examples=0"]
     run, events = tmp_path / "run", tmp_path / "run" / "events.jsonl"
     words = ["train", "digits", *asked, "--run-dir", "run"]
     training = start(*words, cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for((run / "recipe.yaml").exists, training)
     watching = start("watch", "run", "--interval", "0.1", cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: events.is_file() and b'"step": 300,' in events.read_bytes(), training)
+        wait_for(lambda: events.is_file() and b'"step": 80,' in events.read_bytes(), training)
         training.send_signal(signal.SIGKILL)
         training.wait()
         training = start(*words, cwd=tmp_path, stdout=subprocess.DEVNULL)
@@ -74,10 +76,10 @@ def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, 
     assert watching.returncode == 0
     lines = out.splitlines()
     told = [json.loads(line) for line in events.read_text().splitlines()]
-    places = [f"step {each['step']}/1200 " for each in told if each["event"] == "step"]
+    places = [f"step {each['step']}/300 " for each in told if each["event"] == "step"]
     assert [place for place in places if not any(place in line for line in lines)] == []
     assert any("resumed from step-" in line for line in lines)
-    assert lines[-1] == "run: completed, step 1200/1200"
+    assert lines[-1] == "run: completed, step 300/300"
 
 
 def test_a_terminal_shows_curves_and_is_left_with_ctrl_c(tmp_path: Path, tiny: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.units import Duration
 from paceline_advisor.bench.interleaved import for_bursts
-from paceline_advisor.formulas.parallel_step import Host, Prediction, Way, predict
+from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, Prediction, predict
 from paceline_advisor.scaling.here import Trials, measure, probe
 from paceline_advisor.scaling.network import describe
 from paceline_advisor.scaling.room import Share
@@ -131,7 +131,7 @@ def predicted(recipe: Recipe, share: Share, one: Any, megabits: float) -> Predic
     )
     taken = min(1.0, rate / probe(size).bytes_per_second)
     host = Host(waits=1, cores_per_device=cluster.cores_per_device, shares_cores=True, threads=1)
-    way = Way(strategy="ddp", micro_batch=share.micro_batch, taken=taken)
+    way = ParallelConfig(strategy="ddp", micro_batch=share.micro_batch, taken=taken)
     return predict(describe(recipe).network, one, fabric_of(cluster, size), host, way)
 
 

@@ -44,9 +44,9 @@ def alone(studio: Path, run_here: Callable[..., Any], outcome: Callable[[Path], 
     return train
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # two processes are killed and compared below
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_any_number_of_processes_gives_the_same_bits(
     studio: Path,
     run: Callable[..., Any],

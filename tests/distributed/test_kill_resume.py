@@ -128,7 +128,6 @@ class Deadly(nn.Module):
 DEADLY_MODEL = ("model.name=deadly:Deadly", "model.options=null", "data.workers=0")
 
 
-@pytest.mark.real_processes
 @pytest.mark.world_size(1)
 def test_killed_in_every_part_of_a_window(
     studio: Path,

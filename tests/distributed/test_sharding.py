@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
 ]
 
-# One start of the processes for many runs: a list of names with what each changes.
-PROGRAM = """
-import datetime, gc, json
-import torch
-import paceline
-
-torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-for name, overrides in json.loads(open("runs.json").read()):
-    paceline.train("recipe.yaml", overrides=overrides, run_dir=name)
-gc.collect()
-torch.distributed.destroy_process_group()
-"""
 MODELS = """
 import os
 import torch
@@ -105,16 +94,9 @@ def ground(studio: Path) -> Path:
 
 
 @pytest.fixture
-def together(ground: Path, run: Callable[..., Any]) -> Callable[..., None]:
+def together(ground: Path, train_together: Callable[..., Any]) -> Callable[..., Any]:
     """Train several runs, one after another, by the same processes."""
-
-    def trainer(runs: dict[str, dict[str, Any]], *, processes: int = 2) -> None:
-        (ground / "runs.json").write_text(json.dumps(list(runs.items())))
-        start = ("--standalone", f"--nproc-per-node={processes}", "--no-python", sys.executable)
-        done = run(program=PROGRAM, torchrun=start, where=ground)
-        assert done.code == 0, done.err
-
-    return trainer
+    return partial(train_together, "recipe.yaml", where=ground)
 
 
 @pytest.fixture

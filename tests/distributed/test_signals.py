@@ -22,7 +22,6 @@ from paceline.records.ledger import read_ledger
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
     pytest.mark.world_size(2),
-    pytest.mark.real_processes,
 ]
 
 TRAIN = ("train", "recipe.yaml", "--processes", "2", "--run-dir")
@@ -113,7 +112,7 @@ OUR_LAUNCHER = (
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.real_processes
 def test_stopped_again_and_again(
     studio: Path,
     stop: Callable[..., int],
@@ -147,7 +146,7 @@ def test_stopped_again_and_again(
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.real_processes
 @pytest.mark.world_size(1)
 def test_a_single_process_with_its_workers(
     studio: Path,
@@ -171,7 +170,7 @@ def test_a_single_process_with_its_workers(
 
 
 @pytest.mark.thorough
-@pytest.mark.slow
+@pytest.mark.real_processes
 def test_under_torchrun(
     studio: Path,
     stop: Callable[..., int],
@@ -253,6 +252,7 @@ def test_a_second_signal_ends_at_once(
     assert run_here("audit", tmp_path / "patient").code == 0
 
 
+@pytest.mark.real_processes
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
 def test_stopped_before_it_has_begun(studio: Path, start: Callable[..., Any], number: int) -> None:
     """Nothing is lost yet, so nothing need be saved; but nobody stays, and nobody complains at length."""

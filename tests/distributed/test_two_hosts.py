@@ -137,6 +137,7 @@ def end_well(*launches: Any) -> None:
         each.seconds_until_alone()
 
 
+@pytest.mark.thorough
 def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]) -> None:
     """Names that the hosts find one another by are all that torchrun and gloo need."""
     two_hosts.hurry()

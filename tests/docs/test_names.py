@@ -17,8 +17,8 @@ import click
 import pytest
 
 from paceline.cli.commands import COMMANDS, command_of
+from paceline.plan import Plan
 from paceline.recipe import layers
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records import events
 from paceline.records.reader import LedgerFacts, Summary

@@ -7,12 +7,12 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import numpy as np
 import pytest
 from PIL import Image
@@ -23,31 +23,11 @@ RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding=
 MARK = "\x1e"
 # Those that take more than about eight seconds of the processor, but for your-images, predict-and-serve and report.
 LONG = (
-    "batch-size.md",
-    "bench.md",
-    "datasets.md",
-    "doctor.md",
-    "drill.md",
-    "export.md",
-    "find-lr.md",
-    "from-timm.md",
-    "kubernetes.md",
-    "labs.md",
-    "landscape.md",
-    "memory.md",
-    "mlperf.md",
-    "own-code.md",
-    "packing.md",
-    "prove.md",
-    "recipes.md",
-    "recommendation.md",
-    "rooflines.md",
-    "scaling.md",
-    "several-processes.md",
-    "stop-and-resume.md",
-    "tutorial.md",
-    "watching.md",
-)
+    "batch-size.md", "bench.md", "datasets.md", "doctor.md", "drill.md", "export.md", "find-lr.md", "from-timm.md",
+    "kubernetes.md", "labs.md", "landscape.md", "memory.md", "mlperf.md", "own-code.md", "packing.md", "prove.md",
+    "recipes.md", "recommendation.md", "rooflines.md", "scaling.md", "several-processes.md", "stop-and-resume.md",
+    "tutorial.md", "watching.md",
+)  # fmt: skip
 # Pages whose commands need a library of an extra.
 NEEDS = {"labs.md": "jupytext"}
 LONG_MARKS = (pytest.mark.thorough, pytest.mark.timeout(900))
@@ -72,23 +52,18 @@ def scratch(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which ``paceline`` is this checkout's, started as an installed command is."""
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """An environment in which ``paceline`` is this checkout's; it and ``python`` are forked from a warm server."""
     folder = tmp_path_factory.mktemp("bin")
-    shim = folder / "paceline"
-    shim.write_text(f"#!{sys.executable}\nfrom paceline.cli.main import main\nmain()\n")
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')  # a link would lose its libraries
-    for program in (shim, python):
-        program.chmod(0o755)
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     inherited = {key: value for key, value in os.environ.items() if key not in launched}
-    return inherited | {
-        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": "1",
-        "TERM": "dumb",
-    }
+    with fork_server.commands_for_shells(folder, {"paceline": ["-m", "paceline"], "python": []}):
+        yield inherited | {
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "TERM": "dumb",
+        }
 
 
 def steps_of(page: Any, scratch: Path) -> Iterator[tuple[str, Any]]:
@@ -104,7 +79,7 @@ def steps_of(page: Any, scratch: Path) -> Iterator[tuple[str, Any]]:
             assert block.language == "python", f"{page.path}:{block.line}: cannot run {block.language}"
             script = file or scratch / f"block_{block.line}.py"
             script.write_text(block.text, encoding="utf-8")
-            yield f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}", None
+            yield f"python {shlex.quote(str(script))}", None
 
 
 def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> list[tuple[str, int]]:

@@ -17,9 +17,17 @@ from paceline_course.checking import check_lab
 from paceline_course.course import Lab, all_labs
 
 LABS = pytest.mark.parametrize("lab", all_labs(), ids=lambda lab: lab.number)
-# With these labs' answers there is much to train.
-LONG = ("2a", "3")
-ANSWERED = [pytest.param(lab, id=lab.number, marks=[pytest.mark.thorough] * (lab.number in LONG)) for lab in all_labs()]
+
+
+def thorough_but(*everyday: str) -> pytest.MarkDecorator:
+    """All labs; those that are not named here train much, or are run every day in another way."""
+    params = [
+        pytest.param(lab, id=lab.number, marks=[pytest.mark.thorough] * (lab.number not in everyday))
+        for lab in all_labs()
+    ]
+    return pytest.mark.parametrize("lab", params)
+
+
 TAGS = {"setup", "exercise", "check", "hint", "answer", "slide"}
 # A slide of a talk: a heading and a few lines.
 WORDS_OF_A_SLIDE = 90
@@ -99,7 +107,7 @@ def of_exercises(lab: Lab) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@LABS
+@thorough_but("1", "2a")
 def test_as_shipped_no_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
     of_exercises(lab)
     assert len(lab.exercises) >= 4
@@ -112,7 +120,7 @@ def test_as_shipped_no_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("lab", ANSWERED)
+@thorough_but("2b", "4")
 def test_with_the_answers_put_in_every_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
     of_exercises(lab)
     answered = with_answers(lab.notebook, lab.exercises)

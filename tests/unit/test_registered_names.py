@@ -14,7 +14,7 @@ from paceline import registry
 from paceline.cli.main import run
 from paceline.errors import PacelineError, RecipeError
 from paceline.optim.build import build_optimizer, build_schedules
-from paceline.optim.schedules import LearningRate
+from paceline.plan.rates import LearningRate
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.task import build_task
 

@@ -89,7 +89,7 @@ def mlperf(targets: tuple[str, ...], output: Path | None, as_json: bool) -> int:
       paceline mlperf runs/mine
       paceline mlperf runs/seed-* --output results
     """
-    from paceline.recipe.mlperf import NOT_A_RESULT
+    from paceline.plan.mlperf import NOT_A_RESULT
     from paceline.records.run_directory import RunDirectory
     from paceline.telemetry.mlperf_log import write_mlperf_log
 

@@ -39,8 +39,8 @@ from paceline.units import format_bytes, format_count, format_metric, format_sec
 
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
-    from paceline.recipe.phases import BatchPhase
-    from paceline.recipe.plan import Occasion, ParameterGroupFacts, Plan
+    from paceline.plan import Occasion, ParameterGroupFacts, Plan
+    from paceline.plan.epochs import BatchPhase
     from paceline.recipe.schedule import Course
     from paceline.recipe.schema import Recipe
     from paceline.trainer.train import TrainResult

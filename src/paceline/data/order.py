@@ -1,4 +1,4 @@
-"""In which order are samples used, and by whom? Pure functions of (seed, epoch, step) and the world.
+"""The order of samples and their share-out among ranks: pure functions of (seed, epoch, step) and the world.
 
 An epoch's order is a permutation; step *t* of the epoch takes the *t*-th slice of it, cut into logical ranks
 (micro-batch slots); a process takes its logical ranks' parts. Where samples are of unequal length, the permutation and
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
-from paceline.recipe.phases import Epochs
+from paceline.plan.epochs import Epochs
 from paceline.world import World
 
 _LOOKED_AT = 200  # steps; cutting one takes a millisecond or so

@@ -1,4 +1,4 @@
-"""What the loader processes of a run will need of this machine: shared memory, file descriptors, cores.
+"""What the loader processes of a run need of this machine: shared memory, file descriptors, cores.
 
 Found out before anything is started. Otherwise a full /dev/shm ends a worker with a bus error, and a table of file
 descriptors that is full ends the run, after minutes and with words that name neither.

@@ -12,7 +12,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import DataParallel
 from paceline.distributed.exact import ExactDataParallel
 from paceline.distributed.strategy import SingleProcess, Strategy
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
 from paceline.recipe.running import Parallel
 
 

@@ -1,4 +1,4 @@
-"""How do the processes of a run agree? A few verbs that are the identity in a world of one."""
+"""Collectives of the run's processes: a few verbs that are the identity in a world of one."""
 
 from __future__ import annotations
 

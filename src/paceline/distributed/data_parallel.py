@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import MicroBatch, Stopwatch, Wish
-from paceline.distributed.voting import VOTES, Poll, Voting
+from paceline.distributed.strategy import ControlFlags, MicroBatch, Stopwatch
+from paceline.distributed.voting import VOTES, FlagExchange, Voting
 from paceline.recipe.running import Parallel
 
 # torch 2.14 renamed the switch.
@@ -90,7 +90,7 @@ class DataParallel:
         self.averages_over = collectives.world.world_size
         self.is_rehearsed = collectives.world.world_size > 1
         self._voting = Voting(called, (VOTES,), torch.empty((), device=device))
-        self._poll = Poll(self._voting, device)
+        self._exchange = FlagExchange(self._voting, device)
         self._collectives = collectives
         self._buffers = Buffers(collectives)
         self.scored = called
@@ -130,7 +130,7 @@ class DataParallel:
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through DDP."""
-        return self._poll.take(self._replica(*args, **kwargs))
+        return self._exchange.take(self._replica(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""
@@ -144,19 +144,19 @@ class DataParallel:
         """DDP's hooks have done it."""
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add zero to the loss; the votes are its gradient."""
         self._buffers.moved()
-        return self._poll.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
+        return self._exchange.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
 
     def spoiled(self) -> torch.Tensor:
         """The mean of all processes' marks."""
-        return self._poll.spoiled(self._poll.votes.grad)
+        return self._exchange.spoiled(self._exchange.votes.grad)
 
-    def agreed(self, wish: Wish) -> Wish:
+    def agreed(self, flags: ControlFlags) -> ControlFlags:
         """Read the reduced votes (late on a GPU, but equally late on every rank)."""
-        return self._poll.agreed(self._poll.votes.grad)
+        return self._exchange.agreed(self._exchange.votes.grad)
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first rank; once, if nothing is trained in between."""

@@ -11,7 +11,7 @@ import torch
 from paceline.distributed.affinity import OwnCores
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, cpu_name, memory_bytes
-from paceline.recipe.plan import MachineFacts
+from paceline.plan import MachineFacts
 from paceline.world import World
 
 

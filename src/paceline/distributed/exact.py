@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
-from paceline.distributed.strategy import MicroBatch, NoStopwatch, Stopwatch, VoteReader, Wish
+from paceline.distributed.strategy import ControlFlags, FlagReader, MicroBatch, NoStopwatch, Stopwatch
 
 # BatchNorm counts its forward passes in it; one per step wherever they happen.
 _COUNTER = "num_batches_tracked"
@@ -204,8 +204,8 @@ class ExactDataParallel:
         self._combined: GradientSlot | None = None
         self._leaves = 0
         self._begun = False
-        self._ask: Callable[[], Wish] = Wish
-        self._votes = VoteReader(self._leaf.notes.device, count=len(Wish._fields))
+        self._ask: Callable[[], ControlFlags] = ControlFlags
+        self._votes = FlagReader(self._leaf.notes.device, count=len(ControlFlags._fields))
         self._stopwatch: Stopwatch = NoStopwatch()
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
@@ -241,7 +241,7 @@ class ExactDataParallel:
         return nullcontext()
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Note the loss's share and the mark beside the gradient; the loss is unchanged."""
         self._ask = ask
@@ -268,9 +268,9 @@ class ExactDataParallel:
         self._votes.cast(combined.notes[_WISH])
         return combined.notes[:_STOP].clone()
 
-    def agreed(self, wish: Wish) -> Wish:
+    def agreed(self, flags: ControlFlags) -> ControlFlags:
         """What any process wished for; the same answer on every process after the same step."""
-        return Wish(*self._votes.agreed())
+        return ControlFlags(*self._votes.agreed())
 
     def gradients_changed(self) -> None:
         """Leaves have room for every parameter that will ever be trained; the others' stay zero, and are dropped."""
@@ -293,12 +293,12 @@ class ExactDataParallel:
         )
 
     def _vote(self, held: Mapping[Node, GradientSlot]) -> None:
-        """Note this process's wish in one of its leaves; one without samples has none, and waits for a step with."""
-        wish = self._ask()
+        """Note this process's flags in one of its leaves; one without samples has none, and waits for a step with."""
+        flags = self._ask()
         for leaf in list(held.values())[:1]:
-            if wish.stop:
+            if flags.stop:
                 leaf.notes[_STOP] = 1
-            if wish.save:
+            if flags.save:
                 leaf.notes[_SAVE] = 1
 
     def _exchange(self, held: dict[Node, GradientSlot]) -> GradientSlot:

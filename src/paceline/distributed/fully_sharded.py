@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import Buffers, has_training_buffers
 from paceline.distributed.sharding import Filling, ValueOf, modules_to_shard, sharding_options
-from paceline.distributed.strategy import MicroBatch, Stopwatch, Wish
-from paceline.distributed.voting import VOTES, Poll, Voting
+from paceline.distributed.strategy import ControlFlags, MicroBatch, Stopwatch
+from paceline.distributed.voting import VOTES, FlagExchange, Voting
 from paceline.recipe.running import Parallel
 
 
@@ -79,14 +79,14 @@ class FullySharded:
         # One row for each process of a copy: each gets the row that is left to it, and so all the votes.
         self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
         fully_shard(self._voting, **options)
-        self._poll = Poll(self._voting, device)
+        self._exchange = FlagExchange(self._voting, device)
         self.scored: Callable[..., Any] = _Answering(self._voting, keeps=not parallel.reshard_after_forward)
         if average is not None:
             fully_shard(average, **of_average)
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through FSDP."""
-        return self._poll.take(self._voting(*args, **kwargs))
+        return self._exchange.take(self._voting(*args, **kwargs))
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
         """Its waits cannot be told from computing."""
@@ -102,26 +102,26 @@ class FullySharded:
         """FSDP's hooks have done it."""
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add zero to the loss; the votes are its gradient."""
         self._buffers.moved()
-        return self._poll.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
+        return self._exchange.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
 
     def spoiled(self) -> torch.Tensor:
         """The mean of all processes' marks."""
-        return self._poll.spoiled(self._counted())
+        return self._exchange.spoiled(self._counted())
 
-    def agreed(self, wish: Wish) -> Wish:
+    def agreed(self, flags: ControlFlags) -> ControlFlags:
         """Read the reduced votes (late on a GPU, but equally late on every process)."""
-        return self._poll.agreed(self._counted())
+        return self._exchange.agreed(self._counted())
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
         """Broadcast every buffer from the first process; once, if nothing is trained in between."""
         self._buffers.sync(modules)
 
     def _counted(self) -> torch.Tensor | None:
-        gradient: Any = self._poll.votes.grad
+        gradient: Any = self._exchange.votes.grad
         return None if gradient is None else gradient.to_local()[0]
 
 

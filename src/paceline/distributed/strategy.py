@@ -1,4 +1,4 @@
-"""How do replicas keep the same weights? Verbs for the step, the same with one process as with many."""
+"""Strategies that keep replicas' weights equal: verbs for the step, the same for one process as for many."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class MicroBatch:
         return min(self.logical_ranks, self.step_weight if self.step_samples is None else self.step_samples)
 
 
-class Wish(NamedTuple):
-    """What a process asks of all, or what all have agreed on.
+class ControlFlags(NamedTuple):
+    """What a rank asks for, or what all ranks have agreed on after a step.
 
     Attributes:
         stop: To stop after this step.
@@ -112,9 +112,9 @@ class Strategy(Protocol):
         ...
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Let a wish, and a mark on a loss, ride on the gradient reduction that happens anyway.
+        """Let control flags, and a mark on a loss, ride on the gradient reduction that happens anyway.
 
         Args:
             loss: What the backward pass begins with.
@@ -136,11 +136,11 @@ class Strategy(Protocol):
         """After :meth:`combine`: above zero on every process if any marked a loss of this step; on the device."""
         ...
 
-    def agreed(self, wish: Wish) -> Wish:
-        """What any process wished for; the same answer on every process after the same step.
+    def agreed(self, flags: ControlFlags) -> ControlFlags:
+        """What any process has asked for; the same answer on every process after the same step.
 
         Args:
-            wish: What this process asks for by now, which counts at once if it is alone.
+            flags: What this process asks for by now, which counts at once if it is alone.
         """
         ...
 
@@ -228,7 +228,7 @@ class SingleProcess:
             self._unchecked = None
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Remember the mark; the loss is unchanged."""
         self._marks.add(spoiled, loss, is_last=is_last)
@@ -238,9 +238,9 @@ class SingleProcess:
         """The largest mark of this step."""
         return self._marks.of_step
 
-    def agreed(self, wish: Wish) -> Wish:
-        """This process's own wish."""
-        return wish
+    def agreed(self, flags: ControlFlags) -> ControlFlags:
+        """This process's own flags."""
+        return flags
 
     def gradients_changed(self) -> None:
         """Nothing is kept of that."""
@@ -259,8 +259,8 @@ class Arrival(Protocol):
         """Wait until the device has done it."""
 
 
-class VoteReader:
-    """Reads the sums of all processes' votes: at once on a CPU; on other devices two steps late, without waiting.
+class FlagReader:
+    """Reads the sums of all processes' flags: at once on a CPU; on other devices two steps late, without waiting.
 
     Args:
         device: Where the votes are.

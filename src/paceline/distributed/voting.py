@@ -1,4 +1,4 @@
-"""Votes that travel with a gradient reduction that happens anyway.
+"""Votes that travel with the reduction of the gradients: they need no collective of their own.
 
 There are three of them: whether to stop, whether to save, and whether a loss was no number.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.distributed.strategy import Marks, VoteReader, Wish
+from paceline.distributed.strategy import ControlFlags, FlagReader, Marks
 
-VOTES = len(Wish._fields) + 1
+VOTES = len(ControlFlags._fields) + 1
 
 
 class _Ballot(torch.autograd.Function):
@@ -61,7 +61,7 @@ class Voting(nn.Module):
         return self.network(*args, **kwargs), ballot
 
 
-class Poll:
+class FlagExchange:
     """The votes of a run's steps: cast at the end of a backward pass, read when the reduction has added them up.
 
     Args:
@@ -78,7 +78,7 @@ class Poll:
         self._shape = voting.votes.shape
         self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
         self._marks = Marks()
-        self._reader = VoteReader(device, count=len(Wish._fields))
+        self._reader = FlagReader(device, count=len(ControlFlags._fields))
         self._ballot: torch.Tensor | None = None
 
     def take(self, given: tuple[Any, torch.Tensor | None]) -> Any:
@@ -88,7 +88,7 @@ class Poll:
         return answer
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], Wish], *, is_last: bool, spoiled: torch.Tensor | None
+        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None
     ) -> torch.Tensor:
         """Add zero to the loss; the votes, as they are at the end of the backward pass, are its gradient."""
         self._marks.add(spoiled, loss, is_last=is_last)
@@ -112,9 +112,9 @@ class Poll:
         assert counted is not None  # they are counted in a backward pass
         return counted[-1]
 
-    def agreed(self, counted: torch.Tensor | None) -> Wish:
+    def agreed(self, counted: torch.Tensor | None) -> ControlFlags:
         """Read the votes (late on a GPU, but equally late on every process)."""
         if counted is None:  # before the first step
-            return Wish()
+            return ControlFlags()
         self._reader.cast(counted[:-1])
-        return Wish(*self._reader.agreed())
+        return ControlFlags(*self._reader.agreed())

@@ -171,7 +171,7 @@ class Watchdog:
     """A thread that ends this process, with a message that names the culprit, when the processes stand still.
 
     Args:
-        pulse: Where this process is.
+        heartbeat: Where this process is.
         world: Its place among the others.
         store: Where processes leave messages for one another; None in a world of one.
         timeout_seconds: How long they may wait for one another.
@@ -180,14 +180,14 @@ class Watchdog:
 
     def __init__(
         self,
-        pulse: Heartbeat,
+        heartbeat: Heartbeat,
         world: World,
         store: Store | None,
         *,
         timeout_seconds: float,
         context: WatchdogContext | None = None,
     ) -> None:
-        self.pulse = pulse
+        self.heartbeat = heartbeat
         self._world = world
         self._store = store
         self._timeout = timeout_seconds
@@ -266,8 +266,8 @@ class Watchdog:
         return time.monotonic() - self._known[self._world.rank].ticked_at
 
     def _say(self, store: Store) -> None:
-        pulse, now, me = self.pulse, time.monotonic(), self._known[self._world.rank]
-        if pulse.ticks != me.last.ticks:
+        heartbeat, now, me = self.heartbeat, time.monotonic(), self._known[self._world.rank]
+        if heartbeat.ticks != me.last.ticks:
             me.ticked_at = now
         self._serial += 1
         me.heard_at = now
@@ -275,11 +275,11 @@ class Watchdog:
             rank=self._world.rank,
             host=self._host,
             serial=self._serial,
-            step=pulse.step,
-            phase=pulse.phase,
-            order=pulse.order,
-            ticks=pulse.ticks,
-            is_new=pulse.is_new,
+            step=heartbeat.step,
+            phase=heartbeat.phase,
+            order=heartbeat.order,
+            ticks=heartbeat.ticks,
+            is_new=heartbeat.is_new,
             seconds=self._seconds_here(),
             is_over=self._stopped.is_set(),
             failure=self._failure,
@@ -394,8 +394,8 @@ class Watchdog:
     def _note(self, in_hand: str) -> str:
         """Where an error came up, with what in hand, and what is known of the others by now."""
         me = self._known[self._world.rank].last
-        pulse = self.pulse
-        here = RankStatus(rank=self._world.rank, host=self._host, step=pulse.step, phase=pulse.phase)
+        heartbeat = self.heartbeat
+        here = RankStatus(rank=self._world.rank, host=self._host, step=heartbeat.step, phase=heartbeat.phase)
         lines = [f"({here}{in_hand})" if len(self._known) > 1 else f"(in {here.where}{in_hand})"]
         for known in self._known:
             each = known.last
@@ -418,11 +418,11 @@ class Watchdog:
 
     def _in_hand(self, *, reading: bool = False) -> str:
         """The samples that the main thread computes with, or what it waits to be read; empty if unknown."""
-        pulse = self.pulse
-        if len(pulse.samples):
-            names = ", ".join(self._context.name_of(int(each)) for each in pulse.samples[:_NAMED])
-            more = f" and {len(pulse.samples) - _NAMED} more" if len(pulse.samples) > _NAMED else ""
+        heartbeat = self.heartbeat
+        if len(heartbeat.samples):
+            names = ", ".join(self._context.name_of(int(each)) for each in heartbeat.samples[:_NAMED])
+            more = f" and {len(heartbeat.samples) - _NAMED} more" if len(heartbeat.samples) > _NAMED else ""
             return f", with {names}{more}" if not reading else f"  with {names}{more}\n"
-        if reading and pulse.phase in _READS and (said := self._context.reading(pulse.phase == "data_wait")):
+        if reading and heartbeat.phase in _READS and (said := self._context.reading(heartbeat.phase == "data_wait")):
             return f"  waiting to be read: {said}\n"
         return ""

@@ -1,4 +1,4 @@
-"""How are per-sample values summed over batches, and over processes, without averaging averages?
+"""Sums of per-sample values over batches and processes, without averages of averages.
 
 What no sums give, the area under a curve say, is left to a :class:`Collector`.
 """

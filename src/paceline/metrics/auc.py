@@ -1,4 +1,4 @@
-"""How well do scores order the samples that were clicked on before the others? Exactly, over any number of processes.
+"""Area under the ROC curve of click predictions, exact over any number of processes.
 
 The area under the ROC curve is the chance that a sample of label 1 scores higher than one of label 0, with half a point
 for a tie (Mann and Whitney 1947; Hanley and McNeil 1982). That is a ratio of two whole numbers, counted here as such:

@@ -1,4 +1,4 @@
-"""How many objects are found, how exactly, and with how many false alarms? COCO's mean average precision.
+"""COCO's mean average precision: objects found, how exactly, and with how many false alarms.
 
 As Lin et al. (2014) and their published program define it: detections of a class, the surest first, are matched with
 the objects of that class in their picture at ten thresholds of overlap, 0.5 to 0.95; precision is averaged over 101

@@ -1,4 +1,4 @@
-"""What does a larger batch, or more data, bring?"""
+"""Published laws of batch size and amount of data."""
 
 from __future__ import annotations
 

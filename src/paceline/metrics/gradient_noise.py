@@ -1,4 +1,4 @@
-"""How noisy is a gradient, how surely is that known, and up to which batch does a larger one pay?
+"""Gradient noise scale with its confidence interval: up to which batch a larger one pays.
 
 A step's gradient is an average over its samples. From the squared norm of a part's gradient beside the whole batch's
 follow two unbiased estimates, of |G|² and of tr(Σ); their ratio is the simple noise scale. A ratio of averages is not

@@ -1,4 +1,4 @@
-"""How sure can one be of what was measured a few times?
+"""Confidence intervals of a few measurements.
 
 Everything here is for small samples: three rounds are usual, a hundred are many. With one value there is no telling how
 much the next would differ, and its interval is everything there is.

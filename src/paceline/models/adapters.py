@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.recipe.adapters import Adapters
+from paceline.recipe.model import Adapters
 
 _NAMED = 4
 

@@ -17,7 +17,7 @@ from paceline.models.roofline import least_seconds
 
 if TYPE_CHECKING:  # torch's counters take their time to import
     from paceline.models.flops import StepWork, Work
-    from paceline.recipe.plan import Plan
+    from paceline.plan import Plan
 
 Tf32 = Literal["none", "convolutions", "all"]
 

@@ -1,4 +1,4 @@
-"""How does a network come to be where no process has room for all of it?
+"""Build a network whose weights do not fit into one process, and compute its first values tensor by tensor.
 
 It is built on torch's ``meta`` device, where a tensor is a shape without numbers, and what the constructor does to its
 tensors is taken down. Later the operations that made one tensor are done again, on real memory and with the state that

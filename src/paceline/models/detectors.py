@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.factories import check_options, check_types, named_factory
-from paceline.recipe.boxes import Boxes
+from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
 

@@ -1,4 +1,4 @@
-"""Which layers of a network compute in fp8? torchao brings them; names and weights stay what they are."""
+"""Linear layers that compute in fp8, by torchao; names and weights stay the same."""
 
 from __future__ import annotations
 

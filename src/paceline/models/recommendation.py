@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError, did_you_mean
 from paceline.models.factories import call_factory, named_factory
+from paceline.plan.strategy import table_state_numbers
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import table_state_numbers
 from paceline.units import format_bytes
 
 

@@ -1,4 +1,4 @@
-"""How fast can an operation be on a device: is it held back by arithmetic or by memory?"""
+"""Roofline formulas: how fast an operation can be on a device, limited by arithmetic or by memory."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
-from paceline.recipe.boxes import Boxes
+from paceline.recipe.data import Boxes
 
 
 class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision has no types

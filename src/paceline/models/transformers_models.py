@@ -1,4 +1,4 @@
-"""How does an architecture of Hugging Face Transformers become a language model that the one task can train?
+"""Language models from the architectures of Hugging Face Transformers.
 
 Only the library's own code is used: of a local folder its config.json is read, no code of the folder is run, and
 nothing is fetched. Weights come by ``model.initialize_from``, from safetensors.

@@ -14,9 +14,10 @@ from paceline.optim.eager import eager
 from paceline.optim.embedding_optim import has_sparse_gradients, paired
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
-from paceline.optim.schedules import LearningRate, Schedules, Settings
+from paceline.optim.schedules import Schedules, Settings
+from paceline.plan import Plan
+from paceline.plan.rates import LearningRate
 from paceline.recipe.optimizer import Optimizer
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.registry import built_in, load
 

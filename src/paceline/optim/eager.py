@@ -1,4 +1,4 @@
-"""How is an optimizer used without loading the compiler?
+"""Optimizers whose methods do not load torch's compiler.
 
 torch keeps ``torch.compile`` out of some methods of its optimizers, and breaks a graph that is being traced around
 their ``step``. Either loads ``torch._dynamo`` at the first call, and with it sympy and torch.distributed.tensor: much

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.plan import ParameterGroupFacts
 from paceline.recipe.optimizer import Optimizer
-from paceline.recipe.plan import ParameterGroupFacts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What stands between a page's charts: paragraphs, tables, headline figures, pictures.
+"""The blocks of a page besides its charts: paragraphs, tables, headline figures, pictures.
 
 Every text is plain: it is escaped where it is written, wherever it came from. Only `backticks` mean something in a
 paragraph: code.

@@ -9,8 +9,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from paceline.dataset_registry import DatasetsUsing
-from paceline.recipe.boxes import Boxes
-from paceline.recipe.clicks import CLICK_DATASETS, Clicks
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -30,7 +28,6 @@ from paceline.recipe.fields import (
     Switch,
     whole,
 )
-from paceline.recipe.text import Text
 
 
 def _ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -72,6 +69,13 @@ _MIXUP = Needs(("data.mix.mixup",), "there is one kind of mixing")
 _CUTMIX = Needs(("data.mix.cutmix",), "there is one kind of mixing")
 _ERASED = Needs(("data.augment.erase",), "nothing is erased (data.augment.erase)")
 _GROWING = Needs(("data.progressive.start_size",), "images do not grow (data.progressive.start_size)")
+_MIXING_ENDS = Needs(("epochs after mixing",), "the run has {epochs} epochs: all are mixed")
+_GROWTH_BEGINS = Needs(("epochs of growing images",), "the run has {epochs} epochs: images stay as they begin")
+_WITH_LOADERS = Needs(
+    ("a back-end with loader processes",),
+    "the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)",
+)
+_LOADED = Needs(("loader processes",), "there are no loader processes (see data.workers)")
 _JITTERED = Needs(
     (
         "data.augment.jitter.brightness",
@@ -81,6 +85,10 @@ _JITTERED = Needs(
     ),
     "there is no jitter",
 )
+CLICK_DATASETS = ("criteo", "synthetic_clicks")
+# Smaller pictures hold no object that could be told from another.
+_SMALLEST = 32
+_MOST_ROWS = 10**10
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -111,7 +119,7 @@ class Mix:
     """Share of the mixed steps that use CutMix, where both are on."""
     probability: Annotated[Fraction, _MIXED] = 1.0
     """Share of the steps that are mixed."""
-    epochs: Annotated[PositiveInt | None, Off, _MIXED] = None
+    epochs: Annotated[PositiveInt | None, Off, _MIXED, _MIXING_ENDS] = None
     """Mix in the first so many epochs only, or `off`: in all."""
 
 
@@ -184,7 +192,7 @@ class Progressive:
     """Height and width at first, smaller than `image_size`, or `off`."""
     begin: Annotated[NonNegativeInt, Field(le=100_000), _GROWING] = 0
     """Epochs of that size before images grow."""
-    end: Annotated[PositiveInt, Field(le=100_000), _GROWING] = 1
+    end: Annotated[PositiveInt, Field(le=100_000), _GROWING, _GROWTH_BEGINS] = 1
     """Epoch, from 0, that is the first with images of `image_size`."""
     multiple: Annotated[PositiveInt, _GROWING] = 32
     """Sizes between are rounded to multiples of this."""
@@ -203,6 +211,114 @@ class Progressive:
         size = self.start_size + (image_size - self.start_size) * grown
         rounded = round(size / self.multiple) * self.multiple
         return min(max(rounded, self.start_size), image_size)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Text:
+    """How text becomes samples."""
+
+    objective: Literal["causal", "masked"] = "causal"
+    """What is asked: `causal`, the next token after each (Radford et al. 2019); or `masked`, some that were hidden
+    (Devlin et al. 2018)."""
+    context: Annotated[PositiveInt, Field(ge=2, le=10**7)] = 256
+    """Most tokens in a sample, which is as far as the model can look."""
+    tokenizer: LocalPath = "bytes"
+    """`bytes`: each byte of the text's UTF-8 is a token; or a JSON file that a tokenizer was written to;
+    a tokenizer.json of Hugging Face's `tokenizers`, or a folder with one (extra `transformers`)."""
+    column: str = "text"
+    """Which column of a `huggingface_text` dataset is the text; each row is a document."""
+    rows: Literal["chunked", "packed", "single"] = "chunked"
+    """`chunked`: documents follow one another in one stream, which is cut every `context` tokens. `packed`: whole
+    documents are put together so that they fill `context` tokens, and know nothing of one another; longer ones are cut
+    (Krell et al. 2021). `single`: each sample is one document, or a part of one that is longer."""
+    pad_multiple: Annotated[PositiveInt, Field(le=10**6), Applies("rows", ("single",))] = 8
+    """A micro-batch is padded to its longest sample, rounded up to a multiple of this: so there are fewer shapes."""
+    mask_fraction: Annotated[OpenFraction, Field(gt=0), Applies("objective", ("masked",))] = 0.15
+    """Share of a sample's tokens that are asked for, at least one."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GeneratedBoxes:
+    """The data set `shapes`: discs, rectangles and triangles on a pattern, each drawn from its number alone."""
+
+    samples: Annotated[PositiveInt, Field(le=10**8)] = 2000
+    """Training pictures."""
+    evaluation_samples: Annotated[PositiveInt, Field(le=10**8)] = 200
+    """Held-out pictures."""
+    smallest_side: Annotated[Pixels, Field(ge=_SMALLEST)] = 64
+    """Least height and width of a picture in pixels."""
+    largest_side: Annotated[Pixels, Field(ge=_SMALLEST)] = 96
+    """Largest height and width."""
+    objects: Annotated[PositiveInt, Field(le=1000)] = 4
+    """Most objects in a picture; there is at least one."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.smallest_side > self.largest_side:
+            raise ValueError(
+                f"found smallest_side={self.smallest_side} and largest_side={self.largest_side}, but the first must "
+                "not be larger"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Boxes:
+    """How pictures with boxes around their objects are read and shown."""
+
+    short_sides: Annotated[tuple[Pixels, ...] | None, Off] = (800,)
+    """Pixels of a picture's shorter side, its aspect ratio kept. Of several, training draws one for each picture, by
+    (seed, epoch, sample), and evaluation takes the largest. `off`: pictures stay as large as they are."""
+    long_side: Pixels = 1333
+    """Most pixels of the longer side; where that is not enough, the shorter one is smaller than `short_sides` says."""
+    flip: Fraction = 0.5
+    """Probability of a horizontal flip in training."""
+    like_shapes: Switch = True
+    """Sort each step's samples by aspect ratio before they are cut into micro-batches: less of these is padding. No
+    step sees other samples for it."""
+    keep_empty: Switch = False
+    """Train on pictures without a box, too; evaluation always has them."""
+    masks: Auto | Switch = "auto"
+    """Read the objects' masks; `auto`: if the model's name says that it is for masks."""
+    generated: GeneratedBoxes = GeneratedBoxes()
+    """What `data.dataset=shapes` generates."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.short_sides is not None and not self.short_sides:
+            raise ValueError("found short_sides=[], but it is one length or several, or off")
+        if self.short_sides is not None and max(self.short_sides) > self.long_side:
+            raise ValueError(
+                f"found short_sides={list(self.short_sides)} and long_side={self.long_side}, but the longer side must "
+                "not be the smaller one"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Clicks:
+    """Samples that are numbers and categories, and were clicked on or not."""
+
+    max_rows: Annotated[PositiveInt, Field(ge=2, le=_MOST_ROWS)] = 100_000
+    """Most rows of an embedding table. Where a feature has more values, several share a row."""
+    tables: Auto | tuple[Annotated[PositiveInt, Field(ge=2, le=_MOST_ROWS)], ...] = "auto"
+    """Rows of each categorical feature's table. `auto` with `criteo`: eight times the feature's values in the training
+    split, at least 1,024 and at most `max_rows`; with `synthetic_clicks`: from 10 to `max_rows`, each larger by the
+    same factor."""
+    cache: Auto | LocalPath = "auto"
+    """Folder for the binary copy that `criteo` text is turned into once; `auto` is `.paceline` beside the data, or
+    where that cannot be written, the user's cache."""
+    dense_features: Annotated[PositiveInt, Field(le=10_000)] = 13
+    """Numbers of a sample of `synthetic_clicks`; a line of Criteo's format has 13."""
+    categories: Annotated[PositiveInt, Field(le=10_000)] = 26
+    """Categorical features of a sample of `synthetic_clicks`; a line of Criteo's format has 26."""
+    zipf: NonNegativeFloat = 1.05
+    """How long the tail of `synthetic_clicks` is: the k-th most frequent value of a feature is as frequent as 1 / k to
+    this power."""
+    rank: Annotated[PositiveInt, Field(le=10_000)] = 4
+    """Numbers in the hidden vector of each value of `synthetic_clicks`, whose products decide what is clicked on."""
+    evaluation_samples: Annotated[PositiveInt, Field(le=10**8)] = 20_000
+    """Held-out samples of `synthetic_clicks`."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -238,11 +354,13 @@ class Data:
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""
-    workers: Annotated[Auto | _Workers, Applies("backend", ("auto", "pytorch", "dali"))] = "auto"
+    workers: Annotated[Auto | _Workers, Applies("backend", ("auto", "pytorch", "dali")), _WITH_LOADERS] = "auto"
     """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process. `auto` measures, for runs
     of 200,000 images or more and once, which number feeds the model best; else it is a rank's share of the cores but
     one. For `dali`, its threads, at least 1."""
-    prefetch: Annotated[PositiveInt, Field(le=1024), Applies("backend", ("auto", "pytorch", "dali"))] = 2
+    prefetch: Annotated[
+        PositiveInt, Field(le=1024), Applies("backend", ("auto", "pytorch", "dali")), _WITH_LOADERS, _LOADED
+    ] = 2
     """Batches each worker keeps ready; for `dali`, batches that it works on ahead."""
     decode_on: Annotated[Literal["auto", "cpu", "gpu"], Applies("backend", ("dali",))] = "auto"
     """Where `dali` decodes and resizes; `auto` is where the model is, and with `crop=pad` the CPU."""

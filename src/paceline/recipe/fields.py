@@ -120,14 +120,18 @@ class Applies:
 class Needs:
     """Marks a field that has no effect unless something else is on; a field may have several such marks.
 
+    On a section it is about the section's ``name``.
+
     Attributes:
-        any_of: Conditions, one of which must hold: a dotted key that is not off, zero or false; `KEY!=VALUE`; or what a
-            plan knows (``warm-up``, ``held-out samples``).
-        why: What is missing, for the message.
+        any_of: Conditions, one of which must hold: a dotted key that is not off, zero or false; `KEY!=VALUE`; or what
+            the plan finds out, by the name it has there (``warm-up``).
+        why: What is missing, for the message; the plan fills in ``{words}`` of its own.
+        also_off: Whether that is worth telling of a value which asks for nothing (``off``, ``auto``, ``false``).
     """
 
     any_of: tuple[str, ...]
     why: str
+    also_off: bool = False
 
 
 @dataclass(frozen=True)

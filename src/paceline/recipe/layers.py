@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.fields import Applies, Belongs, Names, Needs, plain
-from paceline.recipe.foreign import our_key
+from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
 

@@ -1,4 +1,4 @@
-"""How is a recipe read? By shipped name or path, with one level of `base` and dotted overrides."""
+"""Load a recipe by its shipped name or path, with one level of `base` and dotted overrides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code
-from paceline.recipe.renamed import with_new_names
+from paceline.recipe.other_names import with_new_names
 from paceline.recipe.schema import Recipe
 from paceline.registry import why_unknown
 from paceline.storage.addresses import is_address, parse_address

@@ -1,4 +1,4 @@
-"""The recipe's `model` section: which network, from which weights, laid out how in memory."""
+"""The recipe's `model` section with its adapters: which network, from which weights, how it lies in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from paceline.plain_yaml import as_switch
-from paceline.recipe.adapters import Adapters
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -18,7 +17,9 @@ from paceline.recipe.fields import (
     LocalPath,
     Needs,
     Off,
+    OpenFraction,
     Options,
+    PositiveFloat,
     PositiveInt,
     Switch,
 )
@@ -35,6 +36,27 @@ OPENING_OPTIONS = frozenset(
 
 # What it was before there was a choice.
 _Full = BeforeValidator(lambda value: "full" if as_switch(value) is True else value)
+_GROUPED = Needs(
+    ("several groups in a micro-batch",),
+    "no micro-batch has more than {largest_micro_batch} samples: each is one group anyway",
+)
+_ADAPTED = Needs(("model.adapters.rank",), "there are no adapters (model.adapters.rank)")
+_Rank = Annotated[PositiveInt, Field(le=65_536)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Adapters:
+    """Low-rank adapters (Hu et al. 2021): only they and the classifier are trained."""
+
+    rank: Annotated[_Rank | None, Off] = None
+    """Rank of the matrices beside a layer's weights, or `off`. An output layer that shares the embedding's weights
+    stays frozen and gets none; transposed linear layers (GPT-2's `Conv1D`) count as linear ones."""
+    alpha: Annotated[PositiveFloat, _ADAPTED] = 16.0
+    """What they compute is multiplied by this over `rank`."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1), _ADAPTED] = ("*",)
+    """Shell patterns of layers that get them: linear ones and convolutions, but for the classifier."""
+    dropout: Annotated[OpenFraction, _ADAPTED] = 0.0
+    """Share of an adapter's input that is dropped in training."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -69,7 +91,7 @@ class Model:
     """Keep fewer activations for the backward pass and compute them again, block by block: less memory, more time (Chen
     et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to;
     `true` is `full`; or `off`."""
-    ghost_batch_norm: Annotated[PositiveInt | None, Field(ge=2), Off] = None
+    ghost_batch_norm: Annotated[PositiveInt | None, Field(ge=2), Off, _GROUPED] = None
     """Have BatchNorm normalise by groups of so many samples inside a micro-batch, which they must divide (ghost batch
     normalisation, Hoffer et al. 2017), or `off`."""
     channels_last: Auto | Switch = "auto"

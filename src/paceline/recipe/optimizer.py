@@ -32,6 +32,10 @@ _EPS = {"lamb": 1e-6}
 _USUAL_EPS = 1e-8
 _WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
 _WITH_BETAS = ("adamw", "lamb", "lion", "muon")
+_NOTHING_SCALED = (
+    "{optimizer} scales the steps of what decays, and with optimizer.weight_decay=0 that is nothing, so that it moves "
+    "like {unscaled}; give a weight decay, or optimizer.options={{always_adapt: true}}"
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -48,7 +52,7 @@ class ParameterGroup:
 class Optimizer:
     """The update rule."""
 
-    name: Annotated[str, Names(tuple(built_in("optimizers")))] = "sgd"
+    name: Annotated[str, Names(tuple(built_in("optimizers"))), Needs(("layers to scale",), _NOTHING_SCALED)] = "sgd"
     """`sgd` (with momentum), `adamw` (Loshchilov and Hutter 2017), `rmsprop` (Tieleman and Hinton 2012), `adafactor`
     (Shazeer and Stern 2018), `lamb` (You et al. 2019), `lars` (You et al. 2017), `lion` (Chen et al. 2023), or `muon`
     (Jordan et al. 2024; what is not a matrix by `rest`); a name that an installed package registers, or
@@ -92,7 +96,9 @@ class Optimizer:
     """Added to the denominator; `auto`: 1e-8, and 1e-6 for `lamb`. Only that of `lars` may be 0."""
     eps_inside_sqrt: Annotated[Switch, Applies("name", ("rmsprop",))] = False
     """Add `eps` under the root and let the mean square begin at 1, as TensorFlow does."""
-    trust_coefficient: Annotated[PositiveFloat, Applies("name", ("lars",))] = 0.001
+    trust_coefficient: Annotated[
+        PositiveFloat, Applies("name", ("lars",)), Needs(("layers that lars scales",), _NOTHING_SCALED)
+    ] = 0.001
     """Share of a layer's weight norm that one step may move it by."""
     tables: Literal["same", "rowwise_adagrad", "sparse_adam"] = "same"
     """What moves embedding tables (nn.EmbeddingBag): the `same` as all else; `rowwise_adagrad`, Adagrad with one number
@@ -167,6 +173,12 @@ class Optimizer:
         if name == "betas" and self.moves_rest_by_sgd:
             return False
         return self.name in (_WITH_MOMENTUM if name == "momentum" else _WITH_BETAS)
+
+    @property
+    def has_layers_to_scale(self) -> bool:
+        """Whether LARS or LAMB scales the steps of any layer: timm's leave out what does not decay."""
+        decays = self.weight_decay > 0 or any(each.weight_decay not in ("auto", 0) for each in self.groups.values())
+        return decays or bool(self.options.get("always_adapt"))
 
     @property
     def moment_decay(self) -> tuple[float, float]:

@@ -21,12 +21,20 @@ from paceline.recipe.fields import (
     Time,
     whole,
 )
-from paceline.recipe.mlperf import Submission
-from paceline.recipe.profile import Profile
 from paceline.units import Duration, TimeSpan
 
 _EVALUATED = Needs(("evaluate.every",), "nothing is evaluated (evaluate.every=off)")
 _HELD_OUT = Needs(("held-out samples",), "nothing is evaluated (no samples are held out)")
+_BUCKETS_OF_DDP = Needs(("ddp",), "{strategy} has no buckets")
+_BUCKETS = Needs(("ddp", "fsdp"), "{strategy} has no buckets")
+_GRAPH_OF_DDP = Needs(("ddp",), "{strategy} has no graph of DDP's")
+_SPREAD = Needs(
+    ("fsdp", "a strategy that was asked for"),
+    "parallel.strategy=auto came to {strategy}, which spreads nothing",
+    also_off=True,
+)
+_PROFILED = Needs(("telemetry.profile.steps",), "nothing is profiled (telemetry.profile.steps)")
+_OF_FSDP = Applies("strategy", ("auto", "fsdp"))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -85,25 +93,25 @@ class Parallel:
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """`ddp`: one replica per process, gradients averaged. `fsdp`: weights, gradients, optimizer state and average are
     spread over the processes. `auto`: `ddp` as long as a replica leaves room for activations."""
-    shard_size: Annotated[Literal["all"] | PositiveInt, Applies("strategy", ("auto", "fsdp"))] = "all"
+    shard_size: Annotated[Literal["all"] | PositiveInt, _OF_FSDP, _SPREAD] = "all"
     """Processes that `fsdp` spreads one copy over; with fewer than all, such groups hold copies (hybrid sharding)."""
-    shard_modules: Annotated[tuple[str, ...], Applies("strategy", ("auto", "fsdp"))] = ()
+    shard_modules: Annotated[tuple[str, ...], _OF_FSDP, _SPREAD] = ()
     """Shell patterns of the modules that `fsdp` gathers one at a time; empty: the items of the network's lists and
     sequences of blocks."""
-    reshard_after_forward: Annotated[Switch, Applies("strategy", ("auto", "fsdp"))] = True
+    reshard_after_forward: Annotated[Switch, _OF_FSDP, _SPREAD] = True
     """Let go of the other processes' weights after each forward pass, and gather them again for the backward one."""
-    gather_dtype: Annotated[Literal["fp32", "bf16"], Applies("strategy", ("auto", "fsdp"))] = "fp32"
+    gather_dtype: Annotated[Literal["fp32", "bf16"], _OF_FSDP, _SPREAD] = "fp32"
     """In which numbers `fsdp` gathers weights and its modules compute with them; the weights themselves stay fp32."""
     exact: Switch = False
     """The same bits for any number of processes that divides `logical_ranks`, also where a resume changes it."""
     logical_ranks: Auto | PositiveInt = "auto"
     """Micro-batches per step over all processes; with `auto` one per process, or the 8 that `exact` is divided into."""
-    bucket_cap_mb: Annotated[PositiveInt, Field(le=10**6)] = 25
+    bucket_cap_mb: Annotated[PositiveInt, Field(le=10**6), _BUCKETS_OF_DDP] = 25
     """Size of the gradient buckets that DDP reduces while the backward pass goes on."""
-    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
+    gradient_compression: Annotated[Literal["none", "bf16", "fp16"], _BUCKETS] = "none"
     """Send the gradients of `ddp` and `fsdp` in 16 bits: half the traffic, for slow networks; sums round, and fp16
     loses what is above 65504 or tiny."""
-    static_graph: Switch = False
+    static_graph: Annotated[Switch, _GRAPH_OF_DDP] = False
     """Promise DDP that every step computes with the same parameters in the same order, which spares it some work."""
     unused_parameters: Literal["refuse", "allow"] = "refuse"
     """What to do if parameters take no part in the first step's loss: name them and end the run, or leave them as they
@@ -125,6 +133,41 @@ def _each_once(value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
     if len(set(value)) < len(value):
         raise ValueError(f"found {list(value)}, but each tracker is named once")
     return value
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Submission:
+    """What the log says of who ran where, and what for."""
+
+    org: str = ""
+    """Who ran it."""
+    platform: str = ""
+    """On what."""
+    division: Annotated[Literal["closed", "open"] | None, Off] = None
+    """By which rules: `closed` asks for the reference's optimizer, schedule and target, and `open` for none of them."""
+    status: Annotated[Literal["onprem", "cloud", "preview", "research"] | None, Off] = None
+    """Where such a system is to be had."""
+    target_accuracy: Annotated[float, Field(gt=0, le=100)] = 75.9
+    """Top-1 accuracy in percent at which the run has arrived; what comes after is not in the log."""
+    cache_cleared: Switch = False
+    """Whether the system's file cache was emptied before the run: for you to do, and to say."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Profile:
+    """Some steps of a run, operator by operator. The weights are the same with it and without."""
+
+    steps: Annotated[PositiveInt | None, Off] = None
+    """How many steps to profile, or `off`."""
+    after: Annotated[Length, _PROFILED] = Duration(20, "steps")
+    """How far into the run they begin; the step before the first warms the profiler up."""
+    tool: Annotated[Literal["torch", "nsys"], _PROFILED] = "torch"
+    """`torch` writes a trace and a table of operators into the run directory; `nsys` marks the steps and their phases
+    for NVIDIA's Nsight Systems, which is to run the command."""
+    ranks: Annotated[Literal["first", "all"], _PROFILED] = "first"
+    """Which processes are profiled."""
+    memory: Annotated[Switch, Applies("tool", ("torch",)), _PROFILED] = False
+    """Also record what each operator allocates."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -77,7 +77,7 @@ class Schedule:
     anneal: Annotated[Auto | Literal["linear", "cosine", "sqrt"], Applies("name", ("one_cycle", "trapezoid"))] = "auto"
     """Shape of the rise and fall: `auto` is a cosine for `one_cycle` and linear for `trapezoid`; `sqrt` falls as one
     minus the square root of the time (Hägele et al. 2024)."""
-    momentum: Course = Course()
+    momentum: Annotated[Course, Needs(("optimizer.name!=adafactor",), "adafactor has no momentum")] = Course()
     """Momentum, or the first of the betas."""
     weight_decay: Course = Course()
     """Weight decay."""

@@ -1,4 +1,4 @@
-"""What can a recipe say? The whole schema, section by section."""
+"""All that a recipe can say, section by section."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.data import Data
-from paceline.recipe.distillation import Distillation
 from paceline.recipe.fields import STRICT, Applies, Names, whole
 from paceline.recipe.model import Model
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
 from paceline.recipe.schedule import Schedule
-from paceline.recipe.training import Batch, Train
+from paceline.recipe.training import Batch, Distillation, Train
 from paceline.registry import built_in
 
 

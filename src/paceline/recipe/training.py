@@ -1,4 +1,4 @@
-"""The recipe's `batch` and `train` sections: how many samples, how long, and in which numbers."""
+"""The recipe's `batch`, `train` and `distillation` sections: how many samples, how long, in which numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from paceline.recipe.fields import (
     Applies,
     Auto,
     Epoch,
+    Fraction,
     Length,
+    LocalPath,
     Needs,
     Off,
     OpenFraction,
@@ -25,6 +27,9 @@ from paceline.units import Duration
 
 _NOT_SCALED = Needs(
     ("train.precision!=fp16",), "fp16's loss scaling leaves out every step whose gradient is not finite"
+)
+_RAGGED = Needs(
+    ("samples of unequal length",), "no sample is padded to what stands beside it, so that all cost alike in any order"
 )
 
 
@@ -39,8 +44,7 @@ class Batch:
     growth: dict[Epoch, PositiveInt] = Field(default_factory=dict)
     """Samples per step from an epoch on, counted from 0: {30: 512, 60: 1024} (Smith et al. 2018). Micro-batches stay as
     they are, and there are more of them; the learning rate follows `optimizer.lr_scaling`."""
-
-    balance: bool = True
+    balance: Annotated[bool, _RAGGED] = True
     """Where samples are of unequal length and padded to their micro-batch's longest, steps have about the same
     number of tokens, and a step's micro-batches cost about the same: samples of about one length, the fewer of them the
     longer they are. Without it, samples are taken as they are drawn, equally many to a micro-batch."""
@@ -101,3 +105,17 @@ class Train:
     deterministic: Switch = False
     """Insist on deterministic kernels where the device has a choice (CUDA), and refuse operations that have none; what
     it costs is measured before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Distillation:
+    """What a network learns from another one, its teacher."""
+
+    teacher: Annotated[LocalPath | None, Off] = None
+    """The teacher's weights: a run directory, a checkpoint or a safetensors file, trained on the same classes."""
+    kind: Literal["soft", "hard"] = "soft"
+    """`soft`: the teacher's probabilities (Hinton et al. 2015); `hard`: its answer as a label (Touvron et al. 2020)."""
+    temperature: Annotated[PositiveFloat, Applies("kind", ("soft",))] = 1.0
+    """What the logits of both are divided by; the loss is multiplied by its square."""
+    weight: Fraction = 0.5
+    """The teacher's share of the loss; the labels have the rest."""

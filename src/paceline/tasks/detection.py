@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from paceline.data.batch import Batch
 from paceline.data.boxes.coco import content_of_pictures, open_coco
 from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
-from paceline.data.boxes.objects import BoxDataset
-from paceline.data.boxes.pipeline import BoxPipeline, shown_sizes
+from paceline.data.boxes.pipeline import BoxDataset, BoxPipeline, shown_sizes
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import seed_of
 from paceline.errors import ModelError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
 from paceline.models.detectors import build_detector, says_masks
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

@@ -15,8 +15,8 @@ from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
 from paceline.models.build import build_model, lay_out
+from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.storage.cache import local_path

@@ -37,8 +37,8 @@ from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.models.build import build_model, check_takes
 from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
+from paceline.plan import DataFacts
 from paceline.recipe.data import Data, Progressive
-from paceline.recipe.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Train
 from paceline.tasks.task import Model, Task

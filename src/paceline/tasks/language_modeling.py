@@ -19,13 +19,23 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.data.text.corpus import TextDataset, TokenCorpus
 from paceline.data.text.datasets import open_text
-from paceline.data.text.pipeline import EVALUATION_SEED, Masking, TextPipeline, TextSplit, masked_count
-from paceline.data.text.rows import NOTHING, RowTable, chunked_rows, packed_rows, single_rows
+from paceline.data.text.pipeline import (
+    EVALUATION_SEED,
+    NOTHING,
+    Masking,
+    RowTable,
+    TextPipeline,
+    TextSplit,
+    chunked_rows,
+    masked_count,
+    packed_rows,
+    single_rows,
+)
 from paceline.errors import DataError, ModelError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.models.language import build_language_model, is_causal
 from paceline.models.transformers_models import takes_documents
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

@@ -1,4 +1,4 @@
-"""Recommendation: will this be clicked on? Binary cross-entropy, and the area under the ROC curve."""
+"""Recommendation: click prediction with binary cross-entropy and the area under the ROC curve."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.data.batch import Batch
+from paceline.data.clicks.criteo import ClickDataset, ClickPipeline
 from paceline.data.clicks.datasets import SyntheticClicks, open_clicks
-from paceline.data.clicks.source import ClickDataset, ClickPipeline
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.auc import RankedScores, area_under_curve
 from paceline.models.recommendation import build_click_model, describe_tables
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task

@@ -1,4 +1,4 @@
-"""What a task gives to the training loop, and the tasks by their names in recipes.
+"""The interface of a task to the training loop, and the tasks by their names in recipes.
 
 The trainer varies by task object, never by another loop, a flag in it, or a hook. A task of one's own
 subclasses :class:`Task`, or :class:`~paceline.tasks.image_classification.ImageClassification` to change a part.
@@ -24,7 +24,7 @@ from paceline.data.slices import SampleWeights
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.references import call_reference

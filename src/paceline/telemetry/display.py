@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from paceline.escaping import printable
-from paceline.recipe.phases import Epochs
+from paceline.plan.epochs import Epochs
 from paceline.records.reader import NO_METRICS
 from paceline.units import format_count, format_metric, format_seconds, metric_title
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from paceline.errors import RecipeError, RunDirectoryError
 from paceline.files import refuse_odd_outputs
+from paceline.plan.epochs import BatchPhase, Epochs
+from paceline.plan.mlperf import NOT_A_RESULT, check_mlperf
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.mlperf import NOT_A_RESULT, check_mlperf
-from paceline.recipe.phases import BatchPhase, Epochs
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_plan, read_recipe
 from paceline.records.run_directory import RunDirectory, write_text

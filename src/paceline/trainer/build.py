@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.background import BackgroundWriter, Cadence, job_ends_at
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
@@ -22,10 +22,10 @@ from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import FreezeSchedule, first_steps, last_steps
 from paceline.optim.build import Clipping, build_optimizer, build_schedules
+from paceline.plan import Plan
 from paceline.recipe.load import recipe_digest, to_tree
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.records.events import EventWriter, IncidentEvent, ProfileEvent
+from paceline.records.events import EventWriter, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
@@ -44,7 +44,6 @@ from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import RunLock
-from paceline.trainer.saving import Cadence, job_ends_at
 from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 
@@ -82,7 +81,8 @@ def build_run(setting: Setting) -> Run:
     scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
-    pulse = Heartbeat()
+    heartbeat = Heartbeat()
+    progress = Progress(begun=setting.started)
     ledger = LedgerWriter(ledger_path(setting.directory.ledger, prepared.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.averages_over)
     run = Run(
@@ -108,14 +108,14 @@ def build_run(setting: Setting) -> Run:
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
         freeze_schedule=_freeze_schedule(strategy, prepared),
         ema=ema,
-        evaluator=_evaluator(setting, precision, pulse),
-        progress=Progress(begun=setting.started),
+        evaluator=_evaluator(setting, precision, heartbeat),
+        progress=progress,
         window=Window(setting.collectives, ledger, device, noise),
         noise=noise,
         clock=build_step_clock(device.type),
-        pulse=pulse,
-        watchdog=_watchdog(pulse, prepared),
-        recorder=_recorder(setting, ledger),
+        heartbeat=heartbeat,
+        watchdog=_watchdog(heartbeat, prepared),
+        recorder=_recorder(setting, ledger, progress),
         display=setting.display,
         stop=setting.stop,
         components=Registry(),
@@ -136,7 +136,7 @@ def build_run(setting: Setting) -> Run:
 def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
     network = prepared.network
     if not isinstance(strategy, Replicas):
-        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (recipe/strategy.py).
+        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (plan/strategy.py).
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     late, passing = (
@@ -146,12 +146,12 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
     return FreezeSchedule(network, late, passing, changed=strategy.gradients_changed)
 
 
-def _watchdog(pulse: Heartbeat, prepared: Prepared) -> Watchdog:
+def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
     pipeline = prepared.pipeline
     # Pipelines of the user's own need not know what they read.
     reading = getattr(pipeline, "reading", lambda **_: "")
     return Watchdog(
-        pulse,
+        heartbeat,
         prepared.world,
         open_store("watchdog"),
         timeout_seconds=prepared.recipe.parallel.timeout.seconds,
@@ -162,7 +162,7 @@ def _watchdog(pulse: Heartbeat, prepared: Prepared) -> Watchdog:
     )
 
 
-def _evaluator(setting: Setting, precision: Precision, pulse: Heartbeat) -> Evaluator:
+def _evaluator(setting: Setting, precision: Precision, heartbeat: Heartbeat) -> Evaluator:
     prepared = setting.prepared
     plan, world = prepared.plan, prepared.world
     # Pipelines of the user's own cut the evaluation as the guide says.
@@ -175,7 +175,7 @@ def _evaluator(setting: Setting, precision: Precision, pulse: Heartbeat) -> Eval
         collectives=setting.collectives,
         device=prepared.device,
         batch_size=plan.evaluation_batch_size,
-        pulse=pulse,
+        heartbeat=heartbeat,
         rounds=rounds if plan.strategy == "fsdp" else None,
         keep=_keep(prepared.recipe),
     )
@@ -225,9 +225,9 @@ class _Compiler:
         return self.networks[name]
 
 
-def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
+def _recorder(setting: Setting, ledger: LedgerWriter, progress: Progress) -> Recorder:
     if not setting.prepared.world.is_first:
-        return Recorder(None, ledger, [], setting.display)
+        return Recorder(None, ledger, [], setting.display, progress)
     recipe, directory = setting.prepared.recipe, setting.directory
     facts = TrackerFacts(
         name=directory.root.resolve().name,
@@ -236,7 +236,7 @@ def _recorder(setting: Setting, ledger: LedgerWriter) -> Recorder:
         start_step=setting.start_step,
     )
     trackers = build_trackers(recipe.telemetry.trackers, directory.root, facts)
-    return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display)
+    return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display, progress)
 
 
 def _component_makers(run: Run) -> tuple[Callable[[nn.Module], Component], Callable[[Any], Component]]:
@@ -281,7 +281,7 @@ def _report(run: Run, profiled: Profiled) -> None:
     which = f"steps {profiled.first} to {profiled.last}"
     if profiled.problem is not None:
         message = f"{which} were not profiled: {profiled.problem}."
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="profile", message=message))
+        run.recorder.incident("profile", message)
         run.display.message(message)
         return
     tool = run.recipe.telemetry.profile.tool

@@ -9,12 +9,11 @@ import base64
 import io
 import math
 import operator
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,12 +41,8 @@ from paceline.metrics.answers import (
 )
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
-from paceline.trainer.nonfinite import check_results
 from paceline.trainer.precision import Precision
 from paceline.world import World
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 # The last bits are those of how the samples were shared out.
 _DIGITS = 6
@@ -309,7 +304,7 @@ class Evaluator:
     """Scores sets of weights on the evaluation samples; leaves no trace in the models.
 
     Attributes:
-        pulse: Told how far it is.
+        heartbeat: Told how far it is.
         rounds: Forward passes of each process, if all must make as many as the others: the weights are spread over
             them, and gathered in each.
         keep: What is to be kept of the answers.
@@ -321,7 +316,7 @@ class Evaluator:
     collectives: Collectives
     device: torch.device
     batch_size: int
-    pulse: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     rounds: int | None = None
     keep: Keep = field(default_factory=Keep)
 
@@ -365,11 +360,11 @@ class Evaluator:
                             answers.add(once.again, batch)
                         if observe is not None:
                             observe(name, batch, self.task.predict(once, batch))
-                self.pulse.tick()
+                self.heartbeat.tick()
             for _ in range(rounds, self.rounds or 0):
                 last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
                 self._go_along(models, last)
-        self.pulse.enter("gathering of scores")
+        self.heartbeat.enter("gathering of scores")
         # One collective for all sets of weights; the first moment the host waits for the device.
         mine = _Share(
             rows={name: each.rows() for name, each in sums.items()},
@@ -410,19 +405,6 @@ class Evaluator:
             for model in models.values():
                 with self.precision.autocast():
                     self.task.score(self.task.evaluated(model), batch)
-
-
-def evaluate_run(run: Run) -> None:
-    """Evaluate a run's weights where it stands, and record the result."""
-    if run.plan.evaluation_samples == 0:
-        return
-    with run.clock.paused():
-        started = time.perf_counter()
-        run.strategy.sync_buffers(list(run.models().values()))
-        evaluation = run.evaluator(run.scored)
-        run.progress.take_results(evaluation.results, run.best_metric())
-        run.recorder.write_evaluation(run, evaluation, seconds=time.perf_counter() - started)
-        check_results(run, evaluation.results)
 
 
 class _OneForward:

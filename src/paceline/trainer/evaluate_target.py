@@ -25,7 +25,15 @@ from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell
 from paceline.files import refuse_odd_outputs
-from paceline.recipe.compute import resolve_float32_matmul
+from paceline.plan import DataFacts, MachineFacts
+from paceline.plan.build import unused_in_data
+from paceline.plan.compute import (
+    resolve_channels_last,
+    resolve_evaluation_batch,
+    resolve_float32_matmul,
+    resolve_precision,
+    resolve_threads,
+)
 from paceline.recipe.load import (
     Overrides,
     refuse_unused_overrides,
@@ -34,16 +42,7 @@ from paceline.recipe.load import (
     to_tree,
 )
 from paceline.recipe.named_code import refuse_foreign_code
-from paceline.recipe.plan import (
-    DataFacts,
-    MachineFacts,
-    resolve_channels_last,
-    resolve_evaluation_batch,
-    resolve_precision,
-    resolve_threads,
-)
 from paceline.recipe.schema import Recipe
-from paceline.recipe.unused import unused_in_data
 from paceline.records.run_directory import encode_json
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task, build_task, check_used_by, task_name
@@ -140,14 +139,14 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
-    machine, reasons = describe_machine(device), dict[str, str]()
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
+    machine = describe_machine(device)
+    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine))
     products = _float32_matmul(request, recipe, machine)
     sized = [scoring_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
     tasks, left_out = [task for task, _ in sized], sized[0][1].left_out
     if sizes != (None,):
         _check_shows_sizes(tasks[0])
-    torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size, reasons))
+    torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size)[0])
     # The network is the same for all sizes; each has its own look at whether it is taken.
     network = tasks[0].build_model()
     for task in tasks:
@@ -173,10 +172,10 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
             evaluator = Evaluator(
                 task=task,
                 pipeline=pipeline,
-                precision=Precision(resolve_precision(recipe, machine, reasons), device, recipe.train.grad_scaler),
+                precision=Precision(resolve_precision(recipe, machine), device, recipe.train.grad_scaler),
                 collectives=collectives,
                 device=device,
-                batch_size=resolve_evaluation_batch(recipe, reasons),
+                batch_size=resolve_evaluation_batch(recipe),
                 keep=Keep(weights=saved.weights),
             )
             with turn:
@@ -204,7 +203,7 @@ def _score(
 
 def _float32_matmul(request: EvaluationRequest, recipe: Recipe, machine: MachineFacts) -> str:
     try:
-        return resolve_float32_matmul(recipe, machine.device, machine.lacks, {})
+        return resolve_float32_matmul(recipe, machine)
     except RecipeError:
         if "train.float32_matmul" in set_by(request.overrides):
             raise

@@ -26,8 +26,8 @@ from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.data.text.datasets import REFERENCE, VOCABULARY
 from paceline.dataset_registry import find_dataset
+from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.image_classification import CROPS, ImageClassification, shown_for_crops
 from paceline.tasks.task import Task

@@ -34,13 +34,13 @@ from paceline.models.fake_detections import FakeDetections, fake_detections
 from paceline.models.flops import next_node_number
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
-from paceline.recipe.plan import MachineFacts, Plan
+from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
 from paceline.trainer.meta_network import Faker, build_shapes, random_states_kept, unsynced, why_not_fake
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
+from paceline.trainer.preparation import plan_network, planner, without_initial_weights
 from paceline.world import World
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -335,9 +335,9 @@ def fake_step(
         machine = describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
     with random_states_kept():
         task = build_task(without_initial_weights(recipe)) if task is None else task
-        plan = plan_run(recipe, task, machine, world)
-        shapes = build_shapes(recipe, task, channels_last=plan.channels_last)
-        plan = plan_network(plan, shapes, recipe)
+        make_plan = planner(recipe, task, machine, world)
+        shapes = build_shapes(recipe, task, channels_last=make_plan().channels_last)
+        plan = plan_network(make_plan, shapes, recipe)
         _with_dense_gradients(shapes, recipe)
         if machine.device != "cpu":
             unsynced(shapes)

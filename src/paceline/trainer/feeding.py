@@ -29,9 +29,9 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
+from paceline.plan import Plan
 from paceline.processes import LOADERS_LEAVE_SECONDS, ProcessGroup, without_rank
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.precision import Precision, set_float32_matmul

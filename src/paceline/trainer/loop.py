@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
 
 from paceline.data.loaders.pytorch import worker_deaths_told
-from paceline.distributed.strategy import Wish
-from paceline.trainer.evaluate import evaluate_run
+from paceline.distributed.strategy import ControlFlags
+from paceline.trainer.nonfinite import check_results
+from paceline.trainer.run import Run
+from paceline.trainer.run_records import write_evaluation, write_step
 from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
 from paceline.trainer.warmup import check_first_batch, warm_up
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 
 def fit(run: Run) -> str:
@@ -24,28 +23,41 @@ def fit(run: Run) -> str:
 def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
     batches = check_first_batch(run, warm_up(run, run.train_batches()))
-    ending = run.ending(Wish())
+    ending = run.ending(ControlFlags())
     run.clock.start()
     while not ending:
         stepped = train_step(run, batches)
         progress.advance(stepped=stepped)
-        run.guard.report(run)
+        run.guard.report(run.collectives, run.recorder, run.last_good)
         run.clock.end_step(plan.step_samples(progress.position - 1), run.load)
         run.display.advance(progress.step)
 
-        run.pulse.enter("record")
+        run.heartbeat.enter("record")
         if run.due("log"):
-            run.recorder.write_step(run)
+            write_step(run)
         if run.due("evaluate"):
-            run.pulse.enter("evaluate")
-            evaluate_run(run)
-        agreed = run.strategy.agreed(run.wish())
+            run.heartbeat.enter("evaluate")
+            evaluate(run)
+        agreed = run.strategy.agreed(run.control_flags())
         ending = run.ending(agreed)
         if ending == "patience" and not run.due("log"):
-            run.recorder.write_step(run)  # the run's last record; nothing that happened goes unsaid
+            write_step(run)  # the run's last record; nothing that happened goes unsaid
         if run.checkpoint_due(agreed) or ending:
-            run.pulse.enter("save")
+            run.heartbeat.enter("save")
             save_checkpoint(run)
-    run.pulse.enter("save")
+    run.heartbeat.enter("save")
     finish_saving(run)
     return ending
+
+
+def evaluate(run: Run) -> None:
+    """Evaluate a run's weights where it stands, and record the result."""
+    if run.plan.evaluation_samples == 0:
+        return
+    with run.clock.paused():
+        started = time.perf_counter()
+        run.strategy.sync_buffers(list(run.models().values()))
+        evaluation = run.evaluator(run.scored)
+        run.progress.take_results(evaluation.results, run.best_metric())
+        write_evaluation(run, evaluation, seconds=time.perf_counter() - started)
+        check_results(run.task, evaluation.results, run.recorder)

@@ -20,9 +20,8 @@ from paceline.models.build import lay_out, parameter_count
 from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import adapt
-from paceline.recipe.plan import Plan
+from paceline.plan import ParameterNumbers, Plan
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.task import Task
 
 

@@ -16,11 +16,12 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
 from paceline.checkpoint.store import CheckpointStore, Choice, step_of
 from paceline.distributed.collectives import Collectives
+from paceline.distributed.watchdog import Heartbeat
 from paceline.errors import (
     CheckpointError,
     LaunchError,
@@ -32,15 +33,15 @@ from paceline.errors import (
 from paceline.plain_json import load_json
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
-from paceline.records.events import IncidentEvent
 from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import without_secrets
 from paceline.storage.remote import Remote, Retries, begin, describe
 from paceline.trainer.preparation import without_initial_weights
+from paceline.trainer.recorder import Recorder
 from paceline.trainer.run_dir_checks import (
-    Asked,
     ResumeDecision,
+    ResumeRequest,
     check_links,
     check_same_run,
     foreign_checkpoints,
@@ -49,8 +50,9 @@ from paceline.trainer.run_dir_checks import (
 from paceline.units import format_seconds
 from paceline.world import World
 
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
+T = TypeVar("T")
+
+Say = Callable[[str], None]
 
 # How long one request is retried before its failure is reported, and the pause before the whole copy is retried.
 REQUEST_PATIENCE_SECONDS = 15.0
@@ -247,61 +249,64 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
     return sizes, tuple(each.name for each in small if each.is_file())
 
 
-def report_mirror(run: Run) -> None:
+def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
     """Record what has happened to the copying."""
-    if run.mirroring is None:
-        return
-    for each in run.mirroring.news():
-        message = without_secrets(each.message)
-        run.recorder.write(IncidentEvent(**run.progress.here, incident=each.incident, message=message))
+    for each in () if mirroring is None else mirroring.news():
+        recorder.incident(each.incident, without_secrets(each.message))
 
 
-def finish_mirroring(run: Run) -> None:
+def finish_mirroring(
+    mirroring: Mirroring | None,
+    recipe: Recipe,
+    directory: RunDirectory,
+    collectives: Collectives,
+    heartbeat: Heartbeat,
+    recorder: Recorder,
+    say: Say,
+) -> None:
     """Wait for what is still to be copied, as long as the recipe allows; a collective.
 
     Raises:
         TrainingError: On every process, if copying has failed for longer than the recipe allows.
     """
-    if run.recipe.checkpoint.mirror is None:
+    if recipe.checkpoint.mirror is None:
         return
-    patience = min(run.recipe.parallel.timeout.seconds / 10, 2.0)
-    deadline = time.monotonic() + run.recipe.checkpoint.mirror_wait.seconds
-    while not run.collectives.on_first(lambda: _is_over(run, patience) or time.monotonic() > deadline):
-        run.pulse.tick()
-    run.collectives.on_first(lambda: _conclude(run))
+    patience = min(recipe.parallel.timeout.seconds / 10, 2.0)
+    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
+
+    def is_over() -> bool:
+        if mirroring is None or mirroring.has_failed or mirroring.is_over(within_seconds=patience):
+            return True
+        return time.monotonic() > deadline
+
+    def conclude() -> None:
+        if mirroring is not None:
+            _conclude(mirroring, recipe.checkpoint, directory, recorder, say)
+
+    while not collectives.on_first(is_over):
+        heartbeat.tick()
+    collectives.on_first(conclude)
 
 
-def _is_over(run: Run, within_seconds: float) -> bool:
-    mirroring = run.mirroring
-    return mirroring is None or mirroring.has_failed or mirroring.is_over(within_seconds=within_seconds)
-
-
-def _conclude(run: Run) -> None:
-    mirroring = run.mirroring
-    if mirroring is None:
-        return
-    report_mirror(run)
+def _conclude(
+    mirroring: Mirroring, checkpoint: Checkpoint, directory: RunDirectory, recorder: Recorder, say: Say
+) -> None:
+    report_mirror(mirroring, recorder)
     if mirroring.has_failed:
         raise TrainingError(
-            f"checkpoints could not be copied to {run.recipe.checkpoint.mirror} for longer than "
-            f"checkpoint.mirror_patience={run.recipe.checkpoint.mirror_patience}; the run is saved in "
-            f"'{run.directory.root}': mend the address and run the same command again."
+            f"checkpoints could not be copied to {checkpoint.mirror} for longer than "
+            f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
+            f"'{directory.root}': mend the address and run the same command again."
         )
     if lacking := mirroring.lacks:
-        message = (
-            f"the newest checkpoint is in '{run.directory.root}', and not at {run.recipe.checkpoint.mirror}: {lacking}"
-        )
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="mirror_behind", message=message))
-        run.display.message(message)
+        message = f"the newest checkpoint is in '{directory.root}', and not at {checkpoint.mirror}: {lacking}"
+        recorder.incident("mirror_behind", message)
+        say(message)
         return
-    best = [run.progress.best["step"]] if run.progress.best and run.recipe.checkpoint.keep_best else []
+    best = [recorder.progress.best["step"]] if recorder.progress.best and checkpoint.keep_best else []
     with contextlib.suppress(CheckpointError):
-        CheckpointStore(run.directory.checkpoints).prune(keep=run.recipe.checkpoint.keep, protect=best)
+        CheckpointStore(directory.checkpoints).prune(keep=checkpoint.keep, protect=best)
 
-
-T = TypeVar("T")
-
-Say = Callable[[str], None]
 
 _COPIED_RUN = "mirror.json"
 _README = b"Checkpoints of a Paceline run, copied while it trained; see docs/guide/object-storage.md.\n"
@@ -379,18 +384,20 @@ def _remote(address: str, retries: Retries | None = None) -> Remote:
     return Remote(address, retries or Retries(patience_seconds=REQUEST_PATIENCE_SECONDS))
 
 
-def restore_from_mirror(directory: RunDirectory, asked: Asked, collectives: Collectives, say: Say) -> MirrorState:
+def restore_from_mirror(
+    directory: RunDirectory, request: ResumeRequest, collectives: Collectives, say: Say
+) -> MirrorState:
     """Fetch what is newer at the address into the run directory, before the run is opened; a collective.
 
     Raises:
         StorageError: If the address cannot be read and there is nothing here to resume from either.
         RunDirectoryError: If the copy is another run's.
     """
-    address = asked.recipe.checkpoint.mirror
+    address = request.recipe.checkpoint.mirror
     if address is None:
         return MirrorState()
     return on_first_without_timeout(
-        collectives, asked.recipe, partial(look, directory, address, asked, say), name="fetch"
+        collectives, request.recipe, partial(look, directory, address, request, say), name="fetch"
     )
 
 
@@ -420,7 +427,7 @@ def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Cal
     return collectives.on_first(result)
 
 
-def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> MirrorState:
+def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say) -> MirrorState:
     """Read the commits at the address, and fetch the checkpoint to resume from; on the first process.
 
     Raises:
@@ -428,7 +435,7 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Mirro
         RunDirectoryError: If the copy is another run's, or not to be gone on with.
     """
     check_links(directory)
-    foreign = [each.step or 0 for each in foreign_checkpoints(directory, asked.recipe)]
+    foreign = [each.step or 0 for each in foreign_checkpoints(directory, request.recipe)]
     newest, _ = CheckpointStore(directory.checkpoints).newest_whole(without=foreign)
     try:
         remote = _remote(address)
@@ -448,7 +455,7 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Mirro
                 "again at another address."
             )
         return MirrorState(found.damaged, found.names)
-    if asked.resume == "never":
+    if request.resume == "never":
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of a run already and --resume=never was asked; choose another "
             "address, or leave --resume out to go on with it."
@@ -457,14 +464,14 @@ def look(directory: RunDirectory, address: str, asked: Asked, say: Say) -> Mirro
     def accept(folder: Path) -> None:
         copy = RunDirectory(folder)
         if copy.plan.is_file() and copy.recipe.is_file():
-            check_same_run(copy, asked, address=address)
+            check_same_run(copy, request, address=address)
         # Before the records and checkpoints that it claims.
         if _copied_run(directory) is None:
             write_json(directory.root / _COPIED_RUN, {"run": found.commits[0].run})
 
     fetched = fetch_newest(
         remote,
-        _wanted(found, directory, address, asked.resume),
+        _wanted(found, directory, address, request.resume),
         directory.root,
         beyond=-1 if newest is None else step_of(newest) or 0,
         say=say,
@@ -522,7 +529,7 @@ def _copied_run(directory: RunDirectory) -> str | None:
 @contextlib.contextmanager
 def mirror_checkpoints(
     directory: RunDirectory,
-    asked: Asked,
+    request: ResumeRequest,
     decision: ResumeDecision,
     mirror_state: MirrorState,
     collectives: Collectives,
@@ -539,7 +546,7 @@ def mirror_checkpoints(
         say: Takes what the user should know.
     """
     begun: list[Mirroring] = []
-    recipe = asked.recipe
+    recipe = request.recipe
     if recipe.checkpoint.mirror is None:
         yield None
         return
@@ -550,7 +557,7 @@ def mirror_checkpoints(
         choice = None if newest is None else Choice(newest, step_of(newest) or 0)
     if choice is not None:
         first = choice
-        collectives.on_first(lambda: begun.append(_begin(directory, asked, first, mirror_state)))
+        collectives.on_first(lambda: begun.append(_begin(directory, request, first, mirror_state)))
     try:
         if decision.completed:
             _send_rest(recipe, begun, collectives, say)
@@ -560,9 +567,9 @@ def mirror_checkpoints(
             each.close()
 
 
-def _begin(directory: RunDirectory, asked: Asked, choice: Choice, mirror_state: MirrorState) -> Mirroring:
+def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirror_state: MirrorState) -> Mirroring:
     """Begin to copy, starting with the chosen checkpoint if it is not there yet."""
-    address = asked.recipe.checkpoint.mirror
+    address = request.recipe.checkpoint.mirror
     assert address is not None
     run = _copied_run(directory) or secrets.token_hex(8)
     if _copied_run(directory) is None:
@@ -572,11 +579,11 @@ def _begin(directory: RunDirectory, asked: Asked, choice: Choice, mirror_state: 
         remote = _remote(address, retries)
         found = read_commits(remote)
         _check_ours(found, directory, address)
-        if asked.resume == "auto":
+        if request.resume == "auto":
             _check_further(found, choice, mirror_state, address)
         return Mirror(remote, run, found)
 
-    mirroring = Mirroring(open_mirror, directory.root, asked.recipe.checkpoint)
+    mirroring = Mirroring(open_mirror, directory.root, request.recipe.checkpoint)
     if choice.path is not None:
         best = CheckpointStore(directory.checkpoints).read_best()
         growing, small = sendable_records(directory)

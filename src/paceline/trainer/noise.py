@@ -13,19 +13,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.data.batch import Batch
+from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, estimate, rate_ratio
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
+from paceline.recipe.optimizer import Optimizer
 from paceline.trainer.precision import Precision
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 # In measured steps: long enough for estimates that scatter widely, short enough to see the noise grow.
 HALF_LIFE = 50
@@ -216,31 +215,40 @@ def _estimate(planned: float, used: float, whole: float, parts: Sequence[Sequenc
     return estimate(weight / len(pairs), square, used, (whole * planned / used) ** 2)
 
 
-def mean_weight(run: Run) -> float:
+def mean_weight(geometry: StepGeometry) -> float:
     """What a sample of a run counts for on average: the noise scale is in that."""
-    weights = run.geometry.weights
+    weights = geometry.weights
     return 1.0 if weights is None else float(weights.mean())
 
 
-def linear_rule_warning(run: Run) -> str | None:
+def linear_rule_warning(
+    noise: NoiseMeter, optimizer: Optimizer, plan: Plan, geometry: StepGeometry, *, step: int, position: int
+) -> str | None:
     """One sentence, once in a run, where a rate in proportion to the batch exceeds what the gradients' noise bears.
 
     Before the warm-up is over nothing is said: the noise scale is smallest at the beginning, which is what a warm-up
     is for.
+
+    Args:
+        noise: What was measured.
+        optimizer: The recipe's section.
+        plan: The run's.
+        geometry: What samples count for.
+        step: Optimizer steps taken.
+        position: Global batches used up.
     """
-    asked, noise, plan = run.recipe.optimizer, run.noise, run.plan
-    if asked.lr_scaling != "linear" or asked.lr_reference_batch is None or noise.has_warned:
+    if optimizer.lr_scaling != "linear" or optimizer.lr_reference_batch is None or noise.has_warned:
         return None
-    batch = plan.epochs.phase_at(run.progress.position - 1).global_batch_size
+    batch = plan.epochs.phase_at(position - 1).global_batch_size
     found = noise.averages.noise_scale()
-    is_known = found is not None and found.count >= ENOUGH and run.progress.step > plan.warmup_steps
-    each = mean_weight(run)
-    if found is None or not is_known or batch <= max(found.high / each, asked.lr_reference_batch):
+    is_known = found is not None and found.count >= ENOUGH and step > plan.warmup_steps
+    each = mean_weight(geometry)
+    if found is None or not is_known or batch <= max(found.high / each, optimizer.lr_reference_batch):
         return None
     noise.has_warned = True
-    ratio = batch / asked.lr_reference_batch
-    best = rate_ratio(found.middle / each, batch, asked.lr_reference_batch)
-    unit = "samples" if run.geometry.weights is None else plan.weight_unit
+    ratio = batch / optimizer.lr_reference_batch
+    best = rate_ratio(found.middle / each, batch, optimizer.lr_reference_batch)
+    unit = "samples" if geometry.weights is None else plan.weight_unit
     return (
         f"optimizer.lr_scaling=linear has multiplied the learning rate by {ratio:.3g} for a batch of {batch}, but the "
         f"noise scale of the gradients is {found.middle:.3g} {unit} ({found.low:.3g} to {found.high:.3g}), and the "

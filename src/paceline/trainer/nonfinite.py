@@ -6,22 +6,21 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleIds
+from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact import buffers_of, put_back
-from paceline.distributed.strategy import VOTE_LAG, VoteReader
+from paceline.distributed.strategy import VOTE_LAG, FlagReader
 from paceline.errors import TrainingError
 from paceline.recipe.training import Train
-from paceline.records.events import IncidentEvent
-
-if TYPE_CHECKING:
-    from paceline.tasks.task import Task
-    from paceline.trainer.run import Run
+from paceline.tasks.task import Task
+from paceline.trainer.recorder import Recorder
+from paceline.trainer.step_stats import Results, Window
 
 _REMEDY = "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm"
 
@@ -69,7 +68,7 @@ class NonFiniteGuard:
         device: torch.device,
         *,
         active: bool,
-        late: VoteReader | None = None,
+        late: FlagReader | None = None,
     ) -> None:
         self.skips = active and train.nonfinite == "skip"
         self._active = active
@@ -77,7 +76,7 @@ class NonFiniteGuard:
         self._optimizer = optimizer
         self._on_host = device.type == "cpu"
         self._waits = self._on_host or self.skips
-        self._late = late or VoteReader(device)
+        self._late = late or FlagReader(device)
         self._found = False
         self._clean, self._spoiled = torch.zeros(()), torch.ones(())
         self._places = list(buffers_of(network)) if self.skips else []
@@ -125,8 +124,13 @@ class NonFiniteGuard:
         self._late.cast(found)
         return True
 
-    def report(self, run: Run) -> None:
+    def report(self, collectives: Collectives, recorder: Recorder, last_good: str) -> None:
         """Once the step is counted: write down what was found, and end the run if it is not to go on; all alike.
+
+        Args:
+            collectives: All processes.
+            recorder: Where it is written down, and knows where the run stands.
+            last_good: Names the newest checkpoint, in a sentence.
 
         Raises:
             TrainingError: If the run is to stop, or too many steps were left out.
@@ -135,30 +139,27 @@ class NonFiniteGuard:
         if not self._found and not late:
             return
         lag = VOTE_LAG if late else 0
-        culprits = [each for part in run.collectives.gather(self._culprits(run, lag)) for each in part]
-        progress = run.progress
+        culprits = [each for part in collectives.gather(self._culprits(collectives.world.rank, lag)) for each in part]
+        progress = recorder.progress
         if self._found:
             progress.nonfinite += 1
-        what = _in_words(culprits, run.world.world_size)
+        what = _in_words(culprits, collectives.world.world_size)
         # A step is named as it would have been counted.
         place = f"at step {progress.position - lag - progress.skipped + self._found}"
-        run.recorder.write(
-            IncidentEvent(
-                **progress.here,
-                incident="nonfinite_loss" if culprits else "nonfinite_gradient",
-                message=f"{what} {place}; {'the weights were not moved' if self._found else 'the run ends'}.",
-                details=_details(culprits),
-            )
+        recorder.incident(
+            "nonfinite_loss" if culprits else "nonfinite_gradient",
+            f"{what} {place}; {'the weights were not moved' if self._found else 'the run ends'}.",
+            _details(culprits),
         )
-        run.recorder.flush()
+        recorder.flush()
         if not self.skips:
             raise TrainingError(
-                f"{what} {place}; {_REMEDY}, or leave such steps out with train.nonfinite=skip. {last_good(run)}"
+                f"{what} {place}; {_REMEDY}, or leave such steps out with train.nonfinite=skip. {last_good}"
             )
         if progress.nonfinite > self._most:
             raise TrainingError(
                 f"{what} {place}, and {progress.nonfinite} steps were not taken for such a reason, more than "
-                f"train.max_nonfinite={self._most}; {_REMEDY}. {last_good(run)}"
+                f"train.max_nonfinite={self._most}; {_REMEDY}. {last_good}"
             )
 
     def _hold_buffers(self) -> None:
@@ -172,25 +173,31 @@ class NonFiniteGuard:
         # Infinity times zero is no number either; two kernels, and no branch.
         return (value * 0).float().nan_to_num(1.0)
 
-    def _culprits(self, run: Run, lag: int) -> list[Culprit]:
+    def _culprits(self, rank: int, lag: int) -> list[Culprit]:
         """This process's micro-batches without a loss that is a number, so many steps ago."""
         if len(self._losses) <= lag:
             return []
         held = [(loss.item(), ids) for loss, ids in self._losses[-1 - lag]]
-        return [Culprit(run.world.rank, loss, tuple(ids.tolist())) for loss, ids in held if not math.isfinite(loss)]
+        return [Culprit(rank, loss, tuple(ids.tolist())) for loss, ids in held if not math.isfinite(loss)]
 
 
-def check_loss(run: Run, loss: float | None) -> None:
+def check_loss(loss: float | None, recorder: Recorder, last_good: str) -> None:
     """Refuse to go on from a training loss that is not finite.
+
+    Args:
+        loss: The loss; None if every step was skipped.
+        recorder: Where the failure is written down, and knows where the run stands.
+        last_good: Names the newest checkpoint, in a sentence.
 
     Raises:
         TrainingError: With what to change.
     """
     if loss is not None and not math.isfinite(loss):
-        raise _failed(run, "nonfinite_loss", f"the training loss became {loss} by step {run.progress.step}")
+        what = f"the training loss became {loss} by step {recorder.progress.step}"
+        raise _failed("nonfinite_loss", what, recorder, last_good)
 
 
-def check_state(run: Run) -> None:
+def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: str) -> None:
     """Refuse to save weights or statistics that are not finite: a finite loss does not rule them out.
 
     A gradient may be infinite where its loss is not, and the statistics of BatchNorm, which only evaluation uses, may
@@ -199,44 +206,48 @@ def check_state(run: Run) -> None:
     Raises:
         TrainingError: With what to change.
     """
-    for weights, network in run.models().items():
+    for weights, network in models.items():
         for name, tensors in _kinds_of_state(network):
             if tensors and not math.isfinite(nn.utils.get_total_norm(list(tensors.values()), math.inf)):
                 first = next(key for key, each in tensors.items() if not torch.isfinite(each).all())
                 what = f"{name} '{first}'{' of the moving average' * (weights == 'ema')}"
-                raise _failed(run, "nonfinite_weights", f"{what} became infinite or nan by step {run.progress.step}")
+                what = f"{what} became infinite or nan by step {recorder.progress.step}"
+                raise _failed("nonfinite_weights", what, recorder, last_good)
 
 
-def check_results(run: Run, results: Mapping[str, Mapping[str, float]]) -> None:
+def check_results(task: Task, results: Results, recorder: Recorder) -> None:
     """Note the first of the evaluations, up to this one, whose metrics are not finite; the run may recover."""
-    wrong = _wrong_metrics(run, results)
-    progress = run.progress
+    wrong = _wrong_metrics(task, results)
+    progress = recorder.progress
     if wrong and progress.nonfinite_since is None:
-        message = f"{wrong}; the run fails if its last evaluation is not finite either."
-        run.recorder.write(IncidentEvent(**progress.here, incident="nonfinite_metric", message=message))
+        recorder.incident("nonfinite_metric", f"{wrong}; the run fails if its last evaluation is not finite either.")
     if not wrong or progress.nonfinite_since is None:
         progress.nonfinite_since = progress.step if wrong else None
 
 
-def check_outcome(run: Run) -> None:
+def check_outcome(task: Task, recorder: Recorder, last_good: str) -> None:
     """Refuse to call a run completed whose last evaluation is not finite, or that never moved its weights.
 
     Raises:
         TrainingError: With what to change.
     """
-    progress = run.progress
-    if wrong := _wrong_metrics(run, progress.last):
+    progress = recorder.progress
+    if wrong := _wrong_metrics(task, progress.last):
         first = progress.step if progress.nonfinite_since is None else progress.nonfinite_since
         since = f"since the evaluation at step {first}, although the training loss is finite"
-        raise _failed(run, "nonfinite_metric", f"{wrong} {since}")
+        raise _failed("nonfinite_metric", f"{wrong} {since}", recorder, last_good)
     if progress.skipped and not progress.step:
         what = f"none of the {progress.skipped} steps moved the weights: their losses or gradients were not finite"
-        raise _failed(run, "nonfinite_gradient", what)
+        raise _failed("nonfinite_gradient", what, recorder, last_good)
 
 
-def divergence(run: Run) -> str:
-    """Warn of losses that are finite, but far above the first; empty where there is nothing to tell."""
-    window = run.window
+def divergence(window: Window, results: Results) -> str:
+    """Warn of losses that are finite, but far above the first; empty where there is nothing to tell.
+
+    Args:
+        window: The run's training losses.
+        results: Those of its last evaluation.
+    """
     first, last, worst = window.first_loss, window.last_loss, window.worst_loss
     if first is None or last is None:
         return ""
@@ -245,23 +256,16 @@ def divergence(run: Run) -> str:
     said = f"the run diverged: its training loss began at {first:.4g}, rose to {worst:.4g} and ended at {last:.4g}"
     if last > most or (worst > most and last > _LEARNED * first):
         return f"{said}; {_REMEDY}."
-    held_out = {name: each.get("loss", first) for name, each in run.progress.last.items()}
+    held_out = {name: each.get("loss", first) for name, each in results.items()}
     ended = next((f"{loss:.4g} ({name} weights)" for name, loss in held_out.items() if loss > most), "")
     return f"{said}, but the validation loss is {ended}; {_REMEDY}." if ended else ""
 
 
-def last_good(run: Run) -> str:
-    """Name the newest checkpoint; what is not finite is never saved."""
-    if not run.saved_name:
-        return "No checkpoint was saved before."
-    return f"The last good checkpoint is {run.directory.checkpoints / run.saved_name}."
-
-
-def _failed(run: Run, incident: str, what: str) -> TrainingError:
+def _failed(incident: str, what: str, recorder: Recorder, last_good: str) -> TrainingError:
     """Record what ends the run, and return the error to raise."""
-    run.recorder.write(IncidentEvent(**run.progress.here, incident=incident, message=f"{what}; the run ends."))
-    run.recorder.flush()
-    return TrainingError(f"{what}; {_REMEDY}. {last_good(run)}")
+    recorder.incident(incident, f"{what}; the run ends.")
+    recorder.flush()
+    return TrainingError(f"{what}; {_REMEDY}. {last_good}")
 
 
 def _kinds_of_state(network: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -273,12 +277,12 @@ def _kinds_of_state(network: nn.Module) -> Iterator[tuple[str, dict[str, torch.T
     yield "the statistic", {name: each for name, each in kept if each.is_floating_point() and each.numel()}
 
 
-def _wrong_metrics(run: Run, results: Mapping[str, Mapping[str, float]]) -> str:
+def _wrong_metrics(task: Task, results: Results) -> str:
     """Name what is not finite."""
     return " and ".join(
         f"the validation {name.replace('_', ' ')} ({weights} weights) is {values[name]}"
         for weights, values in results.items()
-        for name in not_finite(run.task, values)
+        for name in not_finite(task, values)
     )
 
 

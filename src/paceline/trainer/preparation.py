@@ -1,4 +1,4 @@
-"""What is known and checked before the processes of a run meet: task, plan, network, batches.
+"""Prepare a run before its processes meet: task, plan, network, batches.
 
 Everything that a recipe can get wrong is found here, on every process alike, before a process group forms and
 before the run directory is touched.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,9 @@ from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.transfer import adapt, first_steps, last_steps, load_fitting, with_shared
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
-from paceline.optim.schedules import LearningRate
-from paceline.recipe.mlperf import check_mlperf
+from paceline.plan import DataFacts, MachineFacts, NetworkFacts, Plan, TaskFacts, make
+from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.model import Model
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan, resolve_evaluation_batch, with_network
 from paceline.recipe.schema import Recipe
 from paceline.storage.cache import local_path
 from paceline.tasks.task import Task, check_used_by, task_name
@@ -60,7 +60,7 @@ def find_host_limits(plan: Plan, recipe: Recipe) -> Findings:
 
 def find_scoring_limits(facts: DataFacts, recipe: Recipe, world: World) -> Findings:
     """The same of weights that are scored on their own."""
-    scored = resolve_evaluation_batch(recipe, {})
+    scored = resolve_evaluation_batch(recipe)
     return _look(facts.description, recipe, world.local_world_size, trained=0, scored=scored)
 
 
@@ -117,7 +117,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
-    plan = plan_run(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)
+    make_plan = planner(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)
+    plan = make_plan()
     limits = find_host_limits(plan, recipe)
     if limits.refusal:
         raise DataError(limits.refusal)
@@ -136,11 +137,11 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
         undo.callback(pipeline.close)
         scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
         pipeline.start(training=True, evaluation=scored)
-        network, notices, first_values = _build(recipe, task, placement, plan)
+        network, notices, first_values = _build(recipe, task, placement, make_plan)
         if plan.precision == "fp8":
             network = convert_to_fp8(network)
         task.prepare_training(placement)
-        plan = plan_network(plan, network, recipe)
+        plan = plan_network(make_plan, network, recipe)
         prepared = Prepared(
             recipe=recipe,
             plan=plan,
@@ -198,47 +199,41 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
     )
 
 
-def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
-    """The plan of a recipe on its data, with the learning rate at each phase boundary."""
+Planner = Callable[..., Plan]
+"""What makes plans of one recipe: without arguments before the network is known, then with its ``network`` facts."""
+
+
+def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Planner:
+    """Ask a task for its facts and return what makes plans with them, so that the data are opened once.
+
+    Raises:
+        PacelineError: If the data cannot be used, or the task does not measure what the recipe asks for.
+    """
     check_used_by(task)
-    facts = task.data_facts(world)
+    data = task.data_facts(world)
     # The class is part of what a run is: weights of one task are not another's.
-    named = replace(facts, description={"task": task_name(task), **facts.description})
-    plan = make_plan(recipe, named, machine, world_size=world.world_size, local_world_size=world.local_world_size)
-    balanced_by = _balanced_by(recipe, task)
-    best = best_metric(task)
-    chosen = {"evaluate.metric": f"{best.name}: the task's own choice"} if recipe.evaluate.metric == "auto" else {}
-    mlperf = check_mlperf(recipe, evaluation_samples=plan.evaluation_samples, peak_lr=plan.peak_lr)
-    return replace(
-        plan,
-        reasons=plan.reasons | chosen | mlperf,
-        lengths_sha256=balanced_by,
-        unused=plan.unused | _unused_in_balance(recipe, balanced_by),
-        learning_rates=LearningRate.of(recipe.schedule, plan).phases(),
+    data = replace(data, description={"task": task_name(task), **data.description})
+    best_metric(task)
+    lengths = task.sample_lengths()
+    is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1
+    facts = TaskFacts(
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,
         sample_name=task.unit if task.sample_weights() is None else "samples",
         weight_unit=task.unit,
-        left_out=facts.left_out,
+        lengths_sha256=lengths.sha256 if is_balanced and lengths is not None and lengths.is_ragged else None,
     )
+    return partial(make, recipe, world=world, data=data, machine=machine, task=facts)
+
+
+def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
+    """The plan of a recipe on its data, before its network is known."""
+    return planner(recipe, task, machine, world)()
 
 
 def headline_of(task: Task) -> Metric:
     """The metric that one looks at first; a task of the user's own may have left out the one that its parent names."""
     return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
-
-
-def _balanced_by(recipe: Recipe, task: Task) -> str | None:
-    lengths = task.sample_lengths()
-    is_asked = recipe.batch.balance and recipe.data.augment.repeats == 1
-    return lengths.sha256 if is_asked and lengths is not None and lengths.is_ragged else None
-
-
-def _unused_in_balance(recipe: Recipe, balanced_by: str | None) -> dict[str, str]:
-    """Not to balance what cannot be is what happens anyway."""
-    if balanced_by is not None or not recipe.batch.balance:
-        return {}
-    return {"batch.balance": "no sample is padded to what stands beside it, so that all cost alike in any order"}
 
 
 def best_metric(task: Task) -> Metric:
@@ -281,15 +276,16 @@ def without_mirror(recipe: Recipe) -> Recipe:
 
 
 def _build(
-    recipe: Recipe, task: Task, placement: Placement, plan: Plan
+    recipe: Recipe, task: Task, placement: Placement, make_plan: Planner
 ) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
     """The network, whole or, where each process is to hold a part of it, without numbers; and what is to be said."""
+    plan = make_plan()
     if not may_be_spread(recipe, plan):
         return *build_network(recipe, task, placement), None
     notices: tuple[str, ...] = ()
     try:
         network, first_values = build_without_numbers(recipe, task, plan)
-        if with_network(plan, recipe, numbers_of(network)).strategy == "fsdp":
+        if make_plan(network=NetworkFacts(parameters=numbers_of(network))).strategy == "fsdp":
             return network, (), first_values
     except NotDeferrableError as error:
         if plan.strategy == "fsdp":
@@ -348,28 +344,35 @@ def place(network: nn.Module, placement: Placement) -> nn.Module:
     return lay_out(network.to(placement.device), channels_last=placement.channels_last)
 
 
-def plan_network(plan: Plan, network: nn.Module, recipe: Recipe) -> Plan:
-    """Add to a plan what only the network tells.
+def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan:
+    """The plan of a run whose network is known.
 
     Raises:
-        ModelError: If it cannot be trained as the recipe asks.
+        ModelError: If the network cannot be trained as the recipe asks.
+        RecipeError: If its state is to be spread over processes, and the rest of the recipe does not go with that.
     """
     check_backend(recipe.model)
-    late = first_steps(network, recipe.model, plan.unfreeze_steps)
-    passing = last_steps(network, recipe.model, plan.freeze_after_steps)
+    before = make_plan()
+    late = first_steps(network, recipe.model, before.unfreeze_steps)
+    passing = last_steps(network, recipe.model, before.freeze_after_steps)
     _check_network(network, recipe, late, passing)
     numbers = numbers_of(network)
-    if numbers.every > _MOST_PARAMETERS * plan.world_size:
+    if numbers.every > _MOST_PARAMETERS * before.world_size:
         raise ModelError(
             f"model.name={recipe.model.name} has {numbers.every:.3g} parameters with model.options="
-            f"{recipe.model.options}, more than {plan.world_size} device(s) can hold; make it smaller."
+            f"{recipe.model.options}, more than {before.world_size} device(s) can hold; make it smaller."
         )
-    plan = with_network(plan, recipe, numbers)
+    plan = make_plan(
+        network=NetworkFacts(
+            parameters=numbers,
+            groups=describe_groups(network, recipe.optimizer, late, passing),
+            fp8_layers=fp8_layers(network, name=recipe.model.name) if before.precision == "fp8" else (),
+        )
+    )
     check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
-    layers = fp8_layers(network, name=recipe.model.name) if plan.precision == "fp8" else ()
-    return replace(plan, parameter_groups=describe_groups(network, recipe.optimizer, late, passing), fp8_layers=layers)
+    return plan
 
 
 def _check_network(network: nn.Module, recipe: Recipe, late: Collection[str], passing: Collection[str]) -> None:

@@ -1,4 +1,7 @@
-"""The parts of a run while it trains, on one process."""
+"""The parts of a run while it trains, on one process.
+
+Only the course of a run knows this class: loop, step, warm-up, saving and records. Components take what they use.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.background import BackgroundWriter, Cadence
 from paceline.checkpoint.state import Registry
 from paceline.checkpoint.store import SavedCheckpoint
 from paceline.data.balance import StepLoad
@@ -19,7 +22,7 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, TimedPipeline, as_timed
 from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import VOTE_LAG, Strategy, Wish
+from paceline.distributed.strategy import VOTE_LAG, ControlFlags, Strategy
 from paceline.distributed.watchdog import NO_SAMPLES, Heartbeat, Watchdog
 from paceline.metrics.accumulator import Metric
 from paceline.models.compiled import CompiledNetwork
@@ -27,7 +30,7 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import FreezeSchedule
 from paceline.optim.build import Clipping
 from paceline.optim.schedules import Schedules
-from paceline.recipe.plan import Occasion, Plan
+from paceline.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
@@ -41,7 +44,6 @@ from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import best_metric
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
-from paceline.trainer.saving import Cadence
 from paceline.trainer.step_stats import Progress, Utilisation, Window
 from paceline.world import World
 
@@ -93,7 +95,7 @@ class Run:
     window: Window
     noise: NoiseMeter
     clock: StepClock
-    pulse: Heartbeat
+    heartbeat: Heartbeat
     watchdog: Watchdog
     recorder: Recorder
     display: Display
@@ -115,7 +117,7 @@ class Run:
     def begin_step(self) -> None:
         """Tell all who follow the steps that one begins."""
         self.guard.begin_step()
-        self.pulse.begin_step(self.progress.position + 1)
+        self.heartbeat.begin_step(self.progress.position + 1)
         self.freeze_schedule.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
 
@@ -124,11 +126,11 @@ class Run:
         with self.noise.watching(batch):
             self.precision.backward(loss)
 
-    def wish(self) -> Wish:
+    def control_flags(self) -> ControlFlags:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
         stop = self.stop.requested or self.writer.has_failed
         stop = stop or (self.mirroring is not None and self.mirroring.has_failed)
-        return Wish(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
+        return ControlFlags(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 
     @property
     def load(self) -> StepLoad | None:
@@ -161,7 +163,7 @@ class Run:
             meets: Whether the processes wait for one another inside.
             samples: What is in hand then.
         """
-        self.pulse.enter(phase, last=meets, samples=samples)
+        self.heartbeat.enter(phase, last=meets, samples=samples)
         return self.clock.span(phase)
 
     def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
@@ -176,13 +178,13 @@ class Run:
         """Whether something done now and then, and at the end, is due now (or ``ahead`` steps later)."""
         return self.plan.is_due(occasion, self.progress.position + ahead)
 
-    def checkpoint_due(self, agreed: Wish) -> bool:
+    def checkpoint_due(self, agreed: ControlFlags) -> bool:
         """Whether to save here: so many steps are done, it is time, or the last evaluation was the best so far."""
         # A vote that is read late is still heard after the save that it asked for.
         is_news = self.saved_position < 0 or self.progress.position - self.saved_position > VOTE_LAG
         return self.due("checkpoint") or (agreed.save and is_news) or self.found_best()
 
-    def ending(self, agreed: Wish) -> str:
+    def ending(self, agreed: ControlFlags) -> str:
         """Why the run ends here, or an empty string; the same on all processes."""
         if self.progress.position >= self.plan.total_steps:
             return "duration"
@@ -197,6 +199,13 @@ class Run:
         """Whether an evaluation at this very step was the best so far and is to be kept."""
         best = self.progress.best
         return self.recipe.checkpoint.keep_best and bool(best) and best["position"] == self.progress.position
+
+    @property
+    def last_good(self) -> str:
+        """Names the newest checkpoint, in a sentence; what is not finite is never saved."""
+        if not self.saved_name:
+            return "No checkpoint was saved before."
+        return f"The last good checkpoint is {self.directory.checkpoints / self.saved_name}."
 
     def best_metric(self) -> Metric:
         """The metric that decides which evaluation is best."""

@@ -28,8 +28,8 @@ from paceline.data.balance import SampleLengths
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError
 from paceline.plain_json import load_json
+from paceline.plan import Plan
 from paceline.recipe.load import differences, stored_recipe, to_yaml
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.events import truncate_after
@@ -284,7 +284,7 @@ _BITS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ResumeRequest:
     """What the user asked for.
 
     Attributes:
@@ -358,7 +358,7 @@ class RunLock:
         os.close(self._descriptor)
 
 
-def open_directory(directory: RunDirectory, asked: Asked) -> ResumeDecision:
+def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     """On the first rank: check the directory, write what was asked, and choose where to begin.
 
     Raises:
@@ -366,34 +366,34 @@ def open_directory(directory: RunDirectory, asked: Asked) -> ResumeDecision:
         CheckpointError: If there are, or were, checkpoints but none is whole.
     """
     try:
-        return _open(directory, asked)
+        return _open(directory, request)
     except OSError as error:
         raise cannot("use", Path(error.filename or directory.root), error) from error
 
 
-def _open(directory: RunDirectory, asked: Asked) -> ResumeDecision:
+def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if not directory.exists() or never_trained(directory):
-        return _begin(directory, asked)
-    check_same_run(directory, asked)
-    notices = _notices(directory, read_plan_to_resume(directory), asked)
-    wanted = _wanted(directory, asked.resume)
-    if asked.resume == "never" and CheckpointStore(directory.checkpoints).steps():
+        return _begin(directory, request)
+    check_same_run(directory, request)
+    notices = _notices(directory, read_plan_to_resume(directory), request)
+    wanted = _wanted(directory, request.resume)
+    if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
             f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
             "or leave --resume out to go on with it."
         )
-    if wanted is None and _is_complete(directory, asked):
+    if wanted is None and _is_complete(directory, request):
         return ResumeDecision(choice=Choice(None, 0), completed=True)
     check_links(directory)
     resumes = 0
     if directory.events.is_file():  # before the records are cut back
         resumed = read_events(directory.events, kinds={"resume"})
         resumes = max((int(event["resumes"]) for event in resumed), default=0)
-    choice = prepare_resume(directory, wanted, asked.recipe, asked.plan.total_steps)
-    return _take(directory, asked, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
+    choice = prepare_resume(directory, wanted, request.recipe, request.plan.total_steps)
+    return _take(directory, request, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
 
 
-def _take(directory: RunDirectory, asked: Asked, decision: ResumeDecision, *outdated: Path) -> ResumeDecision:
+def _take(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecision, *outdated: Path) -> ResumeDecision:
     """Write what was asked, and leave nothing there that is no longer true."""
     aside = tuple(_set_damaged_aside(directory))
     # The outcome of an earlier launch is outdated: only a launch that ends writes it anew.
@@ -404,13 +404,13 @@ def _take(directory: RunDirectory, asked: Asked, decision: ResumeDecision, *outd
         folder.mkdir(exist_ok=True)
     identity = settle_identity(directory, decision.choice)
     sync_directory(directory.root)
-    environment = capture_environment(asked.device_facts)
-    if asked.lengths is not None and asked.plan.lengths_sha256 is not None:
-        write_lengths(directory.sample_lengths, asked.lengths.tokens)
-    write_json(directory.plan, asked.plan.to_tree())
+    environment = capture_environment(request.device_facts)
+    if request.lengths is not None and request.plan.lengths_sha256 is not None:
+        write_lengths(directory.sample_lengths, request.lengths.tokens)
+    write_json(directory.plan, request.plan.to_tree())
     write_json(directory.environment, environment)
     # Last, since a directory counts as a run's once its recipe is there.
-    write_text(directory.recipe, to_yaml(asked.recipe))
+    write_text(directory.recipe, to_yaml(request.recipe))
     choice = replace(decision.choice, incidents=(*decision.choice.incidents, *aside))
     return replace(decision, choice=choice, identity=identity)
 
@@ -463,20 +463,20 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
     return None
 
 
-def _begin(directory: RunDirectory, asked: Asked) -> ResumeDecision:
+def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     root = directory.root
     check_links(directory)
     if not directory.exists() and any(not _is_ours(entry.name) for entry in root.iterdir()):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
         )
-    if asked.resume not in ("auto", "never"):
-        of_run = Path(asked.resume).parent.parent
+    if request.resume not in ("auto", "never"):
+        of_run = Path(request.resume).parent.parent
         meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
-        raise RunDirectoryError(f"--resume={asked.resume}: there is no run in '{root}' to go on with.{meant}")
+        raise RunDirectoryError(f"--resume={request.resume}: there is no run in '{root}' to go on with.{meant}")
     tracked = [directory.tracked(name) for name in TRACKERS]
     outdated = (directory.events, directory.confusion, directory.examples, *tracked)
-    return _take(directory, asked, ResumeDecision(choice=Choice(None, 0)), *outdated)
+    return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
 
 
 def _is_ours(name: str) -> bool:
@@ -492,7 +492,7 @@ def never_trained(directory: RunDirectory) -> bool:
     return not used and not CheckpointStore(directory.checkpoints).steps() and not had_checkpoint(directory)
 
 
-def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None = None) -> None:
+def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: str | None = None) -> None:
     """Check that what was asked for continues a run.
 
     Args:
@@ -506,7 +506,7 @@ def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None
     where = f"'{directory.root}'" if address is None else address
     elsewhere = "in another --run-dir" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(read_recipe(directory), str(directory.recipe))
-    if listed := fixed_differences(stored, asked.recipe):
+    if listed := fixed_differences(stored, request.recipe):
         if address is not None:
             raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Begin {elsewhere}.")
         raise RunDirectoryError(
@@ -516,10 +516,10 @@ def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None
     plan = read_plan_to_resume(directory)
     fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
-        if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
+        if number in _ON_CPU_ONLY and request.plan.device != "cpu":
             continue
         # A key that the plan lacks is newer than the run.
-        new = getattr(asked.plan, number)
+        new = getattr(request.plan, number)
         old = plan.get(number, new)
         if old != new:
             raise RunDirectoryError(
@@ -531,16 +531,16 @@ def check_same_run(directory: RunDirectory, asked: Asked, *, address: str | None
             f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
             f"state. Begin a new run {elsewhere}, with model.initialize_from set to its weights."
         )
-    task, asked_task = plan["data"].get("task"), asked.plan.data.get("task")
+    task, asked_task = plan["data"].get("task"), request.plan.data.get("task")
     if task != asked_task:
         raise RunDirectoryError(
             f"the run in {where} trains the task {task}, not {asked_task}; go on with the same, or begin {elsewhere}."
         )
-    _check_same_data(plan["data"], asked, where, elsewhere)
+    _check_same_data(plan["data"], request, where, elsewhere)
 
 
-def _check_same_data(before: Mapping[str, Any], asked: Asked, where: str, elsewhere: str) -> None:
-    now = asked.plan.data
+def _check_same_data(before: Mapping[str, Any], request: ResumeRequest, where: str, elsewhere: str) -> None:
+    now = request.plan.data
     if before.get("digest") != now.get("digest"):
         raise RunDirectoryError(
             f"the data of the run in {where} has changed since it began: other files, names or sizes; "
@@ -550,45 +550,45 @@ def _check_same_data(before: Mapping[str, Any], asked: Asked, where: str, elsewh
     if before.get("content_digest") != now.get("content_digest") and before.keys() & now.keys() >= {"content_digest"}:
         raise RunDirectoryError(
             f"images of the run in {where} have changed since it began, under the same names and sizes "
-            f"({asked.plan.reasons.get('data.content_digest', 'other pixels')}): restore them, or begin {elsewhere}."
+            f"({request.plan.reasons.get('data.content_digest', 'other pixels')}): restore them, or begin {elsewhere}."
         )
     if before.get("teacher") != now.get("teacher"):
         raise RunDirectoryError(
-            f"the run in {where} began with another teacher than {asked.recipe.distillation.teacher} is "
+            f"the run in {where} began with another teacher than {request.recipe.distillation.teacher} is "
             f"now; give distillation.teacher the same weights, best a checkpoint's file, or begin {elsewhere}."
         )
 
 
-def _notices(directory: RunDirectory, plan: Mapping[str, Any], asked: Asked) -> tuple[str, ...]:
+def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRequest) -> tuple[str, ...]:
     """Say what has changed and may change."""
     notices = []
     for number, name in _BITS.items():
         if plan["strategy"] == "exact" and number == "world_size":
             continue
-        if number in _ON_CPU_ONLY and asked.plan.device != "cpu":
+        if number in _ON_CPU_ONLY and request.plan.device != "cpu":
             continue
-        now = getattr(asked.plan, number)
+        now = getattr(request.plan, number)
         before = plan.get(number, now)
         if before != now:
-            mixes = asked.recipe.data.mix.mixup > 0 or asked.recipe.data.mix.cutmix > 0
+            mixes = request.recipe.data.mix.mixup > 0 or request.recipe.data.mix.cutmix > 0
             pairs = ", otherwise mixed" * (number == "logical_ranks" and mixes)
             notices.append(f"{name}: {before} before, {now} now: the same samples{pairs}, but not the same bits")
-    before, now = None, asked.device_facts["torch"]
+    before, now = None, request.device_facts["torch"]
     with contextlib.suppress(RunDirectoryError):
         before = read_environment(directory).get("torch")
     if before is not None and before != now:
         notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
-    if asked.plan.strategy == "exact" != plan["strategy"]:
+    if request.plan.strategy == "exact" != plan["strategy"]:
         notices.append("parallel.exact: off before, on now: the same samples, but not the same bits")
-    elif "fsdp" in (plan["strategy"], asked.plan.strategy) and plan["strategy"] != asked.plan.strategy:
-        before, now = plan["strategy"], asked.plan.strategy
+    elif "fsdp" in (plan["strategy"], request.plan.strategy) and plan["strategy"] != request.plan.strategy:
+        before, now = plan["strategy"], request.plan.strategy
         notices.append(f"strategy: {before} before, {now} now: the same samples, but perhaps not the same bits")
     recipe = stored_recipe(read_recipe(directory), str(directory.recipe))
-    before, now = recipe.parallel.gradient_compression, asked.recipe.parallel.gradient_compression
+    before, now = recipe.parallel.gradient_compression, request.recipe.parallel.gradient_compression
     if before != now:
         notices.append(f"gradients: sent as {before} before, {now} now: the same samples, but not the same bits")
-    if plan["total_steps"] != asked.plan.total_steps:
-        before, now = plan["total_steps"], asked.plan.total_steps
+    if plan["total_steps"] != request.plan.total_steps:
+        before, now = plan["total_steps"], request.plan.total_steps
         notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")
     return tuple(notices)
 
@@ -605,13 +605,13 @@ def _wanted(directory: RunDirectory, resume: str) -> Path | None:
     return path
 
 
-def _is_complete(directory: RunDirectory, asked: Asked) -> bool:
+def _is_complete(directory: RunDirectory, request: ResumeRequest) -> bool:
     if not directory.summary.is_file() or _damage_of(directory, directory.summary) is not None:
         return False
     summary = read_summary(directory)
-    if summary.status != "completed" or asked.plan.total_steps > read_plan_to_resume(directory)["total_steps"]:
+    if summary.status != "completed" or request.plan.total_steps > read_plan_to_resume(directory)["total_steps"]:
         return False
     if summary.details.get("ending") != "patience":
         return True
     before = stored_recipe(read_recipe(directory), str(directory.recipe)).evaluate.patience
-    return before == asked.recipe.evaluate.patience
+    return before == request.recipe.evaluate.patience

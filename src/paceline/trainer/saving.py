@@ -1,14 +1,13 @@
-"""Save the run's state, restore it, and decide when the next checkpoint is due by the clock."""
+"""Save the run's state, and restore it."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline import __version__
 from paceline.checkpoint.mirror import Sendable
@@ -16,104 +15,12 @@ from paceline.checkpoint.sharded import ShardedSave
 from paceline.checkpoint.store import Best, CheckpointStore, Choice, SavedCheckpoint, read_components
 from paceline.errors import CheckpointError
 from paceline.recipe.load import to_yaml
-from paceline.recipe.running import Checkpoint
-from paceline.records.events import CheckpointEvent, IncidentEvent, ResumeEvent
+from paceline.records.events import CheckpointEvent, ResumeEvent
 from paceline.records.reader import Identity, write_identity
 from paceline.records.run_directory import write_text
 from paceline.trainer.mirroring import report_mirror, sendable_records
 from paceline.trainer.nonfinite import check_loss, check_state
-from paceline.units import TimeSpan, format_seconds
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
-
-# With `auto`, before there is a save to be measured.
-_FIRST_SECONDS = 60.0
-_MARGIN_SECONDS = 60.0
-
-
-def job_ends_at(environ: Mapping[str, str]) -> float | None:
-    """Unix time at which Slurm ends this job, where it says so."""
-    end = environ.get("SLURM_JOB_END_TIME", "")
-    return float(end) if end.isdigit() and int(end) > 0 else None
-
-
-def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Training time between two checkpoints that loses least, to saves and to what failures undo, in seconds.
-
-    First-order optimum of Young (1974), which Daly (2006) refines; the two differ by less than the cost itself as long
-    as a save costs much less than the time between failures.
-
-    Args:
-        cost_seconds: For which training stands still per save.
-        mtbf_seconds: Mean time between failures of the whole job.
-    """
-    return math.sqrt(2 * cost_seconds * mtbf_seconds)
-
-
-class Cadence:
-    """Tells the first rank when to wish for a checkpoint; all ranks agree on it as on a stop.
-
-    Args:
-        checkpoint: What the recipe asks for.
-        ends_at: Unix time at which the job will be ended from outside; None if nobody says so.
-        clock: Seconds that only grow.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, *, ends_at: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._clock = clock
-        self._mtbf = checkpoint.mtbf.seconds
-        self._is_auto = checkpoint.every == "auto"
-        self._is_measured = False
-        self._interval = _interval_of(checkpoint)
-        self._saved_at = clock()
-        self._write_seconds = 0.0
-        self._ends_at = None if ends_at is None or checkpoint.every is None else clock() + ends_at - time.time()
-
-    def is_due(self) -> bool:
-        """Whether to save after this step."""
-        now = self._clock()
-        if self._ends_at is not None and now >= self._last_chance():
-            return True
-        return now - self._saved_at >= self._interval
-
-    def saved(self, paused_seconds: float) -> str | None:
-        """Note a save that has begun, and for how long training stood still; returns news of the cadence, if any."""
-        now = self._clock()
-        if self._ends_at is not None and now >= self._last_chance():
-            self._ends_at = None  # one is enough
-        self._saved_at = now
-        if not self._is_auto:
-            return None
-        self._interval = max(young_interval(paused_seconds, self._mtbf), 2 * self._write_seconds)
-        if self._is_measured:
-            return None
-        self._is_measured = True
-        return (
-            f"a checkpoint pauses training for {format_seconds(paused_seconds)}: there will be one every "
-            f"{format_seconds(self._interval)} (checkpoint.every=auto)"
-        )
-
-    def wrote(self, seconds: float) -> None:
-        """Note how long it took until a checkpoint was on the disk."""
-        self._write_seconds = seconds
-
-    def _last_chance(self) -> float:
-        """When a save must begin to be whole before the job is ended."""
-        assert self._ends_at is not None
-        return self._ends_at - _MARGIN_SECONDS - 3 * self._write_seconds
-
-
-def _interval_of(checkpoint: Checkpoint) -> float:
-    match checkpoint.every:
-        case TimeSpan() as span:
-            return span.seconds
-        case "auto":
-            return _FIRST_SECONDS
-        case _:
-            return math.inf
+from paceline.trainer.run import Run
 
 
 def save_checkpoint(run: Run) -> None:
@@ -134,7 +41,7 @@ def save_checkpoint(run: Run) -> None:
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
         name = f"step-{run.progress.step:08d}"
-        report_mirror(run)
+        report_mirror(run.mirroring, run.recorder)
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
         # Records reach the disk before the checkpoint that vouches for them does.
         run.recorder.flush(durable=True)
@@ -171,7 +78,7 @@ def finish_saving(run: Run) -> None:
     before: tuple[int, int] | None = None
     while (progress := run.collectives.on_first(lambda: _progress(run, store, patience))) is not None:
         if progress != before:
-            run.pulse.tick()
+            run.heartbeat.tick()
         before = progress
         if run.strategy.is_sharded:
             # Who cannot write may not be able to leave a note of it either.
@@ -206,8 +113,8 @@ def _write_later(run: Run, store: CheckpointStore, sharded: ShardedSave | None) 
     states = run.components.snapshot()
     for losses, samples, *_ in states["window"]["ranks"]:
         # Weights behind a loss that is not finite must not push out the last good checkpoint.
-        check_loss(run, losses / max(samples, 1))
-    check_state(run)
+        check_loss(losses / max(samples, 1), run.recorder, run.last_good)
+    check_state(run.models(), run.recorder, run.last_good)
     step, position, best, mirroring = run.progress.step, run.progress.position, dict(run.progress.best), run.mirroring
     facts = {
         "version": __version__,
@@ -263,7 +170,7 @@ def restore(run: Run, choice: Choice, *, resumes: int) -> None:
         store = CheckpointStore(run.directory.checkpoints)
         run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))
     for kind, message in choice.incidents:
-        run.recorder.write(IncidentEvent(**run.progress.here, incident=kind, message=message))
+        run.recorder.incident(kind, message)
     if choice.path is not None:
         run.recorder.write(
             ResumeEvent(

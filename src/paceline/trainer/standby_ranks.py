@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline.distributed.environment import Launch
 from paceline.errors import RunDirectoryError
-from paceline.recipe.batching import usable_processes
+from paceline.plan.batching import usable_processes
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory

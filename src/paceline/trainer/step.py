@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +11,7 @@ from paceline.data.random_draws import seed_of
 from paceline.data.slices import SampleSlice
 from paceline.distributed.strategy import MicroBatch
 from paceline.optim.build import apply_settings
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
+from paceline.trainer.run import Run
 
 
 def train_step(run: Run, batches: Iterator[Batch]) -> bool:
@@ -31,7 +28,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
             with run.span("backward", meets=is_last, samples=batch.ids):
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
-                voting = run.strategy.with_vote(share, run.wish, is_last=is_last, spoiled=mark)
+                voting = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
                 run.backward(voting, batch)
         run.window.add(loss, batch)
     with run.span("optimizer"):

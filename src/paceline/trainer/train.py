@@ -24,10 +24,10 @@ from paceline.distributed.waiting import EndedBySignals
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
 from paceline.optim.build import build_optimizer
+from paceline.plan import Plan
 from paceline.recipe.load import LoadedRecipe, recipe_digest
-from paceline.recipe.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline.records.events import FinishEvent, IncidentEvent, StartEvent, Status, StopEvent
+from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.storage.addresses import is_address
@@ -53,16 +53,16 @@ from paceline.trainer.preparation import (
     Prepared,
     find_host_limits,
     plan_network,
-    plan_run,
+    planner,
     prepare,
     take_initial_weights,
     without_initial_weights,
     without_mirror,
 )
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory
-from paceline.trainer.recorder import digests, summarise
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import Asked, ResumeDecision, RunLock, check_visible, open_directory
+from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
+from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import restore
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.units import format_count
@@ -142,22 +142,23 @@ def plan_only(
         check_target(Path(source))
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
-    plan = _with_limits(plan_run(recipe, task, machine, world), recipe)
+    make_plan = planner(recipe, task, machine, world)
+    notes = _limits(make_plan(), recipe) | ({} if assumed is None else {"data.path": assumed})
     begin = partial(take_initial_weights, asked=replace(recipe.model, initialize_from=source))
     network = network_to_plan(recipe, task, begin)
     task.prepare_training(Placement(device=torch.device("cpu")))
-    plan = plan_network(plan, network, recipe)
+    plan = plan_network(partial(make_plan, notes=notes), network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
-    return plan if assumed is None else replace(plan, reasons={**plan.reasons, "data.path": assumed})
+    return plan
 
 
-def _with_limits(plan: Plan, recipe: Recipe) -> Plan:
-    """Add to a plan what stands against it on this machine; one of many processes may be meant for another."""
+def _limits(plan: Plan, recipe: Recipe) -> dict[str, str]:
+    """What stands against a plan on this machine; one of many processes may be meant for another."""
     found = find_host_limits(plan, recipe)
     if found.refusal and plan.local_world_size == 1:
         raise DataError(found.refusal)
     said = [each for each in (found.refusal, *found.warnings) if each]
-    return replace(plan, reasons={**plan.reasons, "this machine": " ".join(said)}) if said else plan
+    return {"this machine": " ".join(said)} if said else {}
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
@@ -235,15 +236,17 @@ def _opened(
         check_all_resume(resumes, recipe, collectives)
 
         # The first process: where the run begins, from the copy at an address or from what is here.
-        asked = Asked(
+        request = ResumeRequest(
             recipe=prepared.recipe,
             plan=prepared.plan,
             resume=options.resume,
             device_facts=_device_facts(prepared, launch),
             lengths=prepared.geometry.lengths,
         )
-        mirror_state = restore_from_mirror(directory, asked, collectives, display.message)
-        opening = on_first_without_timeout(collectives, recipe, partial(open_directory, directory, asked), name="open")
+        mirror_state = restore_from_mirror(directory, request, collectives, display.message)
+        opening = on_first_without_timeout(
+            collectives, recipe, partial(open_directory, directory, request), name="open"
+        )
         check_resumed(resumes, recipe, opening)
         opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
         if not opening.completed:
@@ -252,7 +255,7 @@ def _opened(
             collectives.on_first(lambda: opened.append(held.enter_context(directory.held())))
             directory = opened[-1]
         mirroring = held.enter_context(
-            mirror_checkpoints(directory, asked, opening, mirror_state, collectives, display.message)
+            mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)
         )
         waiting.close()
         yield (
@@ -357,7 +360,15 @@ def _fit(run: Run) -> TrainResult:
     try:
         with contextlib.closing(run.clock):
             ending = fit(run)
-        finish_mirroring(run)
+        finish_mirroring(
+            run.mirroring,
+            run.recipe,
+            run.directory,
+            run.collectives,
+            run.heartbeat,
+            run.recorder,
+            run.display.message,
+        )
         reasons = {
             "signal": run.stop.signal_name or "another process was asked",
             "patience": "no better evaluation",
@@ -366,9 +377,9 @@ def _fit(run: Run) -> TrainResult:
         if ending in reasons:
             run.recorder.write(StopEvent(**run.progress.here, reason=reasons[ending]))
         if ending not in ("signal", "until"):
-            check_outcome(run)
-            if warning := divergence(run):
-                run.recorder.write(IncidentEvent(**run.progress.here, incident="diverged", message=warning))
+            check_outcome(run.task, run.recorder, run.last_good)
+            if warning := divergence(run.window, run.progress.last):
+                run.recorder.incident("diverged", warning)
         return _conclude(run, "stopped" if ending in ("signal", "until") else "completed", ending)
     except ValueError as error:
         # No plan foresees it where the other samples could not be read, or a module normalises by itself.
@@ -399,7 +410,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
         message = f"the processes died and were started again, {restarts} time{'s' * (restarts > 1)} by now"
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="restart", message=message))
+        run.recorder.incident("restart", message)
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
     run.display.start(

@@ -12,21 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from paceline.data.batch import Batch, rows_of
 from paceline.distributed.exact import buffers_kept
-from paceline.distributed.strategy import Replicas, Wish, refuse_unused
+from paceline.distributed.strategy import ControlFlags, Replicas, refuse_unused
 from paceline.errors import ModelError
 from paceline.models.compiled import shape_of
-from paceline.records.events import IncidentEvent, MeasurementEvent
+from paceline.records.events import MeasurementEvent
+from paceline.trainer.run import Run
 from paceline.trainer.step import seed_forward
 from paceline.world import World
-
-if TYPE_CHECKING:
-    from paceline.trainer.run import Run
 
 
 def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -39,7 +37,7 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     Raises:
         ModelError: If parameters took no part in the loss: other processes would wait for their gradients for ever.
     """
-    run.pulse.enter("data_wait")
+    run.heartbeat.enter("data_wait")
     claim_memory(run)
     first = next(batches, None)
     if first is None or not run.strategy.is_rehearsed:
@@ -67,12 +65,12 @@ def claim_memory(run: Run) -> None:
 
 def _send_through(run: Run, first: Batch) -> None:
     with buffers_kept(run.network):
-        run.pulse.enter("forward", samples=first.ids)
+        run.heartbeat.enter("forward", samples=first.ids)
         seed_forward(run.recipe.seed, first.slice, run.device)
         with run.precision.autocast():
             loss = run.task.loss(run.strategy.model, first)
-        run.pulse.enter("backward", last=True)
-        torch.autograd.backward(run.strategy.with_vote(loss * 0, Wish, is_last=True))
+        run.heartbeat.enter("backward", last=True)
+        torch.autograd.backward(run.strategy.with_vote(loss * 0, ControlFlags, is_last=True))
         try:
             if run.strategy.is_rehearsed:
                 refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
@@ -110,7 +108,7 @@ class Comparison:
         return f"{self.median:.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f}, {len(self.ratios)} rounds)"
 
 
-class Trial:
+class GradientProbe:
     """Forward and backward passes of one micro-batch that move nothing: no weight, buffer, gradient or random state."""
 
     def __init__(self, run: Run, replicas: Replicas, batch: Batch) -> None:
@@ -166,13 +164,13 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     first = next(batches, None)
     if first is None:
         return batches
-    run.pulse.enter("forward", samples=first.ids)
+    run.heartbeat.enter("forward", samples=first.ids)
     for each in asked:
         begun = time.perf_counter()
         found, failure = None, ""
         try:
-            with (trial := Trial(run, run.strategy, first)).without_a_trace():
-                found = each(trial)
+            with (probe := GradientProbe(run, run.strategy, first)).without_a_trace():
+                found = each(probe)
         except ModelError as error:
             failure = str(error)
         _agree(run, failure)
@@ -182,16 +180,16 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     return chain([first], batches)
 
 
-def measure_deterministic(trial: Trial) -> MeasurementEvent:
+def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
     """Measure what deterministic kernels cost, on the network as it is uncompiled.
 
     Raises:
         ModelError: If an operation has none.
     """
-    run = trial.run
+    run = probe.run
 
     def passes() -> Gradients:
-        return trial.gradients(run.network)
+        return probe.gradients(run.network)
 
     def freely() -> Gradients:
         with _any_kernels(run.device):
@@ -204,7 +202,7 @@ def measure_deterministic(trial: Trial) -> MeasurementEvent:
             raise
         raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
     freely()
-    cost = trial.compare(passes, freely)
+    cost = probe.compare(passes, freely)
     return MeasurementEvent(
         **run.progress.here,
         what="deterministic",
@@ -254,28 +252,28 @@ _ROUNDING = 4.0
 _NEGLIGIBLE = 1e-4
 
 
-def check_compiled(trial: Trial) -> MeasurementEvent:
+def check_compiled(probe: GradientProbe) -> MeasurementEvent:
     """Compare one micro-batch's gradient, compiled and not, and time both.
 
     Raises:
         ModelError: If they differ by more than rounding.
     """
-    run = trial.run
+    run = probe.run
     called = run.strategy.model
     compiled = run.compiled["model"]
-    inputs = trial.batch.inputs
+    inputs = probe.batch.inputs
     if not compiled.compiles(shape_of((inputs,), {})):
         message = f"model.compile: micro-batches of {rows_of(inputs)}, as the first one, run uncompiled"
         return MeasurementEvent(**run.progress.here, what="compile", message=message, seconds=0.0)
-    found = trial.gradients(called)
-    expected = trial.gradients(run.network)
+    found = probe.gradients(called)
+    expected = probe.gradients(run.network)
     compiled_seconds = sum(each.seconds for each in compiled.log.graphs)
-    error = _distance(trial, found, expected)
-    speedup = trial.compare(lambda: trial.gradients(run.network), lambda: trial.gradients(called))
+    error = _distance(probe, found, expected)
+    speedup = probe.compare(lambda: probe.gradients(run.network), lambda: probe.gradients(called))
     if max(speedup.ratios) < 1:
         longer = speedup.inverse()
         message = f"the compiled network takes {longer} times as long as uncompiled here; set model.compile=false."
-        run.recorder.write(IncidentEvent(**run.progress.here, incident="slow_compile", message=message))
+        run.recorder.incident("slow_compile", message)
     return MeasurementEvent(
         **run.progress.here,
         what="compile",
@@ -288,15 +286,15 @@ def check_compiled(trial: Trial) -> MeasurementEvent:
     )
 
 
-def _distance(trial: Trial, found: Gradients, expected: Gradients) -> float:
+def _distance(probe: GradientProbe, found: Gradients, expected: Gradients) -> float:
     """Distance of two gradients over the length of the second.
 
     Raises:
         ModelError: If any parameter's differ by more than rounding.
     """
-    run = trial.run
+    run = probe.run
     rounded = run.plan.precision != "fp32"
-    exact = trial.gradients(run.network, autocast=False) if rounded else expected
+    exact = probe.gradients(run.network, autocast=False) if rounded else expected
     whole, numbers = _length(expected.values()), sum(each.numel() for each in expected.values())
     if not math.isfinite(whole):
         return math.nan  # nothing can be said of it; the guard against losses that are no numbers will

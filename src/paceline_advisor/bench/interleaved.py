@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from paceline.metrics.intervals import Interval, paired_ratio, rate_interval
 from paceline.recipe.load import to_yaml
-from paceline.recipe.profile import Profile
+from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan

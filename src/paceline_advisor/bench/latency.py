@@ -25,8 +25,8 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.metrics.intervals import part_means, quantile, rate_interval
+from paceline.plan.compute import resolve_channels_last, resolve_precision
 from paceline.recipe.load import load_recipe, stored_recipe
-from paceline.recipe.plan import resolve_channels_last, resolve_precision
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
 from paceline.tasks.task import build_task
@@ -145,7 +145,7 @@ def _untrained(recipe: Recipe, device: torch.device, precision: str) -> _Subject
         raise RecipeError(
             f"task={recipe.task} says no {missing[0]} of its data; bench --inference asks networks for images."
         )
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, describe_machine(device), {}))
+    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, describe_machine(device)))
     network = build_network(recipe, task, placement)[0].eval()
     answers = task.evaluated(network)
     normalize = Normalize(tuple(facts["mean"]), tuple(facts["std"]), placement)
@@ -165,7 +165,7 @@ def _untrained(recipe: Recipe, device: torch.device, precision: str) -> _Subject
 
 def _resolved(precision: str, device: torch.device) -> str:
     """``auto`` as training resolves it."""
-    return resolve_precision(Recipe(), describe_machine(device), {}) if precision == "auto" else precision
+    return resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
 
 
 def _scenarios(subject: _Subject, asked: Bench, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:

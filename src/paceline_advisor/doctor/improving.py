@@ -13,14 +13,14 @@ from torch import nn
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError
+from paceline.plan import MachineFacts
 from paceline.recipe.layers import set_keys, spelled
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
-from paceline.recipe.plan import MachineFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.meta_network import build_shapes
-from paceline.trainer.preparation import plan_network, plan_run, without_initial_weights
+from paceline.trainer.preparation import plan_network, planner, without_initial_weights
 from paceline.world import World
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measured, run_bursts
@@ -97,10 +97,10 @@ class _Asked:
         with untouched():
             task = build_task(self._recipe)
             world = World(world_size=processes, local_world_size=processes)
-            plan = plan_run(self._recipe, task, self._machine, world)
+            make_plan = planner(self._recipe, task, self._machine, world)
             if self._shapes is None:
-                self._shapes = build_shapes(self._recipe, task, channels_last=plan.channels_last)
-            return plan_network(plan, self._shapes, self._recipe).unused
+                self._shapes = build_shapes(self._recipe, task, channels_last=make_plan().channels_last)
+            return plan_network(make_plan, self._shapes, self._recipe).unused
 
     def can_be_planned(self, processes: int) -> bool:
         """Whether it is not refused."""

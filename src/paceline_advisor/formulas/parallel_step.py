@@ -330,7 +330,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class ParallelConfig:
     """How the devices share a step.
 
     Attributes:
@@ -398,7 +398,7 @@ def slowest_of(devices: int) -> float:
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: Way) -> Prediction:
+def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: ParallelConfig) -> Prediction:
     """The step of ``fabric.devices`` devices."""
     middle = _step(network, one, fabric, host, way, doubt=1.0)
     low = _step(network, _off(one, 1 / (1 + one.doubt)), fabric, host, way, doubt=1 / DOUBT)
@@ -425,7 +425,7 @@ def _off(one: OneDevice, factor: float) -> OneDevice:
     return replace(one, seconds=one.seconds * factor)
 
 
-def _computing(network: Network, one: OneDevice, host: Host, way: Way) -> tuple[float, float]:
+def _computing(network: Network, one: OneDevice, host: Host, way: ParallelConfig) -> tuple[float, float]:
     """Seconds of one pass on one device, and what of them is waiting for kernels to be launched."""
     seconds = one.seconds * way.micro_batch / one.samples
     if host.shares_cores or (one.samples == way.micro_batch and not one.is_bound):
@@ -435,7 +435,7 @@ def _computing(network: Network, one: OneDevice, host: Host, way: Way) -> tuple[
 
 
 def _step(
-    network: Network, one: OneDevice, fabric: Fabric, host: Host, way: Way, *, doubt: float
+    network: Network, one: OneDevice, fabric: Fabric, host: Host, way: ParallelConfig, *, doubt: float
 ) -> dict[Cause, float]:
     devices = fabric.devices
     single, launching = _computing(network, one, host, way)
@@ -466,7 +466,7 @@ def _step(
     return parts
 
 
-def _timeline(network: Network, fabric: Fabric, way: Way, pass_seconds: float, doubt: float) -> Timeline:
+def _timeline(network: Network, fabric: Fabric, way: ParallelConfig, pass_seconds: float, doubt: float) -> Timeline:
     taken = way.taken
     if taken is None:
         taken = UNITS_OF_A_COLLECTIVE / (way.units_per_device or UNKNOWN_UNITS)

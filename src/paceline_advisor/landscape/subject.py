@@ -28,9 +28,9 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
 from paceline.metrics.accumulator import Accumulator
+from paceline.plan.compute import resolve_channels_last, resolve_threads
+from paceline.plan.rates import lr_factor
 from paceline.recipe.named_code import refuse_foreign_code
-from paceline.recipe.plan import resolve_channels_last, resolve_threads
-from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
 from paceline.tasks.image_classification import ImageClassification
@@ -336,9 +336,9 @@ def open_run(target: Path, ask: Landscape, world: World) -> Opened:
     recipe = scoring_recipe(saved, ask.overrides)
     refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=is_code_trusted())
     device = choose_device(recipe.parallel.device, world)
-    machine, reasons = describe_machine(device), dict[str, str]()
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine, reasons))
-    torch.set_num_threads(resolve_threads(recipe, machine, world.local_world_size, reasons))
+    machine = describe_machine(device)
+    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine))
+    torch.set_num_threads(resolve_threads(recipe, machine, world.local_world_size)[0])
     request = EvaluationRequest(target=target, overrides=ask.overrides, weights=ask.weights, best=ask.best)
     task, _ = scoring_task(request, saved, recipe, world)
     network = task.build_model()

@@ -17,11 +17,11 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, RecipeError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
+from paceline.plan import MachineFacts, Plan
+from paceline.plan.strategy import check_sharding
+from paceline.plan.strategy import weigh as weighed
 from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import check_sharding
-from paceline.recipe.strategy import weigh as weighed
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline.units import format_bytes, format_count

@@ -23,10 +23,10 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
 from paceline.machine import memory_limit
 from paceline.pages.shown import Shown
-from paceline.recipe.batching import micro_batch_size, with_fitting_ghosts
+from paceline.plan.batching import micro_batch_size, with_fitting_ghosts
+from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import load_recipe, to_yaml
-from paceline.recipe.plan import resolve_evaluation_batch
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
@@ -125,7 +125,7 @@ class TrialGround:
         orders = Orders(
             task=self.recipe.task,
             samples=_STEPS * recipe.batch.global_size,
-            evaluation_samples=resolve_evaluation_batch(self.recipe, {}) * self.processes,
+            evaluation_samples=resolve_evaluation_batch(self.recipe) * self.processes,
             memory=self.memory,
         )
         arguments = ["train", str(path), f"task={REFERENCE}", "--run-dir", str(run_dir)]
@@ -206,7 +206,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
             every=None if recipe.evaluate.every is None else steps,
             patience=None,
             # Left open, it would follow the trial's global batch, which is smaller than the run's.
-            batch_size=resolve_evaluation_batch(recipe, {}),
+            batch_size=resolve_evaluation_batch(recipe),
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(recipe.parallel, logical_ranks="auto"),
@@ -429,7 +429,7 @@ def _share(recipe: Recipe, processes: int) -> int:
     """Samples of a process in every step, which micro-batches must divide."""
     whole = replace(recipe, batch=replace(recipe.batch, micro_size="auto"))
     whole = replace(whole, parallel=replace(whole.parallel, logical_ranks="auto", exact=False))
-    return micro_batch_size(whole, processes, {})
+    return micro_batch_size(whole, processes)
 
 
 def _available(processes: int) -> int | None:

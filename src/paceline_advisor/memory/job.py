@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
 from paceline.errors import RecipeError
 from paceline.models.build import parameter_count
-from paceline.recipe.plan import MachineFacts
-from paceline.recipe.strategy import ParameterNumbers, gradients_held_by_exact
+from paceline.plan import MachineFacts, ParameterNumbers
+from paceline.plan.strategy import gradients_held_by_exact
 from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings

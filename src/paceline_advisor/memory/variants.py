@@ -11,8 +11,8 @@ from functools import cache
 from torch import nn
 
 from paceline.distributed.sharding import modules_to_shard
+from paceline.plan import MachineFacts, Plan
 from paceline.recipe.data import Mix
-from paceline.recipe.plan import MachineFacts, Plan
 from paceline.recipe.running import Parallel
 from paceline.telemetry.allocations import Allocation
 from paceline.telemetry.memory import private_bytes

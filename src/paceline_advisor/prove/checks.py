@@ -9,8 +9,8 @@ from operator import itemgetter
 import torch
 
 from paceline.data.batch import Batch
-from paceline.optim.schedules import LearningRate
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
+from paceline.plan.rates import LearningRate
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory

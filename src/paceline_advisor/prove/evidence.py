@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.data.batch import Batch, chosen
 from paceline.errors import RecipeError
 from paceline.optim.embedding_optim import has_sparse_gradients
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline_advisor.prove.notes import Observed, copies_of
 from paceline_advisor.prove.reference import Plain, difference, dropouts, norms, put_to_rest

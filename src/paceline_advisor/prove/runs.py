@@ -10,12 +10,11 @@ from pathlib import Path
 from torch import nn
 
 from paceline.errors import RecipeError, TrainingError
-from paceline.recipe.batching import with_fitting_ghosts
+from paceline.plan import Plan
+from paceline.plan.batching import with_fitting_ghosts
 from paceline.recipe.layers import set_keys, spelled
 from paceline.recipe.load import load_recipe, to_tree, to_yaml
-from paceline.recipe.plan import Plan
-from paceline.recipe.profile import Profile
-from paceline.recipe.running import Checkpoint, Parallel, Telemetry
+from paceline.recipe.running import Checkpoint, Parallel, Profile, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch

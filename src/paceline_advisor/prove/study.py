@@ -20,9 +20,9 @@ from rich.text import Text
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError, TrainingError
 from paceline.pages.shown import Shown
+from paceline.plan import Plan
 from paceline.processes import can_find_descendants
 from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.recipe.plan import Plan
 from paceline.tasks.task import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested, Progress, chosen, copied, mapped, tensors_in
-from paceline.data.boxes.objects import BoxSubset
+from paceline.data.boxes.pipeline import BoxSubset
 from paceline.data.image.source import SubsetSource
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -26,7 +26,7 @@ from paceline.data.slices import SampleWeights
 from paceline.distributed.environment import read_launch
 from paceline.metrics.accumulator import Collector
 from paceline.metrics.answers import Answers
-from paceline.recipe.plan import DataFacts
+from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
 from paceline.tasks.image_classification import ImageClassification

@@ -18,8 +18,8 @@ from paceline.devices import recognise
 from paceline.errors import LaunchError, TrainingError
 from paceline.machine import available_cores, cpu_name
 from paceline.metrics.intervals import Interval, mean_interval
+from paceline.plan.batching import with_fitting_ghosts
 from paceline.processes import ProcessGroup
-from paceline.recipe.batching import with_fitting_ghosts
 from paceline.recipe.running import Parallel
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch

@@ -19,8 +19,8 @@ from paceline.models.build import build_model
 from paceline.models.flops import StepWork, WorkCounter
 from paceline.models.operator_work import tensors_in
 from paceline.models.transfer import adapt
+from paceline.plan import ParameterNumbers
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import ParameterNumbers
 from paceline.tasks.detection import why_not_sharded
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import build_task

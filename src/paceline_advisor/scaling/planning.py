@@ -12,11 +12,11 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline.recipe.batching import usable_processes
+from paceline.plan.batching import usable_processes
+from paceline.plan.rates import lr_factor
+from paceline.plan.strategy import weigh
 from paceline.recipe.load import load_recipe
-from paceline.recipe.rates import lr_factor
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import weigh
 from paceline_advisor.commands import Plan
 from paceline_advisor.scaling.here import cluster_here
 from paceline_advisor.scaling.room import Room, rooms

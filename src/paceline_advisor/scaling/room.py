@@ -17,11 +17,11 @@ from paceline.devices import Device
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
 from paceline.models.ceilings import ceilings_of
-from paceline.recipe.batching import micro_batch_size
-from paceline.recipe.compute import WITH_GRAPHS
-from paceline.recipe.plan import MachineFacts
+from paceline.plan import MachineFacts
+from paceline.plan.batching import micro_batch_size
+from paceline.plan.compute import WITH_GRAPHS
+from paceline.plan.strategy import check_sharding
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import check_sharding
 from paceline.recipe.training import Batch
 from paceline.tasks.detection import why_not_sharded
 from paceline.trainer.fake_batch import with_stand_in_data
@@ -70,7 +70,7 @@ def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | No
         raise RecipeError("batch.growth changes the step while training goes on; leave it out, or use --batch-per-gpu.")
     found = {}
     for size in sizes:
-        micro = micro_batch_size(recipe, size, {})
+        micro = micro_batch_size(recipe, size)
         found[size] = Share(size, micro, recipe.batch.global_size // (micro * size))
     return found
 

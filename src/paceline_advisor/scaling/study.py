@@ -17,7 +17,7 @@ from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.models.flops import StepWork
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline.recipe.compute import WITH_GRAPHS
+from paceline.plan.compute import WITH_GRAPHS
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.units import format_seconds
@@ -28,9 +28,9 @@ from paceline_advisor.formulas.parallel_step import (
     Compiled,
     Host,
     OneDevice,
+    ParallelConfig,
     Prediction,
     Strategy,
-    Way,
     predict,
 )
 from paceline_advisor.formulas.scaling import Fabric
@@ -388,7 +388,7 @@ class Scaling:
     def _row(self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None) -> Row:
         size = share.devices
         host = replace(self._host, threads=self._threads(size)) if self._host.shares_cores else self._host
-        way = Way(
+        way = ParallelConfig(
             strategy=strategy,
             micro_batch=share.micro_batch,
             passes=share.passes,

@@ -18,17 +18,18 @@ from paceline.command import Log
 from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
-from paceline.optim.schedules import LearningRate, Schedules
+from paceline.optim.schedules import Schedules
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.recipe.batching import micro_batch_size
+from paceline.plan.batching import micro_batch_size
+from paceline.plan.rates import LearningRate, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
-from paceline.recipe.profile import Profile
-from paceline.recipe.rates import lr_factor
+from paceline.recipe.running import Profile
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run import Run
+from paceline.trainer.run_records import report_broken
 from paceline.trainer.step import train_step
 from paceline.trainer.train import Options, TaskMaker, opened_run
 from paceline.trainer.warmup import check_first_batch, warm_up
@@ -53,7 +54,7 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
     batch = recipe.batch
     if batch.growth:
         # The first size stays, in the micro-batches that it has beside the later ones.
-        batch = replace(batch, micro_size=micro_batch_size(recipe, world_size, {}), growth={})
+        batch = replace(batch, micro_size=micro_batch_size(recipe, world_size), growth={})
     return replace(
         recipe,
         batch=batch,
@@ -102,10 +103,10 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
             rate = run.schedules.at(run.progress.step).learning_rate
             stepped = train_step(run, batches)
             run.progress.advance(stepped=stepped)
-            run.pulse.enter("record")
+            run.heartbeat.enter("record")
             # The host waits for the device in each step: the next one depends on the loss.
             drained = run.window.drain()
-            run.recorder.report_broken(run, drained.broken)
+            report_broken(run, drained.broken)
             loss = drained.loss
             run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
             run.clock.drain()
@@ -122,7 +123,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
 def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending | None:
     """Why the test ends here, if it does; the same on all processes, as all know the same losses."""
     # First of all, since it is a collective on some devices: each process asks as often as the others.
-    if run.strategy.agreed(run.wish()).stop:
+    if run.strategy.agreed(run.control_flags()).stop:
         return "signal"
     if loss is None and run.precision.scaler is not None:
         # fp16 tries the rate again at a lower scale, but not for ever.

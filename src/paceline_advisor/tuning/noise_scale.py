@@ -29,7 +29,7 @@ from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.recipe.batching import fixed_logical_ranks, with_nearest_ghosts
+from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghosts
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -39,7 +39,7 @@ from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
 from paceline.trainer.train import Options, opened_run
-from paceline.trainer.warmup import FP16_SCALE, Trial
+from paceline.trainer.warmup import FP16_SCALE, GradientProbe
 from paceline_advisor.commands import NoiseScale
 
 # Micro-batches that a step is cut into unless the recipe says so: each new one helps less.
@@ -227,7 +227,7 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
             points.append(NoisePoint(step=step, averages=NoiseAverages.of(_estimates(run, steps)), steps=steps))
             log(in_words(points[-1], _unit(run)))
         plan, unit = run.plan, _unit(run)
-        batch_weight = plan.global_batch_size * mean_weight(run)
+        batch_weight = plan.global_batch_size * mean_weight(run.geometry)
     return NoiseReport(
         name=loaded.name,
         global_batch_size=plan.global_batch_size,
@@ -323,7 +323,7 @@ def _of_step(run: Run, batches: Sequence[Batch]) -> Estimate | None:
     for batch in batches:
         if not batch.weight:
             continue
-        gradients = _gradients(Trial(run, run.strategy, batch))
+        gradients = _gradients(GradientProbe(run, run.strategy, batch))
         torch._foreach_add_(total, gradients, alpha=batch.weight)
         parts.append((batch.weight, _square(gradients)))
     everyones = [each for part in run.collectives.gather(parts) for each in part]
@@ -338,10 +338,10 @@ def _of_step(run: Run, batches: Sequence[Batch]) -> Estimate | None:
     return estimate(samples / len(everyones), small / scale, samples, _square(total) / samples**2 / scale)
 
 
-def _gradients(trial: Trial) -> list[torch.Tensor]:
-    with trial.without_a_trace():
-        found = trial.gradients(trial.run.network)
-    trained = ((name, each) for name, each in trial.run.network.named_parameters() if each.requires_grad)
+def _gradients(probe: GradientProbe) -> list[torch.Tensor]:
+    with probe.without_a_trace():
+        found = probe.gradients(probe.run.network)
+    trained = ((name, each) for name, each in probe.run.network.named_parameters() if each.requires_grad)
     return [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
 
 

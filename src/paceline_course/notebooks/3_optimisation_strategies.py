@@ -551,7 +551,7 @@ def warmup_rate(step: int, first: float, peak: float, warmup_steps: int) -> floa
 
 
 # %% tags=["check"]
-from paceline.optim.schedules import LearningRate
+from paceline.plan.rates import LearningRate
 
 with exercise("3.3"):
     assert math.isclose(warmup_rate(0, 0.1, 3.2, 10), 0.1), "step 0 has the first rate"

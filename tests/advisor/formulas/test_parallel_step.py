@@ -16,8 +16,8 @@ from paceline_advisor.formulas.parallel_step import (
     Launches,
     Network,
     OneDevice,
+    ParallelConfig,
     Unit,
-    Way,
     predict,
     slowest_of,
 )
@@ -39,7 +39,7 @@ FABRIC = Fabric(
 )
 
 HOST = Host()
-WAY = Way(strategy="ddp", micro_batch=64)
+WAY = ParallelConfig(strategy="ddp", micro_batch=64)
 
 
 def test_with_a_perfect_link_and_host_scaling_is_linear() -> None:

@@ -16,7 +16,7 @@ from paceline.distributed.device import (
     reserve_deterministic_workspace,
 )
 from paceline.distributed.environment import read_launch
-from paceline.distributed.strategy import MicroBatch, SingleProcess, Wish
+from paceline.distributed.strategy import ControlFlags, MicroBatch, SingleProcess
 from paceline.errors import DataError, RecipeError
 from paceline.world import World
 
@@ -54,10 +54,10 @@ def test_one_process_votes_for_itself() -> None:
     assert strategy.model is network
     loss = torch.ones(())
     with strategy.micro_batch(MicroBatch(0, 8, 4, is_last=False)):
-        assert strategy.with_vote(loss, Wish, is_last=True) is loss
+        assert strategy.with_vote(loss, ControlFlags, is_last=True) is loss
     # Asked during the backward pass, it need not wait for another step.
-    for wish in (Wish(), Wish(stop=True), Wish(save=True)):
-        assert strategy.agreed(wish) == wish
+    for flags in (ControlFlags(), ControlFlags(stop=True), ControlFlags(save=True)):
+        assert strategy.agreed(flags) == flags
     strategy.sync_buffers([network])
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.exact import ExactDataParallel
-from paceline.distributed.strategy import MicroBatch, Wish
+from paceline.distributed.strategy import ControlFlags, MicroBatch
 from paceline.world import World
 
 SIZES = [5, 5, 4, 4]  # a ragged step of 18 samples in four logical ranks
@@ -43,7 +43,9 @@ def loss_of(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(network(x), torch.arange(len(x)) % 2)
 
 
-def take_step(strategy: ExactDataParallel, network: nn.Module, ask: Callable[[], Wish] = Wish) -> torch.Tensor:
+def take_step(
+    strategy: ExactDataParallel, network: nn.Module, ask: Callable[[], ControlFlags] = ControlFlags
+) -> torch.Tensor:
     total = sum(SIZES)
     for rank, x in enumerate(images()):
         with strategy.micro_batch(MicroBatch(rank, total, len(x), is_last=rank == 3, logical_ranks=4)):
@@ -119,7 +121,7 @@ def test_a_micro_batch_without_samples_counts_for_nothing(pair: tuple[Net, Exact
         for rank in range(4 if phantom else 3):
             with strategy.micro_batch(MicroBatch(rank, 3, 1 if rank < 3 else 0, logical_ranks=4)):
                 share = loss_of(network, x[rank : rank + 1] if rank < 3 else x[:1]) / 3
-                strategy.with_vote(share, Wish, is_last=True).backward()
+                strategy.with_vote(share, ControlFlags, is_last=True).backward()
         losses, samples = strategy.combine().tolist()
         assert samples == 3
         gradients.append([losses, *(each.grad.clone() for each in network.parameters())])
@@ -139,22 +141,22 @@ def test_a_parameter_that_was_frozen_since_has_no_gradient(pair: tuple[Net, Exac
 
 def test_the_vote_is_heard_once_the_step_is_combined(pair: tuple[Net, ExactDataParallel]) -> None:
     network, strategy = pair
-    assert strategy.agreed(Wish()) == Wish()
-    for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish()):
-        take_step(strategy, network, lambda wish=wish: wish)
-        assert strategy.agreed(Wish()) == wish
+    assert strategy.agreed(ControlFlags()) == ControlFlags()
+    for flags in (ControlFlags(), ControlFlags(stop=True), ControlFlags(save=True), ControlFlags()):
+        take_step(strategy, network, lambda flags=flags: flags)
+        assert strategy.agreed(ControlFlags()) == flags
 
 
 def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(
     pair: tuple[Net, ExactDataParallel],
 ) -> None:
     network, strategy = pair
-    wishes = [Wish()]
-    for wish in (Wish(), Wish(stop=True), Wish()):
-        hook = next(network.parameters()).register_hook(lambda _, wish=wish: wishes.append(wish))
-        take_step(strategy, network, lambda: wishes[-1])
+    sequence = [ControlFlags()]
+    for flags in (ControlFlags(), ControlFlags(stop=True), ControlFlags()):
+        hook = next(network.parameters()).register_hook(lambda _, flags=flags: sequence.append(flags))
+        take_step(strategy, network, lambda: sequence[-1])
         hook.remove()
-        assert strategy.agreed(Wish()) == wish
+        assert strategy.agreed(ControlFlags()) == flags
 
 
 def test_memory_is_bounded_by_the_logarithm_of_the_logical_ranks() -> None:
@@ -217,7 +219,7 @@ def test_a_micro_batch_whose_images_were_all_broken_has_no_loss(pair: tuple[Net,
         weight = 0 if rank == 1 else len(x)
         with strategy.micro_batch(MicroBatch(rank, 20, weight, is_last=rank == 3, logical_ranks=4)):
             share = loss_of(network, x) * (float("nan") if rank == 1 else weight / 20)
-            strategy.with_vote(share, Wish, is_last=rank == 3)
+            strategy.with_vote(share, ControlFlags, is_last=rank == 3)
     losses, samples = strategy.combine().tolist()
     assert samples == 15
     assert losses > 0
@@ -230,9 +232,9 @@ def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParal
         for rank in range(4):
             with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3, logical_ranks=4)):
                 mark = torch.tensor(float(rank == marked))
-                loss = strategy.with_vote(loss_of(network, x), Wish, is_last=rank == 3, spoiled=mark)
+                loss = strategy.with_vote(loss_of(network, x), ControlFlags, is_last=rank == 3, spoiled=mark)
                 loss.backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)
-        assert not strategy.agreed(Wish()).stop
+        assert not strategy.agreed(ControlFlags()).stop
     assert heard == [False, True, True, False]

@@ -16,7 +16,7 @@ from paceline.distributed.collectives import Collectives, join
 from paceline.distributed.data_parallel import DataParallel
 from paceline.distributed.environment import read_launch
 from paceline.distributed.exact import ExactDataParallel
-from paceline.distributed.strategy import MicroBatch, Wish
+from paceline.distributed.strategy import MicroBatch, ControlFlags
 from paceline.recipe.running import Parallel
 from paceline.telemetry.clock import HostStepClock
 
@@ -70,7 +70,8 @@ def train(strategy, network, *, late, timed=True, parts=1):
                 with clock.span("backward"):
                     if late == "backward" and rank == 1:
                         loss = Slow.apply(loss)
-                    strategy.with_vote(loss * strategy.averages_over / 2 / parts, Wish, is_last=is_last).backward()
+                    share = loss * strategy.averages_over / 2 / parts
+                    strategy.with_vote(share, ControlFlags, is_last=is_last).backward()
         if not is_exact:
             arrived, ended = [*arrived, last[-1]], [*ended, time.monotonic()]
         with clock.span("optimizer"):

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import DataParallel, has_training_buffers
-from paceline.distributed.strategy import VOTE_LAG, MicroBatch, SingleProcess, VoteReader, Wish
+from paceline.distributed.strategy import VOTE_LAG, ControlFlags, FlagReader, MicroBatch, SingleProcess
 from paceline.recipe.running import Parallel
 from paceline.world import World
 
@@ -41,7 +41,7 @@ def test_gradients_of_accumulated_micro_batches_are_the_plain_ones(group: Collec
             last = index == 2
             with strategy.micro_batch(MicroBatch(index, 18, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() / 3
-                strategy.with_vote(loss, Wish, is_last=last).backward()
+                strategy.with_vote(loss, ControlFlags, is_last=last).backward()
             (plain(batch).square().mean() / 3).backward()
         for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-7)
@@ -51,24 +51,30 @@ def test_the_vote_is_heard_at_once_and_forgotten_when_withdrawn(group: Collectiv
     network = net()
     strategy = DataParallel(network, network, group, CPU, parallel=Parallel())
     batch = torch.randn(6, 4)
-    assert not strategy.agreed(Wish()).stop
-    for wish in (Wish(), Wish(stop=True), Wish(save=True), Wish(), Wish(stop=True, save=True)):
+    assert not strategy.agreed(ControlFlags()).stop
+    for flags in (
+        ControlFlags(),
+        ControlFlags(stop=True),
+        ControlFlags(save=True),
+        ControlFlags(),
+        ControlFlags(stop=True, save=True),
+    ):
         loss = strategy.model(batch).square().mean()
-        strategy.with_vote(loss, lambda wish=wish: wish, is_last=True).backward()
-        assert strategy.agreed(Wish()) == wish
+        strategy.with_vote(loss, lambda flags=flags: flags, is_last=True).backward()
+        assert strategy.agreed(ControlFlags()) == flags
 
 
 def test_a_wish_that_comes_up_in_the_backward_pass_is_heard_in_the_same_step(group: Collectives) -> None:
-    network, wishes = net(), [Wish()]
+    network, sequence = net(), [ControlFlags()]
     strategy = DataParallel(network, network, group, CPU, parallel=Parallel())
     first = next(network.parameters())
-    for wish in (Wish(), Wish(stop=True), Wish()):
+    for flags in (ControlFlags(), ControlFlags(stop=True), ControlFlags()):
         # The last gradient of the network itself.
-        hook = first.register_hook(lambda _, wish=wish: wishes.append(wish))
+        hook = first.register_hook(lambda _, flags=flags: sequence.append(flags))
         loss = strategy.model(torch.randn(6, 4)).square().mean()
-        strategy.with_vote(loss, lambda: wishes[-1], is_last=True).backward()
+        strategy.with_vote(loss, lambda: sequence[-1], is_last=True).backward()
         hook.remove()
-        assert strategy.agreed(Wish()) == wish
+        assert strategy.agreed(ControlFlags()) == flags
 
 
 def test_a_network_may_be_called_in_between_without_a_gradient(group: Collectives) -> None:
@@ -79,8 +85,8 @@ def test_a_network_may_be_called_in_between_without_a_gradient(group: Collective
         loss = strategy.model(batch).square().mean() + strategy.model(-batch).square().mean()
         with torch.no_grad():
             strategy.model(batch)
-        strategy.with_vote(loss, lambda: Wish(save=True), is_last=True).backward()
-        assert strategy.agreed(Wish()) == Wish(save=True)
+        strategy.with_vote(loss, lambda: ControlFlags(save=True), is_last=True).backward()
+        assert strategy.agreed(ControlFlags()) == ControlFlags(save=True)
 
 
 def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> None:
@@ -88,8 +94,8 @@ def test_the_vote_leaves_the_loss_and_the_network_alone(group: Collectives) -> N
     names, tensors = set(network.state_dict()), [parameter.clone() for parameter in network.parameters()]
     strategy = DataParallel(network, network, group, CPU, parallel=Parallel())
     loss = strategy.model(torch.randn(6, 4)).square().mean()
-    assert strategy.with_vote(loss, lambda: Wish(stop=True), is_last=True).item() == loss.item()
-    assert strategy.with_vote(loss, lambda: Wish(stop=True), is_last=False) is loss
+    assert strategy.with_vote(loss, lambda: ControlFlags(stop=True), is_last=True).item() == loss.item()
+    assert strategy.with_vote(loss, lambda: ControlFlags(stop=True), is_last=False) is loss
     assert set(network.state_dict()) == names
     assert all(torch.equal(a, b) for a, b in zip(tensors, network.parameters(), strict=True))
     strategy.sync_buffers([network])
@@ -116,15 +122,15 @@ def test_a_late_vote_is_read_after_the_same_number_of_steps_from_a_ring_of_slots
         made.append(Copied(torch.zeros(2)))
         return made[-1].host, made[-1]
 
-    votes = VoteReader(CPU, count=2, make_slot=slot)
+    votes = FlagReader(CPU, count=2, make_slot=slot)
     stops = [False, True, False, False, True, True, False, False, False]
-    wishes = list(zip(stops, reversed(stops), strict=True))
+    sequence = list(zip(stops, reversed(stops), strict=True))
     heard = []
     assert votes.agreed() == (False, False)
-    for wish in wishes:
-        votes.cast(torch.tensor(wish).float())
+    for flags in sequence:
+        votes.cast(torch.tensor(flags).float())
         heard.append(votes.agreed())
-    assert heard == [(False, False)] * VOTE_LAG + wishes[:-VOTE_LAG]
+    assert heard == [(False, False)] * VOTE_LAG + sequence[:-VOTE_LAG]
     assert len(made) == VOTE_LAG + 1
 
 
@@ -167,8 +173,8 @@ def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group:
             with strategy.micro_batch(MicroBatch(index, 12, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() * (float("nan") if index == marked else 1)
                 mark = torch.tensor(float(index == marked))
-                strategy.with_vote(loss, Wish, is_last=last, spoiled=mark).backward()
+                strategy.with_vote(loss, ControlFlags, is_last=last, spoiled=mark).backward()
         strategy.combine()
         heard.append(strategy.spoiled().item() > 0)
-        assert not strategy.agreed(Wish()).stop
+        assert not strategy.agreed(ControlFlags()).stop
     assert heard == [False, True, True, False]

@@ -47,7 +47,7 @@ def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
         from dataclasses import replace
         from paceline.distributed.data_parallel import DataParallel
         from paceline.recipe.running import Parallel
-        from paceline.distributed.strategy import Wish
+        from paceline.distributed.strategy import ControlFlags
         from paceline.errors import LaunchError, OtherProcessError
         from paceline.world import World
 
@@ -71,7 +71,7 @@ def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
         answer["means"], answer["calls"] = [], []
         for step in range(2):
             loss = strategy.model(torch.full((4, 2), float(rank + step)).cumsum(0)).square().mean()
-            strategy.with_vote(loss, Wish, is_last=True).backward()
+            strategy.with_vote(loss, ControlFlags, is_last=True).backward()
             for _ in range(2):
                 strategy.sync_buffers([network])
             answer["calls"].append(len(calls))

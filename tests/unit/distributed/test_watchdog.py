@@ -43,11 +43,11 @@ def test_who_is_waited_for(sightings: list[RankStatus], silent: dict[int, float]
 
 def test_parts_of_a_step_are_comparable_whatever_the_number_of_micro_batches() -> None:
     one, many = Heartbeat(), Heartbeat()
-    for pulse, micro_batches in ((one, 1), (many, 3)):
-        pulse.begin_step(1)
+    for heartbeat, micro_batches in ((one, 1), (many, 3)):
+        heartbeat.begin_step(1)
         for index in range(micro_batches):
-            pulse.enter("forward")
-            pulse.enter("backward", last=index == micro_batches - 1)
+            heartbeat.enter("forward")
+            heartbeat.enter("backward", last=index == micro_batches - 1)
     assert one.order == many.order
     one.enter("optimizer")
     assert one.order > many.order
@@ -63,11 +63,11 @@ def _fails(dog: Watchdog, error: Exception) -> list[str]:
 
 
 def test_an_error_gets_its_place_and_its_samples() -> None:
-    pulse = Heartbeat()
-    pulse.begin_step(7)
-    pulse.enter("forward", samples=np.arange(20))
+    heartbeat = Heartbeat()
+    heartbeat.begin_step(7)
+    heartbeat.enter("forward", samples=np.arange(20))
     dog = Watchdog(
-        pulse, World(), None, timeout_seconds=60, context=WatchdogContext(name_of=lambda sample: f"{sample}.png")
+        heartbeat, World(), None, timeout_seconds=60, context=WatchdogContext(name_of=lambda sample: f"{sample}.png")
     )
     (note,) = _fails(dog, ZeroDivisionError("oh"))
     names = ", ".join(f"{sample}.png" for sample in range(8))
@@ -88,7 +88,7 @@ def test_an_error_tells_what_befell_another_process_before() -> None:
     store = HashStore()
     dogs = [Watchdog(Heartbeat(), World(rank=rank, world_size=2), store, timeout_seconds=60) for rank in (0, 1)]
     for dog in dogs:
-        dog.pulse.begin_step(3)
+        dog.heartbeat.begin_step(3)
     _fails(dogs[1], KeyError("lost"))
     (note,) = _fails(dogs[0], RuntimeError("connection closed"))
     first, second = note.splitlines()
@@ -116,17 +116,17 @@ timeout_seconds = float(sys.argv[4])
 store, begun = HashStore(), time.monotonic()
 
 def work(rank):
-    pulse = Heartbeat()
-    pulse.begin_step(1)
-    pulse.enter("forward")
+    heartbeat = Heartbeat()
+    heartbeat.begin_step(1)
+    heartbeat.enter("forward")
     if not is_start:
-        pulse.enter("backward")
-        pulse.enter("forward")
-    with Watchdog(pulse, World(rank=rank, world_size=2), store, timeout_seconds=timeout_seconds).watching():
+        heartbeat.enter("backward")
+        heartbeat.enter("forward")
+    with Watchdog(heartbeat, World(rank=rank, world_size=2), store, timeout_seconds=timeout_seconds).watching():
         while time.monotonic() - begun < seconds:
             time.sleep(0.3)
             if file.exists():
-                pulse.tick()
+                heartbeat.tick()
 
 threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
 print("begun", flush=True)

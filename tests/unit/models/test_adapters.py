@@ -17,9 +17,8 @@ from paceline.errors import ModelError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.models.adapters import add_adapters, classifier_name
 from paceline.models.transfer import adapt
-from paceline.recipe.adapters import Adapters
 from paceline.recipe.load import load_recipe
-from paceline.recipe.model import Model
+from paceline.recipe.model import Adapters, Model
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.devices import find_device
 from paceline.models.ceilings import Ceilings, ceilings_of, tf32_of
 from paceline.models.flops import StepWork, WorkCounter
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
 
 
 def _step(network: nn.Module, inputs: torch.Tensor) -> StepWork:

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.errors import ModelError, RecipeError
 from paceline.models.ghost_batch_norm import groups_of, normalise_in_groups
-from paceline.recipe.batching import with_fitting_ghosts
+from paceline.plan.batching import with_fitting_ghosts
 from paceline.recipe.model import Model
 
 

@@ -13,10 +13,11 @@ from torch.optim import lr_scheduler as lr
 
 from paceline.errors import RecipeError
 from paceline.optim.build import apply_settings, build_optimizer, build_schedules
-from paceline.optim.schedules import LearningRate
+from paceline.plan import DataFacts, MachineFacts, Plan, make
+from paceline.plan.rates import LearningRate
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 from paceline.recipe.schema import Recipe
+from paceline.world import World
 
 PEAK, END = 0.8, 0.003
 
@@ -43,7 +44,7 @@ def planned(overrides: dict[str, Any], samples: int = 20) -> tuple[Recipe, Plan]
     recipe = stored_recipe({}, "plain", overrides)
     machine = MachineFacts(device="cpu", device_name="", fast_bf16=False, cores=1)
     facts = DataFacts(train_samples=samples, evaluation_samples=0)
-    return recipe, make_plan(recipe, facts, machine, world_size=1, local_world_size=1)
+    return recipe, make(recipe, world=World(), data=facts, machine=machine)
 
 
 # Formulas and torch's recursions round differently; a step or a phase more or less would be seen.

@@ -12,7 +12,7 @@ import yaml
 from paceline.errors import RecipeError
 from paceline.recipe import layers
 from paceline.recipe.load import differences, load_recipe, stored_recipe, to_yaml
-from paceline.recipe.renamed import RENAMED
+from paceline.recipe.other_names import RENAMED
 from paceline.recipe.schema import Recipe
 
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import pytest
 from rich.console import Console
 
-from paceline.recipe.phases import Epochs
+from paceline.plan.epochs import Epochs
 from paceline.records.events import EvaluationEvent, IncidentEvent, ResumeEvent, StepEvent, StopEvent
 from paceline.telemetry.display import (
     Display,
@@ -235,7 +235,7 @@ def test_what_an_encoding_lacks_is_shown_as_an_escape(kind: type[Any], encoding:
 
 LIVE = """
 import sys, time
-from paceline.recipe.phases import Epochs
+from paceline.plan.epochs import Epochs
 from paceline.telemetry.display import choose_display
 from paceline.telemetry.display import RunProgress
 display = choose_display(sys.stdout)

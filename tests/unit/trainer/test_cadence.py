@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from paceline.checkpoint.background import Cadence, job_ends_at, young_interval
 from paceline.recipe.running import Checkpoint
-from paceline.trainer.saving import Cadence, job_ends_at, young_interval
 from paceline.units import Duration, TimeSpan
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from paceline.data.batch import Batch
-from paceline.distributed.strategy import VoteReader
+from paceline.distributed.strategy import FlagReader
 from paceline.errors import RecipeError, TrainingError
 from paceline.optim.build import build_optimizer
 from paceline.records.ledger import ledger_path, read_ledger
@@ -334,7 +334,7 @@ class Arrived:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the run as on a GPU: the flag is read two steps late, and fused kernels leave the update out."""
-    reader = functools.partial(VoteReader, CPU, make_slot=lambda: (torch.zeros(1), Arrived()))
+    reader = functools.partial(FlagReader, CPU, make_slot=lambda: (torch.zeros(1), Arrived()))
 
     def guard(train: Any, optimizer: Any, network: Any, _: torch.device, **more: Any) -> NonFiniteGuard:
         return NonFiniteGuard(train, optimizer, network, torch.device("cuda"), late=reader(), **more)

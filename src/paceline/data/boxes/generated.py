@@ -15,10 +15,10 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.objects import BoxDataset, Objects
+from paceline.data.boxes.pipeline import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
-from paceline.recipe.boxes import GeneratedBoxes
+from paceline.recipe.data import GeneratedBoxes
 
 CLASSES = ("disc", "rectangle", "triangle")
 

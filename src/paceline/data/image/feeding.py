@@ -1,4 +1,4 @@
-"""How many loader processes feed this model best on this machine? Found once by measuring, and remembered.
+"""The number of loader processes that feed a model best on this machine, measured once and remembered.
 
 The measuring is the trainer's (``trainer/feeding.py``); here is what it found, for whoever makes the plan.
 """

@@ -139,8 +139,8 @@ class PytorchBackend:
         self._pin_memory = pin_memory
         self._wait_seconds = wait_seconds
         self._order = _Order()
-        self._board = _Board(workers, source)
-        self._reader = SliceReader(source, view, self._board.note)
+        self._worker_state = _WorkerState(workers, source)
+        self._reader = SliceReader(source, view, self._worker_state.note)
         self._loader = self._make_loader(workers, prefetch) if workers else None
         self._stream: Generator[Batch, None, None] | None = None
         _OPEN.add(self)
@@ -165,21 +165,21 @@ class PytorchBackend:
 
     def reading(self) -> str:
         """Which sample is being read, or was read last, and by whom; for people."""
-        return self._board.explain_place()
+        return self._worker_state.explain_place()
 
     def explain_death(self, reason: str) -> str:
         """Say of a dead worker of this back-end what it was reading; nothing if none has died."""
-        return self._board.explain_death(reason) if self._board.has_dead_workers else ""
+        return self._worker_state.explain_death(reason) if self._worker_state.has_dead_workers else ""
 
     def close(self) -> None:
         """Stop the workers; one that hangs is given two seconds."""
         _OPEN.discard(self)
-        self._board.close()
+        self._worker_state.close()
         if self._stream is not None and inspect.getgeneratorstate(self._stream) != inspect.GEN_RUNNING:
             self._stream.close()
         self._stream = None
         self._loader = None  # the last reference: torch asks the workers to leave and waits
-        self._board.kill_survivors()
+        self._worker_state.kill_survivors()
 
     def _make_loader(self, workers: int, prefetch: int) -> DataLoader[Batch | ReadFailure]:
         with _quiet():
@@ -190,7 +190,7 @@ class PytorchBackend:
                 num_workers=workers,
                 collate_fn=_as_it_is,
                 pin_memory=self._pin_memory,
-                worker_init_fn=self._board.enter,
+                worker_init_fn=self._worker_state.enter,
                 # Spawned workers would import torch again: seconds, and hundreds of MiB each.
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
                 # Its own generator, because making an iterator would else advance torch's global one.
@@ -225,9 +225,9 @@ class PytorchBackend:
                 yield
         except RuntimeError as error:  # also of torch's handler of SIGCHLD, which may raise anywhere inside
             if str(error).startswith(_DEATH):
-                raise LostWorkerError(self._board.explain_death(str(error))) from error
+                raise LostWorkerError(self._worker_state.explain_death(str(error))) from error
             if str(error).startswith("DataLoader timed out"):
-                raise OneProcessError(self._board.explain_silence(self._wait_seconds)) from error
+                raise OneProcessError(self._worker_state.explain_silence(self._wait_seconds)) from error
             raise
 
     @contextmanager
@@ -236,9 +236,9 @@ class PytorchBackend:
             yield
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             # Batches are fetched from the worker's own socket: one that dies then is missed there first.
-            if not self._board.has_lost_a_worker():
+            if not self._worker_state.has_lost_a_worker():
                 raise
-            raise LostWorkerError(self._board.explain_death(f"{_DEATH} died handing over a batch")) from error
+            raise LostWorkerError(self._worker_state.explain_death(f"{_DEATH} died handing over a batch")) from error
 
 
 class _Order:
@@ -260,7 +260,7 @@ class _Samples(Dataset["Batch | ReadFailure"]):
         return self._reader[piece]
 
 
-class _Board:
+class _WorkerState:
     """Memory shared with the workers: is the back-end closing, and which sample is each worker reading?"""
 
     def __init__(self, workers: int, source: SampleSource) -> None:

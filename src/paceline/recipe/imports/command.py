@@ -1,4 +1,4 @@
-"""What was typed to start another trainer: which words are its options, and how many processes does it have?"""
+"""The command line of another trainer: its options, and the number of processes it starts."""
 
 from __future__ import annotations
 

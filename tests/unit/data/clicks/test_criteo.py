@@ -15,8 +15,7 @@ from paceline.data.clicks import criteo as stored_module
 from paceline.data.clicks.criteo import CATEGORIES, DENSE, parse, table_rows_of
 from paceline.data.clicks.datasets import open_clicks
 from paceline.errors import DataError, RecipeError
-from paceline.recipe.clicks import Clicks
-from paceline.recipe.data import Data
+from paceline.recipe.data import Clicks, Data
 
 
 def line(number: int, **changed: str) -> str:

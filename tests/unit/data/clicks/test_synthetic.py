@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.data.clicks.criteo import ClickRows, held
 from paceline.data.clicks.datasets import SyntheticClicks, open_clicks
-from paceline.data.clicks.source import ClickRows, held
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError
 from paceline.metrics.auc import area_under_curve
-from paceline.recipe.clicks import Clicks
-from paceline.recipe.data import Data
+from paceline.recipe.data import Clicks, Data
 
 SMALL = Clicks(dense_features=3, categories=4, max_rows=200, evaluation_samples=3000)
 

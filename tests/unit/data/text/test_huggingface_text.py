@@ -11,8 +11,7 @@ import pytest
 
 from paceline.data.text.datasets import open_text
 from paceline.errors import DataError
-from paceline.recipe.data import Data
-from paceline.recipe.text import Text
+from paceline.recipe.data import Data, Text
 
 ROWS = ["one\n", "two é", "", "three", None, *(f"document {number}" for number in range(30))]
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecipeError
+from paceline.plan import DataFacts, MachineFacts, Plan, make
 from paceline.recipe.imports.draft import Conversion, refusal
 from paceline.recipe.imports.nvidia import LAUNCH, PRESETS, convert_nvidia, read_nvidia
 from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
+from paceline.world import World
 
 ROOT = Path(__file__).parents[4]
 GUIDE = ROOT / "docs" / "guide" / "from-nvidia-convnets.md"
@@ -45,7 +46,8 @@ def load(conversion: Conversion, folder: Path) -> LoadedRecipe:
 def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
     data = DataFacts(train_samples=1281167, evaluation_samples=50000)
     machine = MachineFacts(device="cuda", device_name="a GPU", fast_bf16=True, cores=8)
-    plan = make_plan(loaded.recipe, data, machine, world_size=processes, local_world_size=processes)
+    world = World(world_size=processes, local_world_size=processes)
+    plan = make(loaded.recipe, world=world, data=data, machine=machine)
     assert loaded.checked(plan.unused).notices == ()
     return plan
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import RecipeError
+from paceline.plan import DataFacts, MachineFacts, Plan, make
 from paceline.recipe.imports.draft import Conversion, refusal
 from paceline.recipe.imports.timm import TIMM, InputSettings, convert_timm, read_timm
 from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
+from paceline.world import World
 
 # Every option of train.py, as of August 2026 (huggingface/pytorch-image-models, aa4b5850).
 OPTIONS = """
@@ -152,7 +153,8 @@ def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
     """On ImageNet's numbers, on machines with as many GPUs."""
     data = DataFacts(train_samples=1281167, evaluation_samples=50000)
     machine = MachineFacts(device="cuda", device_name="a GPU", fast_bf16=True, cores=8)
-    plan = make_plan(loaded.recipe, data, machine, world_size=processes, local_world_size=min(8, processes))
+    world = World(world_size=processes, local_world_size=min(8, processes))
+    plan = make(loaded.recipe, world=world, data=data, machine=machine)
     assert loaded.checked(plan.unused).notices == ()
     return plan
 

@@ -13,11 +13,12 @@ from timm.scheduler.scheduler_factory import scheduler_kwargs
 from torch import nn
 
 from paceline.optim.build import build_optimizer
-from paceline.optim.schedules import LearningRate
+from paceline.plan import DataFacts, MachineFacts, make
+from paceline.plan.rates import LearningRate
 from paceline.recipe.imports.timm import TIMM, InputSettings, convert_timm, read_timm
 from paceline.recipe.load import stored_recipe
-from paceline.recipe.plan import DataFacts, MachineFacts, make_plan
 from paceline.recipe.schema import Recipe
+from paceline.world import World
 
 _BATCH, _STEPS_PER_EPOCH = 10, 7
 
@@ -48,7 +49,7 @@ def rates_of_timm(asked: Namespace) -> list[float]:
 def rates_here(recipe: Recipe) -> list[float]:
     data = DataFacts(train_samples=_BATCH * _STEPS_PER_EPOCH, evaluation_samples=0)
     machine = MachineFacts(device="cpu", device_name="a CPU", fast_bf16=False, cores=1)
-    plan = make_plan(recipe, data, machine, world_size=1, local_world_size=1)
+    plan = make(recipe, world=World(), data=data, machine=machine)
     rate = LearningRate.of(recipe.schedule, plan)
     return [rate(step) for step in range(plan.total_steps)]
 

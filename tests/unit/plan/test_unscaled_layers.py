@@ -10,16 +10,22 @@ from torch import nn
 
 from paceline.errors import RecipeError
 from paceline.optim.build import build_optimizer
+from paceline.plan import DataFacts, MachineFacts, make
 from paceline.recipe.load import load_recipe
-from paceline.recipe.plan import DataFacts
-from paceline.recipe.unused import unused_keys
+from paceline.recipe.schema import Recipe
+from paceline.world import World
 
-FACTS = DataFacts(train_samples=100, evaluation_samples=10, description={"backend": "memory"}, reasons={})
+FACTS = DataFacts(train_samples=100, evaluation_samples=10, description={"backend": "memory"})
+MACHINE = MachineFacts(device="cpu", device_name="", fast_bf16=False, cores=1)
+
+
+def unused(recipe: Recipe) -> dict[str, str]:
+    return make(recipe, world=World(), data=FACTS, machine=MACHINE).unused
 
 
 def told(**optimizer: Any) -> dict[str, str]:
     recipe = load_recipe("digits", {"optimizer": None, **{f"optimizer.{k}": v for k, v in optimizer.items()}}).recipe
-    return unused_keys(recipe, FACTS, epochs=10, warmup_steps=0)
+    return unused(recipe)
 
 
 def moved(**optimizer: Any) -> torch.Tensor:
@@ -56,4 +62,4 @@ def test_sgd_needs_no_decay() -> None:
 def test_an_override_that_means_nothing_is_refused() -> None:
     loaded = load_recipe("digits", {"optimizer": None, "optimizer.name": "lars"})
     with pytest.raises(RecipeError, match=r"optimizer.name=lars' has no effect: lars scales the steps of what decays"):
-        loaded.checked(unused_keys(loaded.recipe, FACTS, epochs=10, warmup_steps=0))
+        loaded.checked(unused(loaded.recipe))

@@ -1,4 +1,4 @@
-"""Epochs and steps where the batch may grow from one epoch to another.
+"""Epochs and steps where the batch may grow from one epoch to another, and lengths in steps.
 
 An epoch has one batch size from its first step to its last. Steps are counted from the start of the run, so that the
 place of a step is a function of its number and of when the size changes.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, takewhile
 
+from paceline.errors import RecipeError
 from paceline.units import Duration
 
 
@@ -160,3 +161,50 @@ class Epochs:
     @cached_property
     def _first_epochs(self) -> list[int]:
         return [phase.first_epoch for phase in self.phases]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Turns durations into steps."""
+
+    epochs: Epochs
+
+    def steps(self, length: Duration, total: int | None) -> int:
+        """Steps of a length from the run's start; of a run whose total is known, if the length is a share of it."""
+        return self.epochs.steps_in(length, total)
+
+    def total(self, duration: Duration) -> int:
+        """Steps of the whole run."""
+        try:
+            total = self.steps(duration, None)
+        except ValueError as error:
+            raise RecipeError(f"train.duration: {error}; give epochs, steps or samples.") from None
+        if total < 1:
+            raise RecipeError(f"train.duration='{duration}' comes to no step at all; give at least '1 steps'.")
+        return total
+
+    def within(self, key: str, length: Duration, total: int) -> int:
+        """Steps of something that must fit into the run."""
+        return self._fitting(key, length, self.steps(length, total), total)
+
+    def at_end(self, key: str, length: Duration, total: int) -> int:
+        """Steps of something that ends with the run."""
+        return self._fitting(key, length, self.epochs.steps_at_end(length, total), total)
+
+    @staticmethod
+    def _fitting(key: str, length: Duration, steps: int, total: int) -> int:
+        if steps > total:
+            raise RecipeError(
+                f"{key}='{length}' is {steps} steps, longer than the run's {total}; "
+                "shorten it, or lengthen train.duration."
+            )
+        return steps
+
+    def interval(self, key: str, length: Duration | None, total: int) -> int | None:
+        """Steps between things done now and then; None if it is off."""
+        if length is None:
+            return None
+        steps = self.steps(length, total)
+        if steps < 1:
+            raise RecipeError(f"{key}='{length}' comes to less than one step; give at least '1 steps'.")
+        return steps

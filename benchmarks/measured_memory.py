@@ -21,7 +21,7 @@ from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
-from paceline.recipe.plan import Plan
+from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
 from paceline.tasks.task import Task, build_task

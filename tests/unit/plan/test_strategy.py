@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import RecipeError
+from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, make
+from paceline.plan.strategy import replica_bytes
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan, with_network
 from paceline.recipe.schema import Recipe
-from paceline.recipe.strategy import ParameterNumbers, replica_bytes
+from paceline.world import World
 
 GIB = 2**30
 BILLION = ParameterNumbers(every=10**9, trained=10**9)
@@ -20,10 +21,18 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("digits", overrides).recipe
 
 
-def plan(asked: Recipe, *, world_size: int = 8, memory_bytes: int | None = 80 * GIB) -> Plan:
+def plan(
+    asked: Recipe,
+    numbers: ParameterNumbers | None = None,
+    *,
+    world_size: int = 8,
+    memory_bytes: int | None = 80 * GIB,
+) -> Plan:
     machine = MachineFacts(device="cuda", device_name="", fast_bf16=True, cores=8, memory_bytes=memory_bytes)
     facts = DataFacts(train_samples=1438, evaluation_samples=359)
-    return make_plan(asked, facts, machine, world_size=world_size, local_world_size=min(8, world_size))
+    world = World(world_size=world_size, local_world_size=min(8, world_size))
+    network = None if numbers is None else NetworkFacts(parameters=numbers)
+    return make(asked, world=world, data=facts, machine=machine, network=network)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +64,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 
 
 def test_a_replica_that_fits_is_kept_whole() -> None:
-    made = with_network(plan(asked := recipe("train.ema=off", "optimizer.name=adamw")), asked, BILLION)
+    made = plan(recipe("train.ema=off", "optimizer.name=adamw"), BILLION)
     assert (made.strategy, made.parameters) == ("ddp", 10**9)
     assert made.reasons["parallel.strategy"] == (
         "8 processes; a replica's weights, gradients, optimizer state and average take 14.9 GiB of the 80 GiB that a "
@@ -66,7 +75,7 @@ def test_a_replica_that_fits_is_kept_whole() -> None:
 def test_a_replica_that_leaves_no_room_is_spread() -> None:
     large = ParameterNumbers(every=7 * 10**9, trained=7 * 10**9)
     asked = recipe("train.ema=off", "optimizer.name=adamw")
-    made = with_network(plan(asked), asked, large)
+    made = plan(asked, large)
     assert made.strategy == "fsdp"
     assert made.reasons["parallel.strategy"] == (
         "a replica's weights, gradients, optimizer state and average take 104 GiB, more than 70% of the 80 GiB that a "
@@ -79,14 +88,14 @@ def test_a_replica_that_leaves_no_room_is_spread() -> None:
 @pytest.mark.parametrize("change", [{"world_size": 1}, {"memory_bytes": None}])
 def test_where_there_is_nothing_to_weigh(change: dict[str, Any]) -> None:
     asked = recipe("train.ema=off")
-    made = with_network(plan(asked, **change), asked, ParameterNumbers(10**11, 10**11))
+    made = plan(asked, ParameterNumbers(10**11, 10**11), **change)
     assert made.strategy == ("single" if change.get("world_size") == 1 else "ddp")
 
 
 def test_what_was_asked_for_stays() -> None:
     for strategy in ("ddp", "fsdp"):
         asked = recipe(f"parallel.strategy={strategy}")
-        assert with_network(plan(asked), asked, ParameterNumbers(10**11, 10**11)).strategy == strategy
+        assert plan(asked, ParameterNumbers(10**11, 10**11)).strategy == strategy
 
 
 @pytest.mark.parametrize(
@@ -113,7 +122,7 @@ def test_what_does_not_go_with_it_is_refused(overrides: list[str], said: str) ->
     large = ParameterNumbers(10**11, 10**11)
     asked = recipe(*overrides)
     with pytest.raises(RecipeError, match=said):
-        with_network(plan(asked), asked, large)
+        plan(asked, large)
 
 
 @pytest.mark.parametrize("key", ["parallel.gradient_compression=powersgd", "parallel.powersgd.rank=4"])
@@ -134,8 +143,8 @@ def test_one_process_has_nobody_to_share_with() -> None:
 
 def test_keys_of_what_is_not_done() -> None:
     asked = recipe("parallel.shard_size=2")
-    made = with_network(plan(asked), asked, BILLION)
+    made = plan(asked, BILLION)
     assert made.unused["parallel.shard_size"] == "parallel.strategy=auto came to ddp, which spreads nothing"
     assert "parallel.bucket_cap_mb" not in made.unused
     spread = recipe("parallel.strategy=fsdp", "parallel.bucket_cap_mb=50")
-    assert with_network(plan(spread), spread, BILLION).unused["parallel.bucket_cap_mb"] == "fsdp has no buckets"
+    assert plan(spread, BILLION).unused["parallel.bucket_cap_mb"] == "fsdp has no buckets"

@@ -1,4 +1,4 @@
-"""The recipe's `telemetry.submission` section: what a log in MLPerf's format says that no run knows, and what it asks.
+"""Whether a run's log in MLPerf's format can be written, and by the rules that it names.
 
 Rules are those of MLPerf Training 4.0, the last that have ResNet-50, as far as the published checker of logs looks at
 them (mlcommons/logging, compliance_checker/training_4.0.0 and training_3.1.0).
@@ -8,40 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass
 
 from paceline.errors import RecipeError
-from paceline.recipe.fields import STRICT, Off, Switch
-
-if TYPE_CHECKING:
-    from paceline.recipe.schema import Recipe
+from paceline.recipe.schema import Recipe
 
 NOT_A_RESULT = "a log in MLPerf's format, not an MLPerf result"
 CLOSED_TARGET = 75.9
 """Percent of top-1 accuracy at which a run of the closed division has arrived."""
 _TASKS = ("image_classification", "distillation")
 _MUST_BE_STATED = ("org", "platform", "division", "status")
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Submission:
-    """What the log says of who ran where, and what for."""
-
-    org: str = ""
-    """Who ran it."""
-    platform: str = ""
-    """On what."""
-    division: Annotated[Literal["closed", "open"] | None, Off] = None
-    """By which rules: `closed` asks for the reference's optimizer, schedule and target, and `open` for none of them."""
-    status: Annotated[Literal["onprem", "cloud", "preview", "research"] | None, Off] = None
-    """Where such a system is to be had."""
-    target_accuracy: Annotated[float, Field(gt=0, le=100)] = 75.9
-    """Top-1 accuracy in percent at which the run has arrived; what comes after is not in the log."""
-    cache_cleared: Switch = False
-    """Whether the system's file cache was emptied before the run: for you to do, and to say."""
 
 
 def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> dict[str, str]:

@@ -13,7 +13,7 @@ from paceline.recipe.schema import Recipe
 _EXACT_LOGICAL_RANKS = 8
 
 
-def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -> int:
+def micro_batch_size(recipe: Recipe, world_size: int) -> int:
     """Samples per forward pass; the same for every size that the batch grows to.
 
     Raises:
@@ -29,17 +29,24 @@ def micro_batch_size(recipe: Recipe, world_size: int, reasons: dict[str, str]) -
             f"{_misfit(recipe, fixed)}; the global batch is never changed silently, so run it on "
             f"{', '.join(_fitting(shared))} processes or change {key}."
         )
-    common = math.gcd(*(size for _, size in named_sizes(recipe)))
-    micro = common // world_size if fixed is None else batch // fixed
+    micro = math.gcd(*recipe.batch.sizes().values()) // world_size if fixed is None else batch // fixed
     _check_ghosts(recipe, micro, world_size)
-    if recipe.batch.micro_size == "auto":
-        reasons["batch.micro_size"] = _why_so_large(recipe, micro, world_size, fixed)
-    reasons["parallel.logical_ranks"] = (
-        f"{', '.join(_fitting(shared))} processes can share them, with the same bits"
-        if recipe.parallel.exact
-        else f"{batch} samples in micro-batches of {micro}"
-    )
     return micro
+
+
+def explain_batching(recipe: Recipe, world_size: int, micro: int) -> dict[str, str]:
+    """Say by dotted key why micro-batches have ``micro`` samples, and what follows from it."""
+    batch, fixed = recipe.batch.global_size, fixed_logical_ranks(recipe)
+    if fixed is not None:
+        why = f"{batch} samples in {fixed} logical ranks"
+    elif micro * world_size < batch:
+        why = f"the largest share over {world_size} of all sizes that the batch has"
+    else:
+        why = f"a process's whole share of {batch} samples over {world_size}"
+    ranks = f"{batch} samples in micro-batches of {micro}"
+    if recipe.parallel.exact:
+        ranks = f"{', '.join(_fitting(_shared_parts(recipe, fixed)))} processes can share them, with the same bits"
+    return {"batch.micro_size": why, "parallel.logical_ranks": ranks}
 
 
 def _check_ghosts(recipe: Recipe, micro: int, world_size: int) -> None:
@@ -73,21 +80,9 @@ def with_nearest_ghosts(model: Model, micro: int) -> Model:
     return replace(model, ghost_batch_norm=None) if micro <= asked else with_fitting_ghosts(model, micro)
 
 
-def unused_ghosts(recipe: Recipe, micro: int, world_size: int) -> dict[str, str]:
-    """Whether BatchNorm's groups are the micro-batches themselves, on any number of processes, with the reason."""
-    largest = micro if fixed_logical_ranks(recipe) is not None else micro * world_size
-    if recipe.model.ghost_batch_norm != largest:
-        return {}
-    return {"model.ghost_batch_norm": f"no micro-batch has more than {largest} samples: each is one group anyway"}
-
-
-def _why_so_large(recipe: Recipe, micro: int, world_size: int, fixed: int | None) -> str:
-    batch = recipe.batch.global_size
-    if fixed is not None:
-        return f"{batch} samples in {fixed} logical ranks"
-    if micro * world_size < batch:
-        return f"the largest share over {world_size} of all sizes that the batch has"
-    return f"a process's whole share of {batch} samples over {world_size}"
+def largest_micro_batch(recipe: Recipe, micro: int, world_size: int) -> int:
+    """Samples of the largest micro-batch on any number of processes; ``micro`` on ``world_size`` of them."""
+    return micro if fixed_logical_ranks(recipe) is not None else micro * world_size
 
 
 def fixed_logical_ranks(recipe: Recipe) -> int | None:
@@ -121,8 +116,9 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
         return batch // micro
     if not recipe.parallel.exact:
         return None
-    fits = (each for each in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % each == 0)
-    return next((each for each in fits if _divides_all(recipe, batch // each)), None) or _fine_ranks(recipe)
+    common = math.gcd(*recipe.batch.sizes().values())
+    fits = (n for n in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % n == 0 and common % (batch // n) == 0)
+    return next(fits, batch // common)
 
 
 def _check_grown(recipe: Recipe, micro: int) -> None:
@@ -133,15 +129,6 @@ def _check_grown(recipe: Recipe, micro: int) -> None:
                 f"parallel.logical_ranks={recipe.parallel.logical_ranks} cuts batch.global_size="
                 f"{recipe.batch.global_size} into; choose sizes that are, or more logical ranks."
             )
-
-
-def _divides_all(recipe: Recipe, micro: int) -> bool:
-    return all(size % micro == 0 for _, size in named_sizes(recipe))
-
-
-def _fine_ranks(recipe: Recipe) -> int:
-    """Logical ranks of an exact run whose sizes have no larger micro-batch in common."""
-    return recipe.batch.global_size // math.gcd(*(size for _, size in named_sizes(recipe)))
 
 
 def named_sizes(recipe: Recipe) -> list[tuple[str, int]]:
@@ -157,7 +144,7 @@ def _largest_part(recipe: Recipe, fixed: int | None) -> int:
 
 def _shared_parts(recipe: Recipe, fixed: int | None) -> int:
     """Parts that the processes share out, in steps of every size: their number must divide this one."""
-    return math.gcd(*(size // _largest_part(recipe, fixed) for _, size in named_sizes(recipe)))
+    return math.gcd(*recipe.batch.sizes().values()) // _largest_part(recipe, fixed)
 
 
 def default_processes(recipe: Recipe, devices: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.recipe.phases import Epochs
+from paceline.plan.epochs import Epochs
 from paceline.units import Duration
 
 Sizes = list[tuple[int, int, int]]

@@ -13,10 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
-from paceline.recipe.batching import default_processes
+from paceline.plan import DataFacts, MachineFacts, Plan, make
+from paceline.plan.batching import default_processes
 from paceline.recipe.load import differences, stored_recipe, to_tree
-from paceline.recipe.plan import DataFacts, MachineFacts, Plan, make_plan
 from paceline.recipe.schema import Recipe
+from paceline.world import World
 
 CPU = MachineFacts(device="cpu", device_name="a processor", fast_bf16=False, cores=64, reasons={"fast_bf16": "no AMX"})
 GPU = MachineFacts(device="cuda", device_name="a card", fast_bf16=True, cores=64, reasons={"fast_bf16": "it has"})
@@ -35,7 +36,8 @@ def plan(
     **facts: Any,
 ) -> Plan:
     data = DataFacts(train_samples=samples, evaluation_samples=held_out, **facts)
-    return make_plan(recipe(*overrides), data, machine, world_size=world_size, local_world_size=min(world_size, 8))
+    world = World(world_size=world_size, local_world_size=min(world_size, 8))
+    return make(recipe(*overrides), world=world, data=data, machine=machine)
 
 
 def refusal(*overrides: str, **world: Any) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import RecipeError
+from paceline.plan.mlperf import check_mlperf
 from paceline.recipe.load import load_recipe
-from paceline.recipe.mlperf import check_mlperf
 
 SUBMISSION = {"org": "Us", "platform": "here", "division": "closed", "status": "research"}
 CLOSED = {

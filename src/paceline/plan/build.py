@@ -1,0 +1,423 @@
+"""The plan: every number that follows from a recipe, its data, this machine and the number of processes.
+
+Every derived number is computed here, once, with integer checks, so that a plan for 64 ranks needs no 64
+processes. The trainer follows the plan and computes nothing of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Literal
+
+from paceline.errors import RecipeError
+from paceline.plan.batching import explain_batching, largest_micro_batch, micro_batch_size, named_sizes
+from paceline.plan.compute import (
+    Compiled,
+    explain_compute,
+    plan_compilation,
+    resolve_channels_last,
+    resolve_evaluation_batch,
+    resolve_float32_matmul,
+    resolve_precision,
+    resolve_threads,
+)
+from paceline.plan.epochs import Epochs, Lengths
+from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
+from paceline.plan.mlperf import check_mlperf
+from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
+from paceline.plan.strategy import choose_strategy
+from paceline.recipe.layers import applies_of
+from paceline.recipe.running import Profile
+from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import unused_keys
+from paceline.units import Duration, TimeSpan
+from paceline.world import World
+
+Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale"]
+"""What is done now and then."""
+
+_ANY_TASK = TaskFacts()
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(TaskFacts, Compiled, Rates):
+    """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
+    for a checkpoint's that it is not measured so.
+
+    Where the batch grows, ``batch_phases`` says when and to what; micro-batches per step, steps per epoch and intervals
+    are those of the first phase, and ``moments`` says after which steps something is due that is not due every so many.
+
+    ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why; ``left_out``,
+    what of the data is there and not used.
+    """
+
+    world_size: int
+    local_world_size: int
+    device: str
+    device_name: str
+    device_memory_bytes: int | None
+    precision: str
+    float32_matmul: str
+    channels_last: bool
+    strategy: str
+    threads_per_process: int
+    train_samples: int
+    evaluation_samples: int
+    data: dict[str, Any]
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    logical_ranks: int
+    steps_per_epoch: int
+    last_step_samples: int
+    total_epochs: float
+    until_step: int | None
+    evaluate_every_steps: int | None
+    evaluation_batch_size: int
+    checkpoint_every_steps: int | None
+    checkpoint_every_seconds: float | None
+    log_every_steps: int
+    noise_scale_every_steps: int | None
+    moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
+    unfreeze_steps: dict[str, int] = field(default_factory=dict)
+    freeze_after_steps: dict[str, int] = field(default_factory=dict)
+    profile_steps: tuple[int, int] | None = None
+    learning_rates: tuple[LearningRatePoint, ...] = ()
+    parameters: int | None = None
+    parameter_groups: tuple[ParameterGroupFacts, ...] = ()
+    fp8_layers: tuple[str, ...] = ()
+    reasons: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    def to_tree(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return dataclasses.asdict(self)
+
+    @cached_property
+    def epochs(self) -> Epochs:
+        """Where in the epochs each step lies."""
+        return Epochs(self.train_samples, self.batch_phases)
+
+    @property
+    def step_sizes(self) -> list[int]:
+        """Samples of the full steps of each phase: the global batch, or an epoch that is smaller."""
+        return [min(phase.global_batch_size, self.train_samples) for phase in self.batch_phases]
+
+    def epoch_of(self, step: int) -> int:
+        """Epoch that the step numbered ``step`` (from 0) belongs to."""
+        return self.epochs.place(step)[0]
+
+    def step_samples(self, position: int) -> int:
+        """Samples in the global batch numbered ``position`` (from 0)."""
+        return self.epochs.step_samples(position)
+
+    def samples_before(self, step: int) -> int:
+        """Training samples used by the first ``step`` steps."""
+        return self.epochs.samples_before(step)
+
+    def is_due(self, occasion: Occasion, position: int) -> bool:
+        """Whether something done now and then, and at the run's end, is due after ``position`` global batches."""
+        every: int | None = getattr(self, f"{occasion}_every_steps")
+        if every is None:
+            return False
+        if position == self.total_steps:
+            return True
+        if occasion not in self.moments:
+            return position % every == 0
+        moments = self.moments[occasion]
+        following = bisect_left(moments, position)
+        return following < len(moments) and moments[following] == position
+
+
+def make(
+    recipe: Recipe,
+    *,
+    world: World,
+    data: DataFacts,
+    machine: MachineFacts,
+    task: TaskFacts = _ANY_TASK,
+    network: NetworkFacts | None = None,
+    notes: Mapping[str, str] = _NONE,
+) -> Plan:
+    """Work out a run's numbers from its recipe and the facts: a pure function, and the only maker of plans.
+
+    Args:
+        recipe: What was asked.
+        world: The run's processes.
+        data: Facts of the data.
+        machine: Facts of the machine.
+        task: Facts of the task.
+        network: Facts of the network; until they are known, ``auto`` does not become ``fsdp``.
+        notes: Further reasons, by what they are of.
+
+    Raises:
+        RecipeError: If batch and world do not fit together, a length comes to nothing, or two keys exclude each other.
+    """
+    _check_facts(recipe, data, machine)
+    micro = micro_batch_size(recipe, world.world_size)
+    epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
+    lengths = Lengths(epochs)
+    total = lengths.total(recipe.train.duration)
+    _check_growth(epochs, total)
+    rates = plan_schedule(recipe, lengths, total)
+    parts = [each.logical_ranks for each in epochs.phases]
+    strategy, why_strategy = choose_strategy(recipe, world.world_size, parts, network, machine.memory_bytes)
+    threads, why_threads = resolve_threads(recipe, machine, world.local_world_size)
+    largest = largest_micro_batch(recipe, micro, world.world_size)
+    given = machine.reasons | {key: f"not used: {why}" for key, why in data.unused.items()} | data.reasons
+    reasons = (
+        explain_compute(recipe, machine)
+        | given
+        | explain_batching(recipe, world.world_size, micro)
+        | _explain_steps(recipe, data, epochs, total)
+        | explain_rates(recipe, epochs, rates)
+        | why_strategy
+        | {"parallel.threads": why_threads, "evaluate.metric": f"{task.headline}: the task's own choice"}
+        | check_mlperf(recipe, evaluation_samples=data.evaluation_samples, peak_lr=rates.peak_lr)
+    )
+    return Plan(
+        world_size=world.world_size,
+        local_world_size=world.local_world_size,
+        device=machine.device,
+        device_name=machine.device_name,
+        device_memory_bytes=machine.memory_bytes,
+        precision=resolve_precision(recipe, machine),
+        float32_matmul=resolve_float32_matmul(recipe, machine),
+        channels_last=resolve_channels_last(recipe, machine, is_useful="model.channels_last" not in given),
+        strategy=strategy,
+        threads_per_process=threads,
+        train_samples=data.train_samples,
+        evaluation_samples=data.evaluation_samples,
+        data=data.description,
+        global_batch_size=recipe.batch.global_size,
+        micro_batch_size=micro,
+        accumulation_steps=parts[0] // world.world_size,
+        logical_ranks=parts[0],
+        evaluation_batch_size=resolve_evaluation_batch(recipe),
+        learning_rates=LearningRate.of(recipe.schedule, rates).phases(),
+        **vars(rates),
+        **vars(plan_compilation(recipe, machine, data, parts, world.world_size)),
+        **_in_steps(recipe, lengths, total, machine.device),
+        **vars(task),
+        parameters=None if network is None else network.parameters.trained,
+        parameter_groups=() if network is None else network.groups,
+        fp8_layers=() if network is None else network.fp8_layers,
+        reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)} | dict(notes),
+        unused=_unused(recipe, data, task, strategy, rates.warmup_steps, epochs.length(total), largest),
+        left_out=data.left_out,
+    )
+
+
+def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts) -> None:
+    if data.train_samples < 1:
+        raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
+    if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
+        why = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
+        raise RecipeError(
+            f"evaluate.patience={recipe.evaluate.patience} has no effect with {why}: nothing is ever evaluated; "
+            "set evaluate.patience=off, or evaluate."
+        )
+    if recipe.train.precision == "fp8" and (lacking := machine.lacks.get("fp8")):
+        raise RecipeError(f"train.precision=fp8 cannot be had here: {lacking}; use bf16, or auto.")
+
+
+def _explain_steps(recipe: Recipe, data: DataFacts, epochs: Epochs, total: int) -> dict[str, str]:
+    found = {
+        "checkpoint.every": "by the clock: the square root of twice what a save costs, times checkpoint.mtbf "
+        f"({recipe.checkpoint.mtbf}), once a save was measured (Young 1974)"
+    }
+    if data.evaluation_samples == 0:
+        found["evaluate.every"] = "there are no held-out samples: nothing is evaluated"
+    if larger := [f"{key}={size}" for key, size in named_sizes(recipe) if size > data.train_samples]:
+        why = f"larger than the {data.train_samples} training samples, so the global batch is {data.train_samples}"
+        found["batch.global_size"] = f"{', '.join(larger)}: {why}"
+    if any(epochs.last_step_samples(each) // each.logical_ranks < 2 for each in epochs.finished_phases(total)):
+        found["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
+    return found
+
+
+def _unused(
+    recipe: Recipe, data: DataFacts, task: TaskFacts, strategy: str, warmup_steps: int, epochs: float, largest: int
+) -> dict[str, str]:
+    """Ask the marks of all keys (:class:`~paceline.recipe.fields.Needs`) by what is so here, and then the data."""
+    backend, mix, progressive = data.description.get("backend", "pytorch"), recipe.data.mix, recipe.data.progressive
+    rule = recipe.optimizer.name
+    scales = recipe.optimizer.has_layers_to_scale or recipe.schedule.weight_decay.name != "constant"
+    holds = {
+        "warm-up": warmup_steps > 0,
+        "held-out samples": data.evaluation_samples > 0,
+        "a back-end with loader processes": backend in ("pytorch", "dali"),
+        "loader processes": data.description.get("workers") != 0,
+        "samples of unequal length": task.lengths_sha256 is not None,
+        "several groups in a micro-batch": recipe.model.ghost_batch_norm != largest,
+        "epochs after mixing": mix.epochs is None or mix.epochs < epochs,
+        "epochs of growing images": progressive.begin < epochs,
+        "layers to scale": scales or rule not in ("lars", "lamb"),
+        "layers that lars scales": scales or rule != "lars",
+        "ddp": strategy == "ddp",
+        "fsdp": strategy == "fsdp",
+        "a strategy that was asked for": recipe.parallel.strategy != "auto",
+    }
+    words = {
+        "backend": backend,
+        "epochs": f"{epochs:g}",
+        "largest_micro_batch": largest,
+        "optimizer": rule,
+        "unscaled": "sgd" if rule == "lars" else "adamw",
+        "strategy": {"exact": "an exact run", "single": "one process"}.get(strategy, strategy),
+    }
+    # The shape decides how images are predicted, whatever the held-out ones come to.
+    of_data = {key: why for key, why in unused_in_data(data).items() if key != "data.evaluation_shape"}
+    return unused_keys(recipe, holds, words) | of_data | data.unused
+
+
+# Keys whose use only the data decide, with what they say of them (``DataFacts.reasons``).
+_SAID_BY_DATA = (
+    "data.validation_fraction",
+    "data.split_by",
+    "data.saved_split",
+    "data.download",
+    "data.options",
+    "data.evaluation_shape",
+    "data.augment.shrink_on_load",
+    "evaluate.top_k",
+)
+
+
+def unused_in_data(data: DataFacts) -> dict[str, str]:
+    """Keys that have no effect on this data, with the reason."""
+    reasons = data.unused | data.reasons
+    return {key: reasons[key] for key in _SAID_BY_DATA if key in reasons}
+
+
+def _in_steps(recipe: Recipe, lengths: Lengths, total: int, device: str) -> dict[str, Any]:
+    """The fields of a plan that say how long something takes, or how often it is done."""
+    epochs, train, every = lengths.epochs, recipe.train, recipe.checkpoint.every
+    asked: dict[Occasion, tuple[str, Duration | None]] = {
+        "evaluate": ("evaluate.every", recipe.evaluate.every),
+        "checkpoint": ("checkpoint.every", every if isinstance(every, Duration) else None),
+        "log": ("telemetry.log_every", recipe.telemetry.log_every),
+        "noise_scale": ("telemetry.noise_scale", recipe.telemetry.noise_scale),
+    }
+    turning = {"unfreeze": recipe.model.unfreeze, "freeze_after": recipe.model.freeze_after}
+    return {
+        "steps_per_epoch": epochs.phases[0].steps_per_epoch,
+        "last_step_samples": epochs.last_step_samples(epochs.phases[0]),
+        "total_epochs": epochs.length(total),
+        "until_step": None if train.until is None else lengths.within("train.until", train.until, total),
+        **{f"{name}_every_steps": lengths.interval(key, each, total) for name, (key, each) in asked.items()},
+        "checkpoint_every_seconds": every.seconds if isinstance(every, TimeSpan) else None,
+        "moments": {name: at for name, (_, each) in asked.items() if each and (at := epochs.moments(each, total))},
+        **{f"{key}_steps": _turns(recipe, key, patterns, lengths, total) for key, patterns in turning.items()},
+        "profile_steps": _profiled(recipe.telemetry.profile, lengths, total, device),
+    }
+
+
+def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], lengths: Lengths, total: int) -> dict[str, int]:
+    if asked and recipe.model.compile:
+        raise RecipeError(
+            f"model.{key} does not go with model.compile=true, which settles at the start what has a gradient; "
+            "leave one out."
+        )
+    found = {}
+    for pattern, length in asked.items():
+        found[pattern] = steps = lengths.steps(length, total)
+        if not 0 < steps < total:
+            stays = "stays frozen" if key == "unfreeze" else "is trained"
+            raise RecipeError(
+                f"model.{key}: '{pattern}' {stays} for '{length}', which is {steps} of the run's {total} steps; it "
+                "must be some of them, and not all."
+            )
+    return found
+
+
+def _check_growth(epochs: Epochs, total: int) -> None:
+    """Refuse a size that no step has.
+
+    Raises:
+        RecipeError: Naming it.
+    """
+    for before, phase in pairwise(epochs.phases):
+        said = f"batch.growth.{phase.first_epoch}={phase.global_batch_size}"
+        if phase.first_step >= total:
+            raise RecipeError(
+                f"{said} begins with step {phase.first_step + 1}, but the run ends with step {total}; leave it out, or "
+                "lengthen train.duration."
+            )
+        if min(before.global_batch_size, phase.global_batch_size) >= epochs.samples:
+            raise RecipeError(
+                f"{said} has no effect: an epoch has only {epochs.samples} samples, and each step used all of them "
+                "before; leave it out."
+            )
+
+
+# Reasons that are told although the key was not left open.
+_ALWAYS_TOLD = (
+    "data.path",
+    "data.decoder",
+    "batch.global_size",
+    "batch.growth",
+    "batch.tail",
+    "optimizer.lr",
+    "evaluate.top_k",
+    "evaluate.every",
+    "data.evaluation_shape",
+    "data.validation",
+    "data.classes",
+    "data.content_digest",
+    "data.subset",
+    "data.only_classes",
+    "parallel.exact",
+    "parallel.affinity",
+    "telemetry.mlperf",
+)
+
+
+def _is_open(recipe: Recipe, key: str) -> bool:
+    """Whether a reason answers a question that the recipe left open."""
+    if key in _ALWAYS_TOLD:
+        return True
+    *path, name = key.split(".")
+    section: object = recipe
+    for part in path:
+        section = getattr(section, part, None)
+    if not dataclasses.is_dataclass(section) or not hasattr(section, name):
+        return False
+    applies = applies_of(type(section), name)
+    has_effect = applies is None or applies.allow(getattr(section, applies.to))
+    return has_effect and getattr(section, name) == "auto"
+
+
+def _profiled(profile: Profile, lengths: Lengths, total: int, device: str) -> tuple[int, int] | None:
+    """The global batches, from 0, that are profiled: the first, and the one after the last; None if none is.
+
+    Raises:
+        RecipeError: If the run has no such steps, or the tool does not know the device.
+    """
+    if profile.steps is None:
+        return None
+    if profile.tool == "nsys" and device != "cuda":
+        raise RecipeError(
+            f"telemetry.profile.tool=nsys marks steps for NVIDIA's Nsight Systems, and this run is on {device}; use "
+            "telemetry.profile.tool=torch."
+        )
+    first = lengths.steps(profile.after, total)
+    if first < 1:
+        raise RecipeError(
+            f"telemetry.profile.after='{profile.after}' leaves the profiler no step to warm up in; give at least "
+            "'1 step'."
+        )
+    if first + profile.steps > total:
+        raise RecipeError(
+            f"telemetry.profile asks for steps {first + 1} to {first + profile.steps}, beyond the run's {total}; lower "
+            "telemetry.profile.after or telemetry.profile.steps."
+        )
+    return first, first + profile.steps

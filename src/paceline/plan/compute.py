@@ -1,0 +1,196 @@
+"""Precision, threads and compilation of a run, and what this machine does not support."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import RecipeError
+from paceline.plan.facts import DataFacts, MachineFacts
+from paceline.recipe.schema import Recipe
+
+# A size that fewer forward passes have than this is not worth the wait for its graph.
+_WORTH_COMPILING = 0.05
+
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of ``model.compile_mode`` that record CUDA graphs."""
+_WITH_TIMING = ("max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What of a run is compiled.
+
+    Attributes:
+        compile: Back-end and mode of torch.compile, or ``off``.
+        compiled_train_sizes: Samples of the micro-batches that are; others run uncompiled.
+        compiled_evaluation_sizes: The same for evaluation.
+    """
+
+    compile: str = "off"
+    compiled_train_sizes: tuple[int, ...] = ()
+    compiled_evaluation_sizes: tuple[int, ...] = ()
+
+
+def training_sizes(samples: int, global_batch_size: int, logical_ranks: int) -> Counter[int]:
+    """How many micro-batches of an epoch have each size, over all processes."""
+    full, left = divmod(samples, global_batch_size)
+    part, larger = divmod(left, logical_ranks)
+    sizes = Counter({global_batch_size // logical_ranks: full * logical_ranks})
+    sizes.update({part + 1: larger, part: logical_ranks - larger})
+    return Counter({size: count for size, count in sizes.items() if size and count})
+
+
+def evaluation_sizes(samples: int, batch_size: int) -> Counter[int]:
+    """How many evaluation batches have each size, over all processes."""
+    full, left = divmod(samples, batch_size)
+    return Counter({size: count for size, count in ((batch_size, full), (left, 1)) if size and count})
+
+
+def plan_compilation(
+    recipe: Recipe, machine: MachineFacts, data: DataFacts, parts: Sequence[int], world_size: int
+) -> Compiled:
+    """Work out what is compiled.
+
+    Args:
+        recipe: What was asked.
+        machine: Facts of the machine.
+        data: Facts of the data.
+        parts: Micro-batches of a step over all processes, for each size that the batch has.
+        world_size: Processes.
+
+    Raises:
+        RecipeError: If the mode cannot be had here, or not with the rest of the recipe.
+    """
+    model = recipe.model
+    if not model.compile:
+        return Compiled()
+    if model.compile_backend != "inductor" and model.compile_mode != "default":
+        raise RecipeError(
+            f"model.compile_mode={model.compile_mode} is a mode of inductor, and has no effect with "
+            f"model.compile_backend={model.compile_backend}; leave one of the two out."
+        )
+    _check_graphs(recipe, machine.device, max(parts) // world_size)
+    if model.compile_mode in _WITH_TIMING and (recipe.train.deterministic or recipe.parallel.exact):
+        asked = "train.deterministic" if recipe.train.deterministic else "parallel.exact"
+        raise RecipeError(
+            f"model.compile_mode={model.compile_mode} takes the kernels that were fastest when they were tried, at "
+            f"another launch perhaps others, and {asked}=true wants the same sums each time; use "
+            "model.compile_mode=default."
+        )
+    trained = training_sizes(data.train_samples, recipe.batch.global_size, parts[0])
+    scored = evaluation_sizes(data.evaluation_samples, resolve_evaluation_batch(recipe))
+    # Batches of many shapes would each need a graph.
+    evaluated = recipe.evaluate.every is not None and recipe.data.evaluation_shape == "square"
+    return Compiled(
+        compile=f"{model.compile_backend}, {model.compile_mode}",
+        compiled_train_sizes=_worth_compiling(trained),
+        compiled_evaluation_sizes=_worth_compiling(scored) if evaluated else (),
+    )
+
+
+def _worth_compiling(sizes: Mapping[int, int]) -> tuple[int, ...]:
+    enough = _WORTH_COMPILING * sum(sizes.values())
+    return tuple(sorted((size for size, count in sizes.items() if count >= enough), reverse=True))
+
+
+def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
+    """Refuse CUDA graphs where there are none, or where they would overwrite what is still needed."""
+    mode = recipe.model.compile_mode
+    if mode not in WITH_GRAPHS:
+        return
+    instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
+    said = f"model.compile_mode={mode} records CUDA graphs, "
+    if device != "cuda":
+        raise RecipeError(
+            f"{said}which need a CUDA device, and this run is on {device}; use model.compile_mode={instead}."
+        )
+    if accumulation_steps > 1:
+        raise RecipeError(
+            f"{said}and each replay writes its gradients where the last one's are: those of {accumulation_steps} "
+            f"micro-batches per step cannot be added up; use model.compile_mode={instead}, or a larger "
+            "batch.micro_size."
+        )
+    if recipe.data.progressive.start_size is not None:
+        raise RecipeError(
+            f"{said}each of which holds memory for one size of image, and data.progressive has several; use "
+            f"model.compile_mode={instead}, or data.progressive.start_size=off."
+        )
+    if recipe.parallel.exact:
+        raise RecipeError(
+            f"{said}and parallel.exact collects each gradient in memory of its own; use model.compile_mode={instead}."
+        )
+
+
+def resolve_precision(recipe: Recipe, machine: MachineFacts) -> str:
+    """The arithmetic of ``train.precision``."""
+    if recipe.train.precision != "auto":
+        return recipe.train.precision
+    return "bf16" if machine.fast_bf16 else "fp32"
+
+
+def resolve_float32_matmul(recipe: Recipe, machine: MachineFacts) -> str:
+    """How exactly fp32 numbers are multiplied: ``train.float32_matmul``, or ``default`` for torch's own.
+
+    Raises:
+        RecipeError: If this machine multiplies no other way.
+    """
+    asked = recipe.train.float32_matmul
+    if asked == "auto":
+        return "default"
+    missing = {"high": "tf32", "medium": "bf16_products"}.get(asked, "")
+    if why := machine.lacks.get(missing):
+        raise RecipeError(f"train.float32_matmul={asked} has no effect here: {why}; use auto or highest.")
+    return asked
+
+
+def resolve_channels_last(recipe: Recipe, machine: MachineFacts, *, is_useful: bool = True) -> bool:
+    """The memory format of ``model.channels_last``; left open, it is only what the task has a use for."""
+    asked = recipe.model.channels_last
+    return is_useful and machine.device in ("cpu", "cuda", "xpu") if asked == "auto" else asked
+
+
+def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int) -> tuple[int, str]:
+    """CPU threads per process, ``parallel.threads``, and why so many."""
+    asked = recipe.parallel.threads
+    if asked != "auto":
+        return asked, ""
+    if recipe.parallel.exact and machine.device == "cpu":
+        return 1, "parallel.exact: sums over one thread do not depend on the number of processes"
+    if machine.own_cores is not None:
+        why = "the physical cores that parallel.affinity gives it, or fewer (OMP_NUM_THREADS)"
+        return min(machine.own_cores, machine.threads or machine.own_cores), why
+    share = max(1, machine.cores // local_world_size)
+    if machine.threads not in (None, share):
+        return machine.threads, "as OMP_NUM_THREADS says"
+    return share, f"{_plural(machine.cores, 'core')} for {_plural(local_world_size, 'process')} here"
+
+
+def resolve_evaluation_batch(recipe: Recipe) -> int:
+    """Samples per evaluation batch; never a function of the number of processes."""
+    asked = recipe.evaluate.batch_size
+    return min(256, recipe.batch.global_size) if asked == "auto" else asked
+
+
+def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
+    """Say by dotted key why a machine computes as it does where the recipe leaves that open."""
+    device = machine.device
+    gains = resolve_channels_last(recipe, machine)
+    return {
+        "parallel.device": (
+            "no GPU was found that could be used" if device == "cpu" else f"a {device} device was found"
+        ),
+        "train.precision": machine.reasons.get("fast_bf16", ""),
+        "train.float32_matmul": (
+            "torch's default: TF32 for convolutions, fp32 for matrix products" if device == "cuda" else "fp32"
+        ),
+        "model.channels_last": (
+            f"convolutions on {device} have kernels for it" if gains else f"{device} gains nothing by it"
+        ),
+        "evaluate.batch_size": "independent of the number of processes, so that every sample is scored alike",
+    }
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

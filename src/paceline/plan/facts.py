@@ -1,0 +1,119 @@
+"""What a plan is made of besides its recipe: facts of the data, the task, the machine and the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What the plan must know of the data.
+
+    Attributes:
+        train_samples: Samples in one training epoch.
+        evaluation_samples: Samples held out for evaluation; 0 if there are none.
+        description: Further facts for the reader, by name (classes, image size, back-end, ...).
+        reasons: Why an `auto` became what it is, and why a key that knows no `auto` is not used, by dotted key.
+        unused: Dotted keys that the task has no use for, with the reason (see :func:`~paceline.recipe.unused.all_but`).
+        left_out: What of the data is there and not used, a sentence for each kind.
+    """
+
+    train_samples: int
+    evaluation_samples: int
+    description: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFacts:
+    """What the plan must know of the task, once that knows its data.
+
+    Attributes:
+        higher_is_better: For each metric that is measured, which way it is better.
+        headline: The metric that one looks at first.
+        sample_name: What samples are called (``images``).
+        weight_unit: What they count for in a step's mean loss (``tokens``).
+        lengths_sha256: Of the samples' lengths by which steps are balanced (``batch.balance``); None if they are not.
+    """
+
+    higher_is_better: dict[str, bool] = field(default_factory=dict)
+    headline: str = "loss"
+    sample_name: str = "samples"
+    weight_unit: str = "samples"
+    lengths_sha256: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What the plan must know of the machine, the same on every rank.
+
+    Attributes:
+        device: Device type the model lives on: cpu, cuda, mps or xpu.
+        device_name: What the device calls itself.
+        fast_bf16: Whether bf16 matrix products are faster than fp32 ones here.
+        cores: CPU cores this machine lends to the run.
+        threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
+        memory_bytes: What one process's device has, a CPU's memory shared out among its processes; None if unknown.
+        lacks: What it cannot do, with the reason: ``fp8``, ``tf32``, ``bf16_products``.
+        own_cores: Physical cores that ``parallel.affinity`` gives this process, if it does.
+        reasons: Why, by dotted key or by ``fast_bf16``.
+    """
+
+    device: str
+    device_name: str
+    fast_bf16: bool
+    cores: int
+    threads: int | None = None
+    memory_bytes: int | None = None
+    lacks: dict[str, str] = field(default_factory=dict)
+    own_cores: int | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParameterNumbers:
+    """Numbers in a network's parameters, all of them and those that are trained."""
+
+    every: int
+    trained: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroupFacts:
+    """Parameters that the optimizer treats alike.
+
+    Attributes:
+        parameters: Which: a pattern of the recipe, or in words.
+        tensors: How many there are.
+        numbers: How many numbers they hold.
+        lr_factor: Factor on the schedule's learning rate.
+        weight_decay: Their weight decay.
+        first_step: The first step that trains them, from 1.
+        last_step: The last one that does; None where that is the run's.
+    """
+
+    parameters: str
+    tensors: int
+    numbers: int
+    lr_factor: float
+    weight_decay: float
+    first_step: int = 1
+    last_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkFacts:
+    """What the plan must know of the network.
+
+    Attributes:
+        parameters: How many numbers it has.
+        groups: Its parameters as the optimizer treats them.
+        fp8_layers: Names of the layers that compute in fp8.
+    """
+
+    parameters: ParameterNumbers
+    groups: tuple[ParameterGroupFacts, ...] = ()
+    fp8_layers: tuple[str, ...] = ()

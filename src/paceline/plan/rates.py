@@ -1,0 +1,338 @@
+"""A recipe's schedule in steps and rates, and the learning rate at each step: a pure function, with nothing to save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from typing import SupportsFloat
+
+from paceline.errors import RecipeError
+from paceline.plan.epochs import BatchPhase, Epochs, Lengths
+from paceline.recipe.schedule import Schedule
+from paceline.recipe.schema import Recipe
+from paceline.references import call_reference, is_reference
+from paceline.registry import load
+
+# Boundaries of phases to be told; a rate that falls every epoch has as many.
+_TOLD = 12
+# So little more than 1 that powers of it cannot be told from 1.
+_NO_FACTOR = 1e-6
+# Of the peak, as torch's OneCycleLR and fastai begin.
+_CYCLE_BEGINS = 1 / 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The schedule's part of a plan; ``first_lr`` is None where the warm-up begins with its first step from zero.
+
+    ``grown_peak_lrs`` has the peak of each size that the batch grows to.
+    """
+
+    peak_lr: float
+    first_lr: float | None
+    warmup_steps: int
+    milestone_steps: tuple[int, ...]
+    period_steps: int | None
+    decay_steps: int
+    total_steps: int
+    batch_phases: tuple[BatchPhase, ...]
+    grown_peak_lrs: tuple[float, ...] = ()
+
+
+def plan_schedule(recipe: Recipe, lengths: Lengths, total: int) -> Rates:
+    """Resolve the schedule of a run of ``total`` steps.
+
+    Raises:
+        RecipeError: If one of its lengths is longer than the run, or comes to nothing.
+    """
+    schedule, asked = recipe.schedule, recipe.optimizer
+    # An epoch smaller than the batch is one step of all its samples.
+    batches = [min(phase.global_batch_size, lengths.epochs.samples) for phase in lengths.epochs.phases]
+    peak, *grown = (asked.lr * lr_factor(recipe, batch) for batch in batches)
+    if schedule.weight_decay.name != "constant" and asked.weight_decay == 0:
+        raise RecipeError(
+            f"schedule.weight_decay.name={schedule.weight_decay.name} starts from optimizer.weight_decay, which is 0: "
+            "set that, or leave the schedule out."
+        )
+    warmup = lengths.within("schedule.warmup", schedule.warmup, total)
+    decay = lengths.at_end("schedule.decay", schedule.decay, total) if schedule.name == "trapezoid" else 0
+    if warmup + decay > total:
+        raise RecipeError(
+            f"schedule.warmup='{schedule.warmup}' and schedule.decay='{schedule.decay}' are {warmup + decay} steps, "
+            f"longer than the run's {total}; shorten one of them."
+        )
+    if schedule.name == "one_cycle" and warmup < 1:
+        raise RecipeError(
+            "schedule.name=one_cycle rises during schedule.warmup, which is no step here; set it, for example to '30%'."
+        )
+    return Rates(
+        peak_lr=peak,
+        first_lr=_first_rate(recipe, peak),
+        warmup_steps=warmup,
+        milestone_steps=tuple(lengths.within("schedule.milestones", each, total) for each in schedule.milestones),
+        period_steps=_period(recipe, lengths, total),
+        decay_steps=decay,
+        total_steps=total,
+        batch_phases=lengths.epochs.phases,
+        grown_peak_lrs=tuple(grown),
+    )
+
+
+def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str]:
+    """Say by dotted key how what the recipe leaves open, or has scaled, came to the numbers of a plan."""
+    schedule, asked, rule = recipe.schedule, recipe.optimizer, recipe.optimizer.lr_scaling
+    found = {}
+    if rule != "none":
+        found["optimizer.lr"] = (
+            f"{asked.lr:g} for a batch of {asked.lr_reference_batch} becomes {rates.peak_lr:g} for "
+            f"{min(epochs.phases[0].global_batch_size, epochs.samples)} (lr_scaling={rule})"
+        )
+    if rates.grown_peak_lrs:
+        peaks = (rates.peak_lr, *rates.grown_peak_lrs)
+        told = [
+            f"{phase.global_batch_size} samples a step from epoch {phase.first_epoch + 1} (step "
+            f"{phase.first_step + 1}), peak rate "
+            + (f"{before:g} becomes {peak:g}" if rule != "none" else f"stays {peak:g}")
+            for phase, before, peak in zip(epochs.phases[1:], peaks, peaks[1:], strict=False)
+        ]
+        found["batch.growth"] = f"{'; '.join(told)} (lr_scaling={rule})"
+    published = f"{asked.moment_decay}, as {asked.name} is published"
+    found["optimizer.betas"] = "optimizer.rest=sgd has none" if asked.moves_rest_by_sgd else published
+    found["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
+    found["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
+    if schedule.name == "one_cycle":
+        found["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins"
+    elif rates.warmup_steps:
+        found["schedule.warmup_from"] = "the first step of a straight rise from zero"
+    else:
+        found["schedule.warmup_from"] = "there is no warm-up"
+    return found
+
+
+def _period(recipe: Recipe, lengths: Lengths, total: int) -> int | None:
+    period = recipe.schedule.period
+    if period is not None and recipe.batch.growth and period.unit in ("epochs", "samples"):
+        raise RecipeError(
+            f"schedule.period='{period}' is not the same number of steps before and after the batch grows "
+            "(batch.growth), and periods are counted in steps; give it in steps or percent."
+        )
+    return lengths.interval("schedule.period", period, total)
+
+
+def lr_factor(recipe: Recipe, batch: int) -> float:
+    """What the recipe's scaling rule makes of the learning rate for a batch."""
+    asked = recipe.optimizer
+    if asked.lr_scaling == "none" or asked.lr_reference_batch is None:
+        return 1.0
+    ratio = batch / asked.lr_reference_batch
+    return ratio if asked.lr_scaling == "linear" else math.sqrt(ratio)
+
+
+def _first_rate(recipe: Recipe, peak: float) -> float | None:
+    schedule = recipe.schedule
+    if schedule.warmup_from == "unscaled":
+        if recipe.optimizer.lr_scaling == "none":
+            raise RecipeError(
+                "schedule.warmup_from=unscaled begins at optimizer.lr before its scaling, and "
+                "optimizer.lr_scaling=none; set a rule, or a share of the peak."
+            )
+        return recipe.optimizer.lr
+    if schedule.warmup_from != "auto":
+        return schedule.warmup_from * peak
+    return peak * _CYCLE_BEGINS if schedule.name == "one_cycle" else None
+
+
+def resolve_anneal(schedule: Schedule) -> str:
+    """The shape of `schedule.anneal`."""
+    if schedule.anneal != "auto":
+        return schedule.anneal
+    return "cosine" if schedule.name == "one_cycle" else "linear"
+
+
+@dataclass(frozen=True)
+class LearningRatePoint:
+    """Learning rate at the boundary of a phase of the schedule."""
+
+    step: int
+    learning_rate: float
+    phase: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """The learning rate of a run as a function of the step.
+
+    The warm-up goes from ``first`` at step 0 to ``peak``, which the first step after it has:
+
+    * linear: ``first + (peak - first) * step / warmup_steps``; without ``first``, ``peak * (step + 1) / warmup_steps``
+    * exponential: ``first * (peak / first) ** (step / warmup_steps)``
+    * constant: ``first``
+
+    After it, ``x`` runs from 0 to 1 over the remaining steps, ``t`` counts them, and the rate is
+
+    * constant: ``peak``
+    * linear: ``peak + (end - peak) * x``
+    * cosine: ``end + (peak - end) * (1 + cos(pi * x)) / 2`` (Loshchilov and Hutter 2016); with a period, ``x`` runs
+      from 0 to 1 over each period, and each is ``period_factor`` times as long as the one before
+    * polynomial: ``end + (peak - end) * (1 - x) ** power``
+    * exponential: ``peak * gamma ** (t / period)``, or without a period ``peak * (end / peak) ** x``
+    * step: ``peak * gamma ** n``, where ``n`` is the number of milestones passed, or of whole periods in ``t``
+    * trapezoid: ``peak``; in the last ``decay_steps`` steps, ``x`` being their part done, ``end + (peak - end)`` times
+      ``1 - x``, ``(1 + cos(pi * x)) / 2`` or ``1 - sqrt(x)`` (Hägele et al. 2024)
+    * one_cycle: as torch's OneCycleLR of two phases: the rise ends at step ``warmup_steps - 1``, the fall at the last
+      step, both by cosine or linear.
+
+    Where the batch grows, ``peak`` is another one from a global batch on, as ``growth`` says: (its number, peak).
+    """
+
+    name: str
+    peak: float
+    total_steps: int
+    end: float = 0.0
+    warmup_steps: int = 0
+    warmup_shape: str = "linear"
+    first: float | None = None
+    milestones: tuple[int, ...] = ()
+    period: int | None = None
+    period_factor: float = 1.0
+    gamma: float = 0.1
+    power: float = 2.0
+    decay_steps: int = 0
+    anneal: str = "linear"
+    growth: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, schedule: Schedule, rates: Rates) -> LearningRate:
+        """The schedule of a recipe with a plan's numbers."""
+        return cls(
+            name=schedule.name,
+            peak=rates.peak_lr,
+            total_steps=rates.total_steps,
+            end=schedule.end_lr,
+            warmup_steps=rates.warmup_steps,
+            warmup_shape=schedule.warmup_shape,
+            first=rates.first_lr,
+            milestones=rates.milestone_steps,
+            period=rates.period_steps,
+            period_factor=schedule.period_factor,
+            gamma=schedule.gamma,
+            power=schedule.power,
+            decay_steps=rates.decay_steps,
+            anneal=resolve_anneal(schedule),
+            growth=tuple(
+                (phase.first_step, peak)
+                for phase, peak in zip(rates.batch_phases[1:], rates.grown_peak_lrs, strict=True)
+            ),
+        )
+
+    def __call__(self, step: int, position: int | None = None) -> float:
+        """Learning rate used by the optimizer step numbered ``step``, from 0.
+
+        Args:
+            step: Steps taken before it.
+            position: Global batches used up before it, by which the batch grows; ``step`` where none was skipped.
+        """
+        at = step if position is None else position
+        if self.growth and at >= self.growth[0][0]:
+            peak = next(peak for first, peak in reversed(self.growth) if at >= first)
+            return replace(self, peak=peak, growth=())(step)
+        return self._from_peak(step)
+
+    def _from_peak(self, step: int) -> float:
+        # The rise of one_cycle is a part of its shape.
+        if step < self.warmup_steps and self.name != "one_cycle":
+            return self._warming(step)
+        if not is_reference(self.name):
+            return self._shape(self, step)
+        rate: float = call_reference("schedule.name", self.name, self._shape, RecipeError, self, step)
+        if not isinstance(rate, SupportsFloat):
+            raise RecipeError(f"schedule.name={self.name} gave a {type(rate).__name__}, not a learning rate.")
+        return rate
+
+    @cached_property
+    def _shape(self) -> Callable[[LearningRate, int], float]:
+        shape: Callable[[LearningRate, int], float] = load("schedules", self.name, RecipeError)
+        return shape
+
+    def progress(self, step: int) -> float:
+        """The part of the run after the warm-up that is done before a step, from 0 to 1."""
+        return min((step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps), 1.0)
+
+    def height(self, step: int) -> float:
+        """How high above the end of its phase the rate of a one_cycle is, as a share of the way to the peak."""
+        return self.in_cycle(step)[1]
+
+    def phases(self) -> tuple[LearningRatePoint, ...]:
+        """The rate at each phase boundary, for the rates."""
+        points = {0: "warmup" if self.warmup_steps else self.name}
+        if self.name == "one_cycle":
+            points[max(self.warmup_steps - 1, 0)] = "peak"
+        elif self.warmup_steps:
+            points[min(self.warmup_steps, self.total_steps - 1)] = f"{self.name} from the peak"
+        points |= dict.fromkeys(self.milestones, "milestone")
+        points |= {first: "the batch grows" for first, _ in self.growth}
+        boundaries = takewhile(lambda step: step < self.total_steps, self._period_ends())
+        points |= {step: "next period" for _, step in zip(range(_TOLD), boundaries, strict=False)}
+        if self.name == "trapezoid":
+            points[self.total_steps - self.decay_steps] = "decay"
+        points[self.total_steps - 1] = "last step"
+        return tuple(
+            LearningRatePoint(step, self(step), phase)
+            for step, phase in sorted(points.items())
+            if step < self.total_steps
+        )
+
+    def _warming(self, step: int) -> float:
+        if self.first is None:
+            return self.peak * ((step + 1) / self.warmup_steps)
+        match self.warmup_shape:
+            case "exponential":
+                return float(self.first * (self.peak / self.first) ** (step / self.warmup_steps))
+            case "constant":
+                return self.first
+        return self.first + (self.peak - self.first) * step / self.warmup_steps
+
+    def towards_end(self, height: float) -> float:
+        """The rate at a height between the end, 0, and the peak, 1."""
+        return self.end + (self.peak - self.end) * height
+
+    def place_in_period(self, done: int) -> float:
+        """Where in its period, from 0 to 1, the step is that comes after ``done`` others."""
+        assert self.period is not None
+        if self.period_factor - 1 < _NO_FACTOR:
+            return done % self.period / self.period
+        # The n-th period begins after period * (factor**n - 1) / (factor - 1) steps.
+        finished = math.floor(math.log(done * (self.period_factor - 1) / self.period + 1, self.period_factor) + 1e-9)
+        begin = self.period * (self.period_factor**finished - 1) / (self.period_factor - 1)
+        return (done - begin) / (self.period * self.period_factor**finished)
+
+    def _period_ends(self) -> Iterator[int]:
+        if self.period is None or self.name == "exponential":
+            return
+        end, length = float(self.warmup_steps), float(self.period)
+        while True:
+            end += length
+            yield math.ceil(end)
+            length *= self.period_factor if self.name == "cosine" and self.period_factor - 1 >= _NO_FACTOR else 1
+
+    def in_cycle(self, step: int) -> tuple[float, float]:
+        """The rate at the low end of the step's phase, and how far the rate is from there to the peak."""
+        top, last = self.warmup_steps - 1, self.total_steps - 1
+        if step <= top:
+            low, x = self.first or 0.0, 1 - step / top if top else 0.0
+        else:
+            low, x = self.end, min((step - top) / max(last - top, 1), 1.0)
+        return low, fall(self.anneal, x)
+
+
+def fall(shape: str, x: float) -> float:
+    """From 1 at ``x`` = 0 to 0 at 1, by a ``cosine``, a ``sqrt``, or in a straight line."""
+    match shape:
+        case "cosine":
+            return (1 + math.cos(math.pi * x)) / 2
+        case "sqrt":
+            return 1 - math.sqrt(x)
+    return 1 - x

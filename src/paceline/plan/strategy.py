@@ -1,0 +1,232 @@
+"""How the processes of a run share the work, and whether a replica of the model fits each device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import RecipeError
+from paceline.plan.facts import NetworkFacts, ParameterNumbers
+from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.schema import Recipe
+from paceline.units import format_bytes
+
+# Of a device's memory, what a replica's state may take; the rest is for activations and what libraries keep.
+_ROOM_FOR_STATE = 0.7
+_FP32_BYTES = 4
+# Numbers that an optimizer keeps for each parameter, momentum that can be switched off aside.
+_MOMENTS = {"adafactor": 0, "adamw": 2, "lamb": 2, "lars": 0, "lion": 1, "muon": 2, "rmsprop": 1, "sgd": 0}
+# Assumed of an optimizer that is not ours, as of Adam: better a strategy that fits than a run out of memory.
+_MOMENTS_OF_OTHERS = 2
+_WITH_MOMENTUM = ("sgd", "lars", "rmsprop")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy, and why."""
+
+    strategy: str
+    reason: str
+
+
+def choose_strategy(
+    recipe: Recipe,
+    world_size: int,
+    parts: Sequence[int],
+    network: NetworkFacts | None = None,
+    memory_bytes: int | None = None,
+) -> tuple[str, dict[str, str]]:
+    """Choose the strategy, and say why by dotted key.
+
+    Args:
+        recipe: What was asked.
+        world_size: Processes.
+        parts: Micro-batches of a step over all processes, for each size that the batch has.
+        network: Facts of the network; without them ``auto`` is ``ddp`` with several processes, and may become ``fsdp``.
+        memory_bytes: What each process's device has; None if it does not say.
+
+    Raises:
+        RecipeError: If the one asked for does not fit the processes or the rest of the recipe.
+    """
+    asked = recipe.parallel.strategy
+    reasons = {}
+    if recipe.parallel.exact:
+        _check_exact(recipe)
+        reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
+        reasons["parallel.exact"] = _cost_of_exact(max(parts), world_size)
+        strategy = "exact"
+    elif asked != "auto":
+        _check_processes(asked, world_size)
+        strategy = asked
+    else:
+        choice = Choice("single", "1 process")
+        if world_size > 1:
+            choice = Choice("ddp", f"{world_size} processes")
+            choice = choice if network is None else weigh(recipe, network.parameters, world_size, memory_bytes)
+        strategy, reasons["parallel.strategy"] = choice.strategy, choice.reason
+    if strategy == "fsdp":
+        check_sharding(recipe, world_size)
+    if network is not None:
+        _check_noise_scale(recipe, strategy, fewest_parts=min(parts))
+    return strategy, reasons
+
+
+def _check_exact(recipe: Recipe) -> None:
+    if recipe.parallel.strategy != "auto":
+        raise RecipeError(
+            f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={recipe.parallel.strategy} "
+            "does not; leave the strategy at auto, or turn exactness off."
+        )
+    if recipe.parallel.unused_parameters == "allow":
+        raise RecipeError(
+            "parallel.unused_parameters=allow does not go with parallel.exact=true, whose tree adds up a gradient "
+            "of every trainable parameter; freeze those that are not used (model.frozen)."
+        )
+
+
+def _check_processes(asked: str, world_size: int) -> None:
+    if asked == "single" and world_size > 1:
+        raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, fsdp, auto, or one process.")
+    if asked in ("ddp", "fsdp") and world_size == 1:
+        raise RecipeError(
+            f"parallel.strategy={asked} has no effect with one process; use auto, or --processes 2 or more."
+        )
+
+
+def weigh(recipe: Recipe, numbers: ParameterNumbers, world_size: int, memory_bytes: int | None) -> Choice:
+    """What ``auto`` comes to with several processes: replicas as long as they leave room for activations.
+
+    Args:
+        recipe: Says what is kept for each parameter.
+        numbers: The network's.
+        world_size: Processes.
+        memory_bytes: What each process's device has; None if it does not say.
+    """
+    replica = replica_bytes(recipe, numbers)
+    spread = replica / (world_size if recipe.parallel.shard_size == "all" else recipe.parallel.shard_size)
+    if memory_bytes is None:
+        return Choice("ddp", f"{world_size} processes")
+    state = f"a replica's weights, gradients, optimizer state and average take {_gigabytes(replica)}"
+    room = f"of the {_gigabytes(memory_bytes)} that a process has"
+    if replica <= _ROOM_FOR_STATE * memory_bytes:
+        return Choice("ddp", f"{world_size} processes; {state} {room}, and the rest is left to activations")
+    return Choice(
+        "fsdp",
+        f"{state}, more than {_ROOM_FOR_STATE:.0%} {room}; spread over the processes it is {_gigabytes(spread)} each, "
+        "and activations come on top",
+    )
+
+
+def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:
+    """Memory of one whole copy of what is kept between steps, and of its gradients: all fp32.
+
+    The first three of the four uses of memory (weights, gradients, optimizer state), and the moving average; the
+    fourth, activations, depends on the batch (Rajbhandari et al. 2019, section 3.1).
+    """
+    averaged = 0 if recipe.train.ema is None else numbers.every
+    kept = numbers.every + averaged + numbers.trained * (1 + moments(recipe.optimizer))
+    return kept * _FP32_BYTES
+
+
+def check_sharding(recipe: Recipe, world_size: int) -> None:
+    """See whether the recipe's other choices go with weights that are spread over processes.
+
+    Raises:
+        RecipeError: Naming the first that does not.
+    """
+    model, optimizer, precision = recipe.model, recipe.optimizer, recipe.train.precision
+    size = recipe.parallel.shard_size
+    later = "does not go with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
+    objections = {
+        f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a divisor "
+        "of their number, or all for one group.": size != "all" and (size < 2 or world_size % size > 0),
+        "model.compile=true does not go with parallel.strategy=fsdp yet, which gathers weights in the midst of what "
+        "would be compiled; turn it off, or use parallel.strategy=ddp.": model.compile,
+        f"model.unfreeze {later}": model.unfreeze,
+        f"model.freeze_after {later}": model.freeze_after,
+        f"model.adapters {later}": model.adapters.rank is not None,
+        "parallel.unused_parameters=allow does not go with parallel.strategy=fsdp, where all processes gather the same "
+        "weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp.": (
+            recipe.parallel.unused_parameters == "allow"
+        ),
+        f"optimizer.name={optimizer.name} needs whole matrices, of which each process has a part with "
+        "parallel.strategy=fsdp; use sgd, adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp.": (
+            optimizer.name in ("adafactor", "muon")
+        ),
+        f"optimizer.clip_adaptive={optimizer.clip_adaptive} compares whole rows, of which a process may have a part "
+        "with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp.": (
+            optimizer.clip_adaptive is not None
+        ),
+        "train.precision=fp16 scales the loss by what one process finds in its own gradients, of which each has a part "
+        "with parallel.strategy=fsdp; use bf16, or parallel.strategy=ddp.": precision == "fp16",
+        "parallel.gather_dtype=bf16 computes in bf16, and train.precision=fp32 does not; use train.precision=bf16, or "
+        "gather fp32.": recipe.parallel.gather_dtype == "bf16" and precision == "fp32",
+    }
+    if found := next((objection for objection, holds in objections.items() if holds), None):
+        raise RecipeError(found)
+
+
+def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> None:
+    """See whether a process ever holds the gradient of less than the whole batch.
+
+    Args:
+        recipe: Says whether that is asked for.
+        strategy: How processes work together.
+        fewest_parts: Micro-batches of a step over all processes, in the epochs that have the fewest.
+
+    Raises:
+        RecipeError: With what to change, if none does.
+    """
+    if recipe.telemetry.noise_scale is None:
+        return
+    asked = f"telemetry.noise_scale='{recipe.telemetry.noise_scale}'"
+    if strategy == "fsdp":
+        raise RecipeError(
+            f"{asked} compares the gradient of a micro-batch with the whole batch's, and with parallel.strategy=fsdp "
+            "no process ever holds a whole gradient of its own; use parallel.strategy=ddp, or turn it off."
+        )
+    if fewest_parts < 2:
+        batch = recipe.batch.global_size
+        half = next((size for size in range(batch // 2, 0, -1) if batch % size == 0), 1)
+        remedy = f"set batch.micro_size={half}, use several processes, " if batch > 1 else "use a larger batch "
+        raise RecipeError(
+            f"{asked} compares the gradients of a step's micro-batches, and here a step is one micro-batch of {batch} "
+            f"samples; {remedy}or leave it off and run `paceline noise-scale`, which cuts the batch for itself."
+        )
+
+
+def moments(optimizer: Optimizer) -> int:
+    """Return how many numbers an optimizer keeps for each parameter; of one that is not ours, an assumption."""
+    if optimizer.moves_rest_by_sgd:
+        return 1
+    with_momentum = optimizer.name in _WITH_MOMENTUM and optimizer.momentum > 0
+    return _MOMENTS.get(optimizer.name, _MOMENTS_OF_OTHERS) + with_momentum
+
+
+def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:
+    """Numbers that are kept for embedding tables of so many rows in all."""
+    kept = {"rowwise_adagrad": rows, "sparse_adam": 2 * rows * embedding}
+    return kept.get(optimizer.tables, moments(optimizer) * rows * embedding)
+
+
+def gradients_held_by_exact(logical_ranks: int, world_size: int) -> int:
+    """How many gradients a process of an exact run holds at most."""
+    per_process = logical_ranks // world_size
+    depth = math.ceil(math.log2(per_process))
+    # One at work, and the partial sums of a process's leaves; those that are no aligned power of two leave more.
+    return 2 + (depth if per_process & (per_process - 1) == 0 else 2 * depth - 1)
+
+
+def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
+    memory = f"memory for up to {gradients_held_by_exact(logical_ranks, world_size)} gradients per process"
+    if world_size == 1:
+        return f"it costs {memory}, where there would be one"
+    return (
+        f"it costs {memory}, where ddp holds one, and the time of their exchange, which ddp hides behind the backward "
+        "pass (measured in docs/guide/several-processes.md)"
+    )
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else format_bytes(size)

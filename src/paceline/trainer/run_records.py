@@ -1,0 +1,210 @@
+"""The records of a run: its steps, evaluations, incidents and summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.checkpoint.weights import weights_sha256
+from paceline.data.batch import BrokenSample
+from paceline.errors import DataError, RunDirectoryError
+from paceline.records.events import EvaluationEvent, Status, StepEvent
+from paceline.records.ledger import count_epochs
+from paceline.records.reader import Summary
+from paceline.telemetry.memory import peak_memory_bytes
+from paceline.telemetry.meter import PHASES
+from paceline.trainer.evaluate import Evaluation, write_kept
+from paceline.trainer.mirroring import report_mirror
+from paceline.trainer.noise import linear_rule_warning
+from paceline.trainer.nonfinite import check_loss, divergence
+from paceline.trainer.recorder import find_slowest, over_ranks
+from paceline.trainer.run import Run
+
+
+def write_step(run: Run) -> None:
+    """Write a step record: where the host waits for the device, as a plain step does not."""
+    with run.clock.span("logging"):
+        _write_step(run)
+
+
+def _write_step(run: Run) -> None:
+    timings = run.clock.drain()
+    surprises = [each for network in run.compiled.values() for each in network.log.surprises()]
+    drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
+    measured = [each[:-1] for each in drained.seconds]
+    slowest = find_slowest(measured, waits_in=run.strategy.waits_in)
+    details = {} if slowest is None else {f"slowest_{key}": value for key, value in vars(slowest).items()}
+    if len(measured) > 1:
+        details["rank_seconds"] = over_ranks(measured, untold=run.untold)
+    norm = run.window.grad_norm
+    plan, progress = run.plan, run.progress
+    event = StepEvent(
+        **progress.here,
+        epoch=plan.epoch_of(progress.position - 1) + 1,
+        samples=plan.samples_before(progress.position),
+        loss=drained.loss,
+        lr=run.schedules.at(max(progress.step - 1, 0), max(progress.position - 1, 0)).learning_rate,
+        grad_norm=None if norm is None else float(norm),
+        grad_scale=run.precision.scale,
+        timings={
+            **timings,
+            **{f"{phase}_seconds": None for phase in run.untold},
+            **run.mfu(timings["throughput_samples_per_second"]),
+        },
+        metrics={
+            **({"skipped_steps": progress.skipped} if run.may_skip else {}),
+            **({} if plan.noise_scale_every_steps is None else run.noise.for_record()),
+        },
+        details=details,
+    )
+    run.recorder.write(event)
+    if slowest is not None and run.recorder.slow_ranks.is_news(slowest):
+        message = (
+            f"rank {slowest.rank} takes {slowest.factor:.1f} times as long as the others for its own part of a step, "
+            f"most of it in {slowest.phase}, and they wait for it."
+        )
+        run.recorder.incident("slow_rank", message, {"rank": slowest.rank, "phase": slowest.phase})
+    if any(each[-1] for each in drained.seconds):
+        _report_recompiles(run, surprises)
+    if warning := linear_rule_warning(run.noise, run.recipe.optimizer, plan, run.geometry, **progress.here):
+        run.recorder.incident("linear_lr_rule", warning)
+    report_mirror(run.mirroring, run.recorder)
+    report_broken(run, drained.broken)
+    run.recorder.flush()
+    check_loss(drained.loss, run.recorder, run.last_good)
+
+
+def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
+    """Write one record for each set of weights."""
+    train_seconds = run.clock.totals.train_seconds
+    for weights, metrics in evaluation.results.items():
+        run.recorder.write(
+            EvaluationEvent(
+                **run.progress.here,
+                epoch=run.plan.epoch_of(run.progress.position - 1) + 1,
+                split="validation",
+                weights="ema" if weights == "ema" else "model",
+                samples=evaluation.samples,
+                seconds=seconds,
+                train_seconds=train_seconds,
+                metrics=metrics,
+                inputs=evaluation.inputs,
+            )
+        )
+    _write_kept(run, evaluation)
+    report_broken(run, list(evaluation.broken), training=False)
+    run.recorder.flush()
+
+
+def _write_kept(run: Run, evaluation: Evaluation) -> None:
+    """Write what was kept of the answers; what stands against it is told once, and no reason to end a run."""
+    keep = run.evaluator.keep
+    if not keep.weights or not run.recorder.keeps_answers:
+        return
+    where = {**run.progress.here, "split": "validation", "weights": keep.weights}
+    failure = evaluation.kept.failure
+    if not failure:
+        try:
+            run.directory.check_in_place()
+            write_kept(run.directory, evaluation.kept, where)
+        except (OSError, RunDirectoryError) as error:
+            failure = str(error)
+    if failure:
+        run.recorder.keeps_answers = False
+        message = f"the answers of the evaluation are not kept to be looked at: {failure}"
+        run.recorder.incident("not_kept", message)
+
+
+def _report_recompiles(run: Run, reasons: list[str]) -> None:
+    """Say what was compiled in vain on any process; a collective."""
+    for rank, each in enumerate(run.collectives.gather(reasons)):
+        if each:
+            message = (
+                f"rank {rank} has compiled the network {len(each)} time{'s' * (len(each) > 1)} more than planned, "
+                f"since what it was compiled for has changed ({each[-1]}), and may do so again."
+            )
+            run.recorder.incident("recompile", message, {"rank": rank, "count": len(each)})
+
+
+def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
+    """Write down unreadable samples that were left out.
+
+    Raises:
+        DataError: If there are more than ``data.max_broken``.
+    """
+    known = run.progress.broken_evaluation_ids
+    new = broken if training else [each for each in broken if each.id not in known]
+    if not training:
+        known += [each.id for each in new]
+    for each in new:
+        run.recorder.incident(
+            "broken_sample",
+            f"'{each.path}' could not be read ({each.reason}) and was left out.",
+            {"path": each.path, "sample": each.id, "split": "train" if training else "validation"},
+        )
+    count = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids)
+    if new and count > run.recipe.data.max_broken:
+        raise DataError(
+            f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and "
+            f"data.max_broken={run.recipe.data.max_broken}; raise that to go on without them, or repair or remove "
+            "them and begin in another --run-dir."
+        )
+
+
+def digests(run: Run) -> dict[str, str]:
+    """Digest of each set of weights; a collective if they are spread over processes."""
+    return {name: weights_sha256(network.state_dict()) for name, network in run.models().items()}
+
+
+def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) -> Summary:
+    """Collect the outcome; on the first rank, once all ranks' ledgers are on the disk.
+
+    Args:
+        run: The run.
+        status: How it is left.
+        ending: Why: ``duration``, ``until``, ``patience``, ``signal`` or ``error``.
+        sha256: What :func:`digests` gives.
+    """
+    plan, progress = run.plan, run.progress
+    clock = run.clock.totals
+    # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
+    ledger = None
+    if status != "failed":
+        over = plan.epochs.completed(progress.position)
+        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over).facts
+    warning = divergence(run.window, progress.last) if status == "completed" else ""
+    details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
+    # What part of its data the run has seen, if not all of it.
+    if part := {key: plan.data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in plan.data}:
+        details["data"] = {"digest": plan.data.get("digest"), **part}
+    return Summary(
+        status=status,
+        step=progress.step,
+        epoch=0 if progress.position == 0 else plan.epoch_of(progress.position - 1) + 1,
+        samples=plan.samples_before(progress.position),
+        world_size=plan.world_size,
+        weights_sha256=sha256.get("model"),
+        ema_sha256=sha256.get("ema"),
+        metrics=_metrics(run),
+        train_seconds=clock.train_seconds,
+        total_seconds=progress.total_seconds,
+        throughput_samples_per_second=clock.throughput_samples_per_second,
+        throughput_tokens_per_second=clock.throughput_tokens_per_second,
+        data_wait_fraction=clock.data_wait_fraction,
+        phase_fractions={name: share for name, share in clock.phase_fractions.items() if name not in run.untold},
+        mfu=run.mfu(clock.throughput_samples_per_second).get("mfu"),
+        peak_memory_bytes=peak_memory_bytes(run.device.type),
+        parameters=plan.parameters or 0,
+        ledger=ledger,
+        resumes=progress.resumes,
+        details=details,
+    )
+
+
+def _metrics(run: Run) -> dict[str, Any]:
+    """The last evaluation, of the moving average where there is one, then every set of weights and the best."""
+    last = run.progress.last
+    if not last:
+        return {}
+    headline = "ema" if "ema" in last else "model"
+    return {**last[headline], "weights": headline, "last": last, "best": run.progress.best}
