@@ -49,7 +49,7 @@ _PRESETS = {
     (True, False): _Preset(model="resnet18", size=128, images=12_000, epochs=(5, 20)),
     (False, True): _Preset(model="resnet18", size=128, images=200_000, epochs=(30, 100)),
     (False, False): _Preset(
-        model="small_resnet", options=("model.options={width: 32, stages: 3}",), size=64, images=40_000, epochs=(10, 60)
+        model="small_resnet", options=("model.options={width: 16, stages: 3}",), size=64, images=40_000, epochs=(10, 60)
     ),
 }
 
