@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 
@@ -75,8 +76,10 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
     kills, total = 0, len(list((runs / "whole").glob("*-*.arrow")))
     assert total > 5
     while True:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCES)}, start_new_session=True
+        process = fork_server.Popen(
+            [sys.executable, "-c", program],
+            env={"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         target = made(root) + int(draws.integers(1, 3))
         while process.poll() is None and made(root) < target:
@@ -234,9 +237,9 @@ sys.exit(run(sys.argv[1:]))
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_asked_to_end_it_ends_with_its_processes(photos: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The processes are in the middle of a shard, and need not finish it."""
-    process = subprocess.Popen(
+    process = fork_server.Popen(
         [sys.executable, "-c", SLOW, "pack", photos, tmp_path / "dest", "--workers", "2"],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCES)},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
