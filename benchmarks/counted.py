@@ -35,8 +35,7 @@ from paceline.models.recompute import recompute_blocks
 from paceline.models.roofline import convolution_intensity, gemm_intensity, ridge_point
 from paceline.models.small_resnet import small_resnet
 from paceline.world import World
-from paceline_advisor.formulas.memory import allocated_bytes, training_state_bytes, zero_bytes
-from paceline_advisor.formulas.tiles import tile_overhead
+from paceline_advisor.formulas.network import allocated_bytes, tile_overhead, training_state_bytes, zero_bytes
 
 Figures = dict[str, float]
 COUNTS: dict[str, Callable[[], Figures]] = {}

@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-sys.path.append(str(Path(__file__).parent))
+# Neither the tests nor the benchmarks are packages.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 import fork_server
 
 # A busy machine is no reason to fail: what is too slow is found by its own tests.
@@ -49,9 +50,7 @@ telemetry: {log_every: 2 steps, trackers: [], report: off}
 _ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
 
 
-# One worker of pytest-xdist runs all of a file, or of a folder named here, whose tests share runs.
-_IN_ONE_WORKER = ("cli", "docs")
-# Begun in this order, and then the rest.
+# Begun in this order, and then the rest; one worker of pytest-xdist runs all of a file.
 _LONGEST_FIRST = ("labs", "distributed", "slurm", "cli", "docs")
 # Seconds of the processor, in its set-up or in itself, of a test that is not marked thorough (CONTRIBUTING.md). Those
 # that are written today take a third of it at most: a slower machine is no reason to fail.
@@ -77,10 +76,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def _folder(nodeid: str) -> str:
     return nodeid.split("/")[1]  # tests/FOLDER/…
-
-
-def _scope(nodeid: str) -> str:
-    return _folder(nodeid) if _folder(nodeid) in _IN_ONE_WORKER else nodeid.partition("::")[0]
 
 
 def pytest_configure() -> None:
@@ -166,18 +161,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(f"{sum(tests.values()):.0f} in all: {each}")
     for nodeid, seconds in tests.most_common(_SHOWN):
         terminalreporter.write_line(f"{seconds:6.1f}  {nodeid}{'  (thorough)' * (nodeid in marked)}")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share out scopes as above with ``--dist=loadfile``."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class InFoldersAndFiles(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _scope(nodeid)
-
-    return InFoldersAndFiles(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @cache

@@ -44,19 +44,8 @@ from typing import Any, NoReturn
 SOURCES = Path(__file__).parents[1] / "src"
 # Variables that are read when Python starts or a library is imported. A command is forked where it has the server's.
 _READ_AT_START = (
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "LD_",
-    "TZ",
-    "MALLOC_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "CUDA_",
-)
+    "PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "CUDA_",
+)  # fmt: skip
 _READ_AT_START += ("TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "NUMEXPR_", "GLIBC_")
 # Of these, a child does itself what they ask for, or what they ask for makes no difference to it.
 _ARRANGED = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
@@ -312,6 +301,7 @@ def _load_everything() -> None:
         if not module.name.endswith("__main__") and ".notebooks" not in module.name:
             with contextlib.suppress(ImportError):  # of a library that is not installed
                 importlib.import_module(module.name)
+    paceline.records.environment.package_versions()  # which it remembers
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     gc.collect()
     gc.freeze()

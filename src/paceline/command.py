@@ -23,7 +23,6 @@ not go together are refused in ``__post_init__``, before anything is written or 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +43,14 @@ class Shape:
         name: Long option, if it is not the field's name.
         hidden: Left out of the help.
         required: An option although it has no default.
+        repeatable: A list whose option is given once for each entry, not with commas.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
+        path: What a text or path is to the user: ``local``, on this machine, where ``~`` is the home directory;
+            ``file`` or ``folder``, if it exists; ``weights``, which may be an address that they are copied from.
         argument: An argument although it is a list or has a default; a list takes all words that are left.
-        only: The field of the option that this one belongs to: without it, it is refused as having no effect.
+        recipe: Whether it names a recipe to read; the command then has the option ``--trust-code`` too.
+        only: The field of the option or argument that this one belongs to: without it, it is refused as having no
+            effect.
         without: Fields of options with which it has no effect and is refused.
     """
 
@@ -55,27 +59,28 @@ class Shape:
     hidden: bool = False
     required: bool = False
     argument: bool = False
+    repeatable: bool = False
     parse: Callable[[str], Any] | None = None
+    path: Literal["local", "file", "folder", "weights"] | None = None
+    recipe: bool = False
     only: str | None = None
     without: tuple[str, ...] = ()
 
 
-# Fields that many commands have. Where a recipe is read, `--trust-code` is an option too.
-RecipeName = Annotated[str, Shape(metavar="RECIPE")]
-RecipeOrRun = Annotated[str, Shape(metavar="RECIPE|RUN")]
+# Fields that many commands have.
+RecipeName = Annotated[str, Shape(metavar="RECIPE", recipe=True)]
+RecipeOrRun = Annotated[str, Shape(metavar="RECIPE|RUN", recipe=True)]
 Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...", argument=True)]
 
 
-def _path_word(text: str) -> str:
-    if not text:
-        raise ValueError("the path is empty")
-    return os.path.expanduser(text)
+Runs = Annotated[tuple[str, ...], Shape(metavar="RUN... [KEY=VALUE]...", argument=True, path="local", recipe=True)]
+Target = Annotated[Path, Shape(path="weights")]  # a run directory, a checkpoint, a safetensors file or a hub folder
 
-
-Runs = Annotated[tuple[str, ...], Shape(metavar="RUN... [KEY=VALUE]...", argument=True, parse=_path_word)]
 Weights = Annotated[
     Literal["auto", "model", "ema"], "Which set of weights; auto takes the moving average where there is one."
 ]
+Best = Annotated[bool, "Use the best checkpoint of a run directory instead of the newest."]
+TrustCode = Annotated[bool, "Let the recipe inside a run or a weights file import code (package.module:factory)."]
 Processes = Annotated[
     int | None,
     Ge(1),

@@ -76,7 +76,7 @@ def find_dataset(name: str) -> DatasetEntry | None:
     _load_ours()
     family = name.partition(":")[0] + _FAMILY
     if name not in _entries and family not in _entries and name in installed("datasets"):
-        found = load_reference(installed("datasets")[name], DataError)
+        found = load_reference(installed("datasets")[name], DataError, installed=True)
         if name not in _entries:  # it stands for itself, without a decorator
             dataset(name, keys=("path", "options"))(found)
     return _entries.get(name) or _entries.get(family)

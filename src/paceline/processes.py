@@ -27,6 +27,8 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 LOADERS_LEAVE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _KILL_POLL_SECONDS = 0.005
+# SIGKILL ends a process as soon as it returns from the kernel; one that waits for a device or a server may never do so.
+_KILL_SECONDS = 20.0
 
 
 @dataclass(eq=False)
@@ -182,7 +184,10 @@ class ProcessGroup:
         return set(_marked(self._mark))
 
     def kill(self, *, detached: bool = True) -> None:
-        """Kill and reap every child, and kill its descendants; with ``detached``, those in other sessions too."""
+        """Kill and reap every child, and kill its descendants; with ``detached``, those in other sessions too.
+
+        A process that does not end within 20 seconds of being killed is named on standard error, and left behind.
+        """
         by_group = not can_find_descendants() or not self.leave_seconds
         for child in self.children:
             # The id of a child that was reaped may be another process's by now; its descendants are found below.
@@ -190,18 +195,27 @@ class ProcessGroup:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.process.pid, signal.SIGKILL)
             child.process.kill()
+        killed = time.monotonic()
         for child in self.children:
-            child.process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, killed + _KILL_SECONDS - time.monotonic()))
+        left = {child.process.pid for child in self.children if child.code is None}
         deadline = time.monotonic() + self.leave_seconds
         # A process that is being forked meanwhile is found by the next look.
         while members := {pid for pid in self.members() if detached or not self._is_detached(pid)}:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
                 continue
+            if time.monotonic() > deadline + _KILL_SECONDS or members <= left:
+                left |= members
+                break
             for pid in members:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_KILL_POLL_SECONDS)
+        if left:
+            ids = ", ".join(map(str, sorted(left)))
+            sys.stderr.write(f"paceline: cannot kill process {ids}, which waits in the kernel; it is left behind.\n")
 
     def _is_detached(self, pid: int) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Load the object that `package.module:name` names."""
+"""Load the object that `package.module:name` names, a user's own or an installed package's."""
 
 from __future__ import annotations
 
@@ -62,24 +62,29 @@ def call_reference(key: str, reference: str, made: Any, error: type[PacelineErro
         raise error(f"{key}={reference} cannot be called with ({given}): {wrong}. Name a factory for {key}.") from None
 
 
-def load_reference(reference: str, error: type[PacelineError]) -> Any:
-    """Import and return the object; modules of the current directory are found too, after the installed ones.
+def load_reference(reference: str, error: type[PacelineError], *, installed: bool = False) -> Any:
+    """Import and return the object that a reference stands for.
+
+    Args:
+        reference: ``package.module:name``.
+        error: The class of errors.
+        installed: Whether a package registers it; a user's own may lie in the current directory too, which is searched
+            after the installed libraries.
 
     Raises:
         PacelineError: As ``error``, if the module or the attribute does not exist.
     """
     module_name, _, attribute = reference.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:
+    if not installed and here not in sys.path:
         sys.path.append(here)  # after the libraries, which a file of the same name must not replace
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
             raise
-        raise error(
-            f"'{reference}': there is no module '{missing.name}'; it must be importable or lie in {here}."
-        ) from None
+        where = "be importable" if installed else f"be importable or lie in {here}"
+        raise error(f"'{reference}': there is no module '{missing.name}'; it must {where}.") from None
     if not hasattr(module, attribute):
         hidden = Path(here, *module_name.split(".")).with_suffix(".py")
         if hidden.is_file() and not hidden.samefile(getattr(module, "__file__", None) or sys.executable):

@@ -19,13 +19,15 @@ What is called, and with what, is the same for both kinds of names, and for a ``
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from paceline.errors import PacelineError, did_you_mean
-from paceline.references import is_reference, load_reference
+from paceline.errors import DataError, PacelineError, did_you_mean
+from paceline.references import call_reference, is_reference, load_reference
 
+_T = TypeVar("_T")
 Kind = Literal["optimizers", "schedules", "tasks", "datasets", "commands"]
 
 _SHAPES = "paceline.optim.schedules"
@@ -97,8 +99,34 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     """
     if why := why_unknown(kind, name):
         raise error(f"{why}.")
-    reference = _BUILT_IN[kind].get(name) or (name if is_reference(name) else installed(kind)[name])
-    found = load_reference(reference, error)
+    is_own = name not in _BUILT_IN[kind] and is_reference(name)
+    reference = name if is_own else _BUILT_IN[kind].get(name) or installed(kind)[name]
+    found = load_reference(reference, error, installed=not is_own)
     if not callable(found):
         raise error(f"'{reference}' is a {type(found).__name__}, and cannot be called: name a function or a class.")
+    return found
+
+
+def open_dataset(name: str, ours: Mapping[str, Callable[[Any], _T]], kind: type[_T], data: Any) -> _T:
+    """Open a data set of one kind, which is ours, an installed package's, or the user's own.
+
+    Args:
+        name: The recipe's ``data.dataset``.
+        ours: What opens each of ours.
+        kind: The class of such data sets.
+        data: The recipe's section, which it is opened with.
+
+    Raises:
+        DataError: If there is none of that name, or what opens it returns something else.
+    """
+    if name in ours:
+        return ours[name](data)
+    if not is_reference(name) and name not in installed("datasets"):
+        raise DataError(
+            f"data.dataset is {name!r}, which is not a {kind.__name__}; known are {', '.join(ours)} and "
+            f"'package.module:factory'.{did_you_mean(name, ours)}"
+        )
+    found = call_reference("data.dataset", name, load("datasets", name, DataError), DataError, data)
+    if not isinstance(found, kind):
+        raise DataError(f"data.dataset={name} gave a {type(found).__name__}, not a {kind.__name__}.")
     return found

@@ -90,6 +90,25 @@ def paceline_here(
     return call
 
 
+@pytest.fixture
+def in_shell(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Exit code and standard error of a script of bash, whose ``"$@"`` is ``paceline ARGUMENTS`` in a new process."""
+
+    def call(script: str, *arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["bash", "-c", script, "bash", sys.executable, "-m", "paceline", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+        )
+        return done.returncode, done.stderr
+
+    return call
+
+
 @pytest.fixture(scope="session")
 def tiny() -> tuple[str, ...]:
     """Overrides that make any recipe a matter of milliseconds."""

@@ -8,25 +8,25 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import fork_server
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "src"
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
+def here(tmp_path: Path) -> Iterator[Path]:
     """A folder with a run, a recipe and a folder of pictures."""
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "recipe.yaml").touch()
     (tmp_path / "my.yaml").touch()
     (tmp_path / "photos").mkdir()
-    command = tmp_path / ".bin" / "paceline"
-    command.parent.mkdir()
-    command.write_text(f"#!{sys.executable}\nfrom paceline.cli.main import main\nmain()\n")
-    command.chmod(0o755)
-    return tmp_path
+    (tmp_path / ".bin").mkdir()
+    with fork_server.commands_for_shells(tmp_path / ".bin", {"paceline": ["-m", "paceline"]}):
+        yield tmp_path
 
 
 def call(*command: str, cwd: Path, **environment: str) -> str:

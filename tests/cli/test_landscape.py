@@ -10,19 +10,8 @@ from typing import Any
 import pytest
 
 QUICK = (
-    "--samples",
-    "64",
-    "--points",
-    "3",
-    "--grid",
-    "3",
-    "--iterations",
-    "2",
-    "--products",
-    "3",
-    "--tolerance",
-    "0.5",
-)
+    "--samples", "64", "--points", "3", "--grid", "3", "--iterations", "2", "--products", "3", "--tolerance", "0.5",
+)  # fmt: skip
 
 
 def test_a_look_at_a_run(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:

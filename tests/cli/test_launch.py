@@ -199,17 +199,8 @@ def test_a_job_of_one_pod_needs_no_torchrun(paceline_here: Call) -> None:
     (job,) = yaml.safe_load_all(paceline_here(*KUBERNETES, "--run-dir", "/runs/a", "--processes-per-node", "2").out)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == [
-        "python",
-        "-P",
-        "-m",
-        "paceline",
-        "train",
-        "digits",
-        "--run-dir",
-        "/runs/a",
-        "--processes",
-        "2",
-    ]
+        "python", "-P", "-m", "paceline", "train", "digits", "--run-dir", "/runs/a", "--processes", "2",
+    ]  # fmt: skip
     # A mistake would come again, so it ends the job.
     assert {"containerName": "train", "operator": "In", "values": [2]} in [
         rule.get("onExitCodes") for rule in job["spec"]["podFailurePolicy"]["rules"]

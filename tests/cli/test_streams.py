@@ -6,34 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import fork_server
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "src"
-
-
-def _in_shell(*arguments: str, streams: str, folder: Path) -> tuple[int, str]:
-    """Exit code and standard error of ``paceline ARGUMENTS`` with streams as a shell gives them."""
-    done = subprocess.run(
-        ["bash", "-c", f'set -o pipefail; "$@" {streams}', "bash", sys.executable, "-m", "paceline", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
-    )
-    return done.returncode, done.stderr
+InShell = Callable[..., tuple[int, str]]
 
 
 @pytest.mark.parametrize("arguments", ["recipes", "--help", "recipes --json"])
 @pytest.mark.parametrize(("streams", "why"), [(">/dev/full", "No space left"), (">&-", "Bad file descriptor")])
 def test_a_command_that_cannot_print_fails_with_one_sentence(
-    arguments: str, streams: str, why: str, tmp_path: Path
+    arguments: str, streams: str, why: str, in_shell: InShell
 ) -> None:
-    code, told = _in_shell(*arguments.split(), streams=streams, folder=tmp_path)
+    code, told = in_shell(f'set -o pipefail; "$@" {streams}', *arguments.split())
     assert code == 1
     assert len(told.splitlines()) == 1
     assert "standard output" in told
@@ -52,14 +40,14 @@ def test_a_command_that_cannot_print_fails_with_one_sentence(
     ],
 )
 def test_the_exit_code_is_right_where_nothing_can_be_said(
-    arguments: str, streams: str, code: int, tmp_path: Path
+    arguments: str, streams: str, code: int, in_shell: InShell
 ) -> None:
-    assert _in_shell(*arguments.split(), streams=streams, folder=tmp_path) == (code, "")
+    assert in_shell(f'set -o pipefail; "$@" {streams}', *arguments.split()) == (code, "")
 
 
-def test_a_run_ends_as_if_its_streams_were_there(tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_ends_as_if_its_streams_were_there(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
     words = ("train", "digits", *tiny, "--run-dir", "run")
-    assert _in_shell(*words, streams="<&- >&- 2>&-", folder=tmp_path) == (0, "")
+    assert in_shell('"$@" <&- >&- 2>&-', *words) == (0, "")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 
 
@@ -89,9 +77,9 @@ def test_a_run_that_cannot_print_ends_as_if_it_could(
 
 
 @pytest.mark.thorough
-def test_nor_do_several_ranks_need_streams(tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_nor_do_several_ranks_need_streams(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
     command = ("train", "digits", *tiny, "--processes", "2", "--run-dir", "run")
-    assert _in_shell(*command, streams=">&- 2>/dev/full", folder=tmp_path) == (0, "")
+    assert in_shell('"$@" >&- 2>/dev/full', *command) == (0, "")
     assert (tmp_path / "run" / "summary.json").is_file()
 
 

@@ -249,7 +249,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[.
     ) -> Launched:
         options = torchrun if isinstance(torchrun, tuple) else ("--standalone", f"--nproc-per-node={torchrun}")
         head = [*TORCHRUN, *options] if torchrun else [sys.executable]
-        tail = ["-m", "paceline", *map(str, arguments)] if program is None else ["-c", program]
+        tail = [*(["-m", "paceline"] if program is None else ["-c", program]), *map(str, arguments)]
         command = [*before, *head, *tail]
         launched.append(Launched(command, where, _environment() | (variables or {}), real=real))
         return launched[-1]
@@ -271,6 +271,47 @@ def run(start: Callable[..., Launched]) -> Callable[..., Done]:
         return done
 
     return runner
+
+
+# One start of several processes for many runs: a list of names with what each changes.
+TOGETHER = """
+import datetime, gc, json, os, sys
+import torch
+import paceline
+
+recipe, preparation, runs = sys.argv[1:]
+world = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+meeting, limit = os.environ["PACELINE_RENDEZVOUS"], datetime.timedelta(seconds=110)
+exec(preparation)
+torch.distributed.init_process_group("gloo", init_method=meeting, timeout=limit, **world)
+for name, overrides in json.loads(runs).items():
+    paceline.train(recipe, overrides=overrides, run_dir=name)
+gc.collect()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def train_together(start: Callable[..., Launched], tmp_path: Path) -> Callable[..., list[Done]]:
+    """``train_together("recipe.yaml", {"run": {"optimizer.lr": 1}}, where=folder)``: runs, one after another.
+
+    ``processes`` train them all; ``preparation`` is Python that each executes before.
+    """
+
+    def trainer(
+        recipe: str, runs: dict[str, Any], *, where: Path, processes: int = 2, preparation: str = ""
+    ) -> list[Done]:
+        world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GLOO_SOCKET_IFNAME": "lo"}
+        world["PACELINE_RENDEZVOUS"] = f"file://{tmp_path}/{uuid.uuid4()}"
+        words, ranks = (recipe, preparation, json.dumps(runs)), []
+        for rank in range(processes):
+            place = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(start(*words, program=TOGETHER, where=where, variables=place))
+        done = [each.wait() for each in ranks]
+        assert [each.code for each in done] == [0] * processes, [each.err for each in done]
+        return done
+
+    return trainer
 
 
 @pytest.fixture

@@ -18,10 +18,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
 ]
 
-PROGRAM = """
-import datetime, gc, json, os
-import torch
-import paceline
+# Each process tells of its network which parameters are still without content when a block is filled.
+TELLING = """
 from paceline.distributed.sharding import Filling
 
 def filled(self, name, fill=Filling.__call__):
@@ -30,11 +28,6 @@ def filled(self, name, fill=Filling.__call__):
     os.write(1, f"filled {name!r} {sum(before)}\\n".encode())  # in one piece: two write at once
 
 Filling.__call__ = filled
-torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=110))
-for name, overrides in json.loads(open("text-runs.json").read()):
-    paceline.train("text.yaml", overrides=overrides, run_dir=name)
-gc.collect()
-torch.distributed.destroy_process_group()
 """
 RECIPE: dict[str, Any] = {
     "task": "language_modeling",
@@ -87,7 +80,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_sharding_changes_nothing(
-    ground: Path, run: Callable[..., Any], run_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ground: Path, train_together: Callable[..., Any], run_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: dict[str, dict[str, Any]] = {
         "ddp": {},
@@ -97,14 +90,11 @@ def test_sharding_changes_nothing(
         "ddp-gpt2": GPT2 | {"model.options": {**GPT2["model.options"], "attn_pdrop": 0.0}},
         "fsdp-gpt2": GPT2 | {"model.options": {**GPT2["model.options"], "attn_pdrop": 0.0}} | FSDP | RECOMPUTED,
     }
-    (ground / "text-runs.json").write_text(json.dumps(list(runs.items())))
-    start = ("--standalone", "--nproc-per-node=2", "--no-python", sys.executable)
-    done = run(program=PROGRAM, torchrun=start, where=ground)
-    assert done.code == 0, done.err
+    said = "".join(each.out for each in train_together("text.yaml", runs, where=ground, preparation=TELLING))
     # Nobody held all of it: each block was filled while the blocks after it, and only they, were there already.
-    left = {tuple(line.split()[1:]) for line in done.out.splitlines() if line.startswith("filled ")}
-    assert {("'blocks.1'", "23"), ("'blocks.0'", "13"), ("''", "3")} <= left, done.out
-    assert {("'transformer.h.1'", "28"), ("'transformer.h.0'", "16"), ("''", "4")} <= left, done.out
+    left = {tuple(line.split()[1:]) for line in said.splitlines() if line.startswith("filled ")}
+    assert {("'blocks.1'", "23"), ("'blocks.0'", "13"), ("''", "3")} <= left, said
+    assert {("'transformer.h.1'", "28"), ("'transformer.h.0'", "16"), ("''", "4")} <= left, said
     monkeypatch.chdir(ground)
     for name, overrides in (("alone", {}), ("alone-clipped", CLIPPED)):
         changes = [f"{key}={value}" for key, value in overrides.items()]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
 ]
 
-# One start of the processes for many runs: a list of names with what each changes.
-PROGRAM = """
-import datetime, gc, json, os
-import torch
-import paceline
-
-world = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-meeting, minute = os.environ["PACELINE_RENDEZVOUS"], datetime.timedelta(seconds=60)
-torch.distributed.init_process_group("gloo", init_method=meeting, timeout=minute, **world)
-for name, overrides in json.loads(open("runs.json").read()):
-    paceline.train("recipe.yaml", overrides=overrides, run_dir=name)
-gc.collect()
-torch.distributed.destroy_process_group()
-"""
 MODELS = """
 import os
 import torch
@@ -108,21 +94,9 @@ def ground(studio: Path) -> Path:
 
 
 @pytest.fixture
-def together(ground: Path, start: Callable[..., Any], tmp_path: Path) -> Callable[..., None]:
+def together(ground: Path, train_together: Callable[..., Any]) -> Callable[..., Any]:
     """Train several runs, one after another, by the same processes."""
-
-    def trainer(runs: dict[str, dict[str, Any]], *, processes: int = 2) -> None:
-        (ground / "runs.json").write_text(json.dumps(list(runs.items())))
-        world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "GLOO_SOCKET_IFNAME": "lo"}
-        world["PACELINE_RENDEZVOUS"] = f"file://{tmp_path}/{uuid.uuid4()}"
-        ranks = [
-            start(program=PROGRAM, where=ground, variables=world | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(processes)
-        ]
-        done = [rank.wait() for rank in ranks]
-        assert [each.code for each in done] == [0] * processes, [each.err for each in done]
-
-    return trainer
+    return partial(train_together, "recipe.yaml", where=ground)
 
 
 @pytest.fixture

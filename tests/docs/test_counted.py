@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import counted
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-import counted  # noqa: E402  # the benchmarks are no package
 
 (RESULT,) = (BENCHMARKS / "results").glob("counted_*.json")
 FIGURES = json.loads(RESULT.read_text(encoding="utf-8"))["figures"]

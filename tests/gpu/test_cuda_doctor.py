@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline_advisor.doctor.calls import CallWatcher
+from paceline_advisor.doctor.behaviour import CallWatcher
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),

@@ -20,7 +20,15 @@ from paceline.metrics.critical_batch import (
     steps_ratio,
 )
 from paceline.models.roofline import elementwise_intensity, gemm_intensity, peak_flops_per_second
-from paceline_advisor.formulas.memory import adam_mixed_precision_bytes, zero_bytes
+from paceline_advisor.formulas.network import (
+    adam_mixed_precision_bytes,
+    flops_per_token,
+    mfu,
+    selective_recompute_saving,
+    tile_count,
+    wave_count,
+    zero_bytes,
+)
 from paceline_advisor.formulas.scaling import (
     contradicts,
     cost,
@@ -43,8 +51,6 @@ from paceline_advisor.formulas.scaling import (
     time_speedup,
     training_hours,
 )
-from paceline_advisor.formulas.tiles import tile_count, wave_count
-from paceline_advisor.formulas.transformer import flops_per_token, mfu, selective_recompute_saving
 
 # A longer list of the same kind, in JSON, may be named here: then none of its identifiers may be missing below.
 LIST = os.environ.get("PACELINE_PUBLISHED_FIGURES", "")

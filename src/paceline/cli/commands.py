@@ -36,15 +36,15 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:command"),
     },
     "Use": {
-        "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:command"),
-        "predict": Listed("Label images, or write text, with trained weights.", f"{_OURS}.predict:command"),
-        "export": Listed("Write weights as timm, safetensors, ONNX or torch.export.", f"{_OURS}.export:command"),
-        "serve": Listed("Serve predictions over HTTP, with a web page.", f"{_OURS}.serve:command"),
+        "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:Evaluate"),
+        "predict": Listed("Label images, or write text, with trained weights.", f"{_OURS}.predict:Predict"),
+        "export": Listed("Write weights as timm, safetensors, ONNX or torch.export.", f"{_OURS}.export:Export"),
+        "serve": Listed("Serve predictions over HTTP, with a web page.", f"{_OURS}.serve:Serve"),
         "report": Listed("Write one HTML page about runs, or print where step time went.", f"{_OURS}.report:Report"),
     },
     "Data": {
-        "check-data": Listed("Find images that would break or spoil a run.", f"{_OURS}.check_data:command"),
-        "pack": Listed("Write images or text into a few files that are read fast.", f"{_OURS}.pack:command"),
+        "check-data": Listed("Find images that would break or spoil a run.", f"{_OURS}.check_data:CheckData"),
+        "pack": Listed("Write images or text into a few files that are read fast.", f"{_OURS}.pack:Pack"),
     },
     "Before a run": {
         "estimate": Listed(
@@ -129,7 +129,7 @@ def command_of(name: str) -> click.Command:
     if name in COMMANDS:
         found = pkgutil.resolve_name(COMMANDS[name].reference)
     else:
-        found = load_reference(added_commands()[name], PacelineError)
+        found = load_reference(added_commands()[name], PacelineError, installed=True)
     if isinstance(found, type):
         from paceline.cli.derive import click_command
 

@@ -21,6 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from paceline.cli.options import (
     FiniteRange,
     LocalPath,
+    WeightsPath,
     choose_processes,
     is_first_process,
     is_one_of_several,
@@ -28,18 +29,19 @@ from paceline.cli.options import (
     launch,
     present_gpus,
     refuse_idle,
+    trust_code_option,
     trust_recipe_option,
     usable_gpus,
 )
 from paceline.cli.output import concluded, echo, open_console, print_json, print_pairs, print_table
 from paceline.cli.streams import ends_in_order
-from paceline.command import JoinedProcesses, Output, Processes, RecipeName, RecipeOrRun, Runs, Shape
-from paceline.pages.shown import Result, Shown, write_result
+from paceline.command import JoinedProcesses, Output, Processes, Shape, TrustCode
+from paceline.errors import PacelineError
+from paceline.pages.shown import Result, Shown, StreamedResult, write_result
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import make_folder
 from paceline.units import Duration
 
-_READ_A_RECIPE = (RecipeName, RecipeOrRun, Runs)
 # An option `--output` of this shape is the folder that the result is written into; of any other, it is the command's.
 (_FOLDER,) = (each for each in get_args(Output) if isinstance(each, Shape))
 
@@ -70,7 +72,7 @@ def click_command(kind: type[Any]) -> click.Command:
         return _run(kind, values, as_json=as_json)
 
     call = json_option(call)
-    if any(annotation in _READ_A_RECIPE for annotation in annotations.values()):
+    if any(_parts(annotation)[2].recipe for annotation in annotations.values()):
         call = trust_recipe_option(call)
     # click keeps the lines of a paragraph apart after \b.
     help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
@@ -81,6 +83,9 @@ def click_command(kind: type[Any]) -> click.Command:
 
 def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     """Derive an argument or option from a field."""
+    if annotation == TrustCode:
+        trust: click.Parameter = trust_code_option(lambda: None).__click_params__[0]
+        return trust
     kind, extras, shape = _parts(annotation)
     help_text = " ".join(each for each in extras if isinstance(each, str))
     if get_origin(kind) in (Union, UnionType):
@@ -98,7 +103,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     is_shown = default not in (MISSING, None, ())
     return click.Option(
         [option, name],
-        type=_CommaList(click_type) if is_list else click_type,
+        type=_CommaList(click_type) if is_list and not shape.repeatable else click_type,
+        multiple=shape.repeatable,
         show_default=",".join(map(str, default)) if is_list and is_shown else is_shown,
         **({"required": True} if default is MISSING else {"default": default}),
         metavar=shape.metavar or {int: "N", float: "X"}.get(one),
@@ -108,9 +114,9 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
 
 
 def _parts(annotation: Any) -> tuple[Any, Sequence[Any], Shape]:
-    """Return an annotation's type, what else it holds, and its shape."""
+    """Return an annotation's type, what else it holds, and its shape, the last one given."""
     kind, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
-    return kind, extras, next((each for each in extras if isinstance(each, Shape)), Shape())
+    return kind, extras, next((each for each in reversed(extras) if isinstance(each, Shape)), Shape())
 
 
 def _click_type(kind: Any, extras: Sequence[Any], shape: Shape) -> click.ParamType[Any]:
@@ -131,6 +137,9 @@ def _click_type(kind: Any, extras: Sequence[Any], shape: Shape) -> click.ParamTy
         return click.Choice([str(each) for each in get_args(kind)])
     if kind is Duration:
         return _Parsed(Duration.parse)
+    if shape.path is not None:
+        checks = {"file": {"dir_okay": False}, "folder": {"file_okay": False}}.get(shape.path, {})
+        return WeightsPath() if shape.path == "weights" else LocalPath(kind, **checks)
     known: dict[Any, click.ParamType[Any]] = {
         int: click.IntRange(**bounds),
         float: FiniteRange(**bounds),
@@ -176,21 +185,30 @@ class _CommaList(click.ParamType[Any]):
 def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     """Run a command, in as many ranks as it asks for, and show its result."""
     hints = get_type_hints(kind, include_extras=True)
-    _refuse_idle(hints, values)
     asked = kind(**values)
+    _refuse_idle(hints, values)
     output: Path | None = values["output"] if _FOLDER in get_args(hints.get("output")) else None
     if output is not None and is_first_process():
         make_folder(output, *kind.__paceline_files__)
-    if hints.get("processes") in (Processes, JoinedProcesses) and (code := _launched(values)) is not None:
+    if hints.get("processes") in (Processes, JoinedProcesses) and (code := _launched(asked, values)) is not None:
         return code
     run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # a user's own code may print
-        result: Result = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
+        result: Result | StreamedResult = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
+    if isinstance(result, StreamedResult):
+        return result.stream(as_json=as_json)
     shown = result.__paceline__()
     code = concluded(passed=shown.ok is True)
-    if not is_first_process():
-        return code
-    if shown.ok and shown.ok is not True:
+    if is_first_process():
+        _show(kind, result, shown, output, as_json=as_json)
+    if isinstance(shown.ok, PacelineError):
+        raise shown.ok
+    return code
+
+
+def _show(kind: type[Any], result: Result, shown: Shown, output: Path | None, *, as_json: bool) -> None:
+    """Print a result, and write it where the command was asked to."""
+    if shown.ok and isinstance(shown.ok, str):
         echo(f"paceline: {shown.ok}", err=True)
     written: list[Path] = []
     if output is not None:
@@ -200,11 +218,10 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
         written = write(output)
     if as_json:
         print_json(result.to_json())
-        return code
+        return
     _print(shown)
     for path in written:
         echo(f"written: {path}")
-    return code
 
 
 def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -213,20 +230,24 @@ def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for name, annotation in hints.items():
         shape = _parts(annotation)[2]
         if shape.only is not None and not values[shape.only]:
-            refuse_idle(context, name, f"it is for --{shape.only.replace('_', '-')}")
+            main = next(each for each in context.command.params if each.name == shape.only)
+            without = f"without {main.make_metavar(context).strip('[]')} it says nothing"
+            refuse_idle(context, name, f"it is for {main.opts[0]}" if isinstance(main, click.Option) else without)
         for other in shape.without:
             if values[other]:
                 refuse_idle(context, name, f"with --{other.replace('_', '-')} it says nothing")
 
 
-def _launched(values: dict[str, Any]) -> int | None:
+def _launched(asked: Any, values: dict[str, Any]) -> int | None:
     """Start the ranks that a command asks for, and return their exit code; None if this process does the work."""
     context = click.get_current_context()
     if is_one_of_several(values["processes"]):
         if "scratch" in values and values["scratch"] is None:
             raise click.UsageError(f"{context.info_name} starts its ranks itself: run it alone, with --processes N.")
         return None
-    if named := values.get("target") or values.get("recipe"):
+    if hasattr(asked, "usable_gpus"):
+        count = choose_processes(asked.processes, asked.usable_gpus() if asked.processes is None else 0)
+    elif named := values.get("target") or values.get("recipe"):
         recipe = load_recipe(named, values["overrides"]).recipe
         gpus = usable_gpus(recipe.parallel.device, present_gpus()) if values["processes"] is None else 0
         count = choose_processes(values["processes"], gpus, recipe)

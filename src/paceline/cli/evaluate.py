@@ -3,69 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from paceline.cli.options import (
-    LocalPath,
-    best_option,
-    choose_processes,
-    chosen_images,
-    chosen_sizes,
-    is_first_process,
-    is_one_of_several,
-    json_option,
-    launch,
-    on_option,
-    overrides_argument,
-    present_gpus,
-    processes_option,
-    sizes_option,
-    target_argument,
-    trust_code_option,
-    usable_gpus,
-    weights_option,
-)
-from paceline.cli.output import echo, print_json, print_pairs, print_table
+from paceline.cli.options import present_gpus, usable_gpus
+from paceline.command import Best, JoinedProcesses, Log, Overrides, Shape, Target, TrustCode, Weights, command
 from paceline.errors import NotFiniteError
 from paceline.escaping import one_line
 from paceline.loading import loading
+from paceline.pages.page import Table
+from paceline.pages.shown import Document, Result, Shown
 from paceline.recipe.load import refuse_training_overrides, stored_recipe
 from paceline.units import metric_unit
 
 if TYPE_CHECKING:
-    from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, SizeSweep, Split
+    from paceline.trainer.evaluate_target import EvaluationReport, SizeSweep
 
 
-@click.command("evaluate")
-@target_argument
-@overrides_argument
-@processes_option
-@click.option(
-    "--predictions",
-    type=LocalPath(),
-    metavar="FILE",
-    help="Write one line per sample (.jsonl or .csv): id, sample, and what the task says; of a class: prediction, "
-    "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",
-)
-@weights_option
-@best_option
-@trust_code_option
-@sizes_option
-@on_option
-@json_option
-def command(
-    target: Path,
-    overrides: tuple[str, ...],
-    processes: int | None,
-    predictions: Path | None,
-    weights: str,
-    best: bool,
-    trust_code: bool,
-    as_json: bool,
-) -> int:
+def _pixels(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{text!r} is not a size in pixels; give whole numbers, for example 192,224")
+    return int(text)
+
+
+@command("evaluate")
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
     """Score the weights of TARGET: a run directory, a checkpoint directory, a safetensors file or a hub folder.
 
     The recipe the weights were trained with says on what; overrides change it. Every held-out sample is scored once,
@@ -74,7 +41,6 @@ def command(
     --sizes tries several sizes of images instead, on those that the run held out of training
     (data.holdout_fraction), and says which is best.
 
-    \b
     Examples:
       paceline evaluate runs/digits --best
       paceline evaluate runs/photos evaluate.augment=flip
@@ -82,91 +48,86 @@ def command(
       paceline evaluate runs/photos data.path=more-photos --predictions answers.csv
       paceline evaluate resnet50-folder data.path=photos
     """
-    refuse_training_overrides(overrides)
-    sizes, on = _sweep(predictions)
-    arguments = ["evaluate", str(target), *overrides, "--weights", weights, "--on", on]
-    arguments += ["--sizes", ",".join(map(str, sizes))] if sizes else []
-    arguments += ["--predictions", str(predictions)] if predictions else []
-    arguments += ["--best"] if best else []
-    if not is_one_of_several(processes):
-        gpus = _usable_gpus(target, overrides, weights=weights, best=best) if processes is None else 0
-        launched = launch(choose_processes(processes, gpus), [*arguments, "--json"] if as_json else arguments)
-        if launched is not None:
-            return launched
-    with loading():
-        from paceline.trainer.evaluate_target import EvaluationRequest
 
-    request = EvaluationRequest(
-        target=target,
-        overrides=overrides,
-        weights=weights,
-        best=best,
-        trust_code=trust_code,
-        predictions=predictions,
-        on=on,
-    )
-    if sizes:
-        _sweep_here(request, sizes, as_json=as_json)
-    else:
-        _evaluate_here(request, as_json=as_json)
-    return 0
+    target: Target
+    overrides: Overrides = ()
+    processes: JoinedProcesses = None
+    predictions: Annotated[
+        Path | None,
+        Shape(metavar="FILE"),
+        "Write one line per sample (.jsonl or .csv): id, sample, and what the task says; of a class: prediction, "
+        "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",
+    ] = None
+    weights: Weights = "auto"
+    best: Best = False
+    trust_code: TrustCode = False
+    sizes: Annotated[
+        tuple[int, ...],
+        Shape(metavar="PIXELS,...", parse=_pixels),
+        "Evaluate at each of these sizes, in place of data.evaluation_size, and say which is best.",
+    ] = ()
+    on: Annotated[
+        Literal["validation", "holdout"] | None,
+        "Which images: the held-out ones of the evaluation (the default), or those that data.holdout_fraction kept "
+        "out of training (the default with --sizes).",
+    ] = None
 
+    def __post_init__(self) -> None:
+        refuse_training_overrides(self.overrides)
+        if self.sizes and self.predictions is not None:
+            raise click.UsageError(
+                "--predictions is for one evaluation, and --sizes makes several; leave one of them out."
+            )
 
-def _evaluate_here(request: EvaluationRequest, *, as_json: bool) -> None:
-    from paceline.trainer.evaluate_target import evaluate_target
+    def usable_gpus(self) -> int:
+        """Count the GPUs of the kind that the weights' recipe or an override names."""
+        present = present_gpus()
+        if sum(present.values()) < 2:
+            return 1  # whatever the recipe says, so it need not be read
+        from paceline.checkpoint.weights import read_weights
 
-    report = evaluate_target(request)
-    if is_first_process():
-        _tell(report, as_json=as_json)
-    _check_finite(report)
+        saved = read_weights(self.target, self.weights, best=self.best)
+        recipe = stored_recipe(saved.described("recipe"), str(saved.path), self.overrides)
+        return usable_gpus(recipe.parallel.device, present)
 
+    def run(self, _: Log) -> Result:
+        """Score the weights; a collective of all ranks."""
+        with loading():
+            from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target, sweep_sizes
 
-def _check_finite(report: EvaluationReport) -> None:
-    if report.not_finite:
-        raise NotFiniteError(
-            f"{', '.join(report.not_finite)} of {report.path} on {report.samples:,} samples: not a finite number, "
-            "so not a result."
+        request = EvaluationRequest(
+            target=self.target,
+            overrides=self.overrides,
+            weights=self.weights,
+            best=self.best,
+            trust_code=self.trust_code,
+            predictions=self.predictions,
+            on=self.on or ("holdout" if self.sizes else "validation"),
         )
+        if self.sizes:
+            return _of_sizes(sweep_sizes(request, self.sizes))
+        return _of_one(evaluate_target(request))
 
 
-def _tell(report: EvaluationReport, *, as_json: bool) -> None:
-    if as_json:
-        fields = dataclasses.asdict(report)
-        apart = {"metrics", "counts", "seconds", "not_finite"}
-        print_json({k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"])
-        return
-    echo(f"{report.path} ({report.weights} weights)")
+def _of_one(report: EvaluationReport) -> Result:
     lines = {name: _in_words(name, value) for name, value in report.metrics.items()}
-    print_pairs({"samples": f"{report.samples:,}", **lines, **report.counts})
-    for path in report.broken:
-        echo(one_line(f"  not scored, unreadable: {path}"))
+    blocks: list[Any] = [
+        f"{report.path} ({report.weights} weights)",
+        {"samples": f"{report.samples:,}", **lines, **report.counts},
+        *(one_line(f"  not scored, unreadable: {path}") for path in report.broken),
+    ]
     if report.no_confusion:
-        echo(f"  no confusion matrix (--json has one): {report.no_confusion}")
-    _tell_left_out(report)
+        blocks.append(f"  no confusion matrix (--json has one): {report.no_confusion}")
+    blocks += [f"note: {sentence}" for sentence in report.left_out]
+    fields = dataclasses.asdict(report)
+    apart = {"metrics", "counts", "seconds", "not_finite"}
+    document = {k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"]
+    return Document(document=document, shown=Shown(blocks=blocks, ok=next(_not_finite(report), True)))
 
 
-def _tell_left_out(report: EvaluationReport) -> None:
-    for sentence in report.left_out:
-        echo(f"note: {sentence}")
-
-
-def _sweep_here(request: EvaluationRequest, sizes: tuple[int, ...], *, as_json: bool) -> None:
-    from paceline.trainer.evaluate_target import sweep_sizes
-
-    sweep = sweep_sizes(request, sizes)
-    if is_first_process():
-        _tell_sweep(sweep, as_json=as_json)
-    for trial in sweep.trials:
-        _check_finite(trial.report)
-
-
-def _tell_sweep(sweep: SizeSweep, *, as_json: bool) -> None:
-    if as_json:
-        print_json(sweep.to_json())
-        return
+def _of_sizes(sweep: SizeSweep) -> Result:
     first = sweep.trials[0].report
     images = "training images that were held out" if sweep.on == "holdout" else "validation images"
-    echo(f"{first.path} ({first.weights} weights) on {first.samples:,} {images}")
     names = tuple(first.metrics)
     rows = [
         (
@@ -176,32 +137,28 @@ def _tell_sweep(sweep: SizeSweep, *, as_json: bool) -> None:
         )
         for trial in sweep.trials
     ]
-    print_table(("size", *names, "images/s"), rows)
-    echo(f"best by {sweep.metric}: data.evaluation_size={sweep.best.size}")
+    blocks: list[Any] = [
+        f"{first.path} ({first.weights} weights) on {first.samples:,} {images}",
+        Table(columns=("size", *names, "images/s"), rows=rows),
+        f"best by {sweep.metric}: data.evaluation_size={sweep.best.size}",
+    ]
     if sweep.on == "validation":
-        echo("note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out")
-    _tell_left_out(first)
+        blocks.append(
+            "note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out"
+        )
+    blocks += [f"note: {sentence}" for sentence in first.left_out]
+    wrong = (error for trial in sweep.trials for error in _not_finite(trial.report))
+    return Document(document=sweep.to_json(), shown=Shown(blocks=blocks, ok=next(wrong, True)))
+
+
+def _not_finite(report: EvaluationReport) -> Iterator[NotFiniteError]:
+    """Yield the error of metrics that are not a result, if there are any."""
+    if report.not_finite:
+        yield NotFiniteError(
+            f"{', '.join(report.not_finite)} of {report.path} on {report.samples:,} samples: not a finite number, "
+            "so not a result."
+        )
 
 
 def _in_words(name: str, value: float) -> str:
     return f"{value:.2f} %" if metric_unit(name) else f"{value:.4f}"
-
-
-def _sweep(predictions: Path | None) -> tuple[tuple[int, ...], Split]:
-    """The sizes to try, if any, and on which images."""
-    sizes, on = chosen_sizes(), chosen_images()
-    if sizes and predictions is not None:
-        raise click.UsageError("--predictions is for one evaluation, and --sizes makes several; leave one of them out.")
-    return sizes, on or ("holdout" if sizes else "validation")
-
-
-def _usable_gpus(target: Path, overrides: tuple[str, ...], *, weights: str, best: bool) -> int:
-    """GPUs of the kind that the weights' recipe or an override names."""
-    present = present_gpus()
-    if sum(present.values()) < 2:
-        return 1  # whatever the recipe says, so it need not be read
-    from paceline.checkpoint.weights import read_weights
-
-    saved = read_weights(target, weights, best=best)
-    recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
-    return usable_gpus(recipe.parallel.device, present)

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
-
-from paceline.cli.options import LocalPath, best_option, json_option, target_argument, trust_code_option, weights_option
-from paceline.cli.output import echo, print_json
+from paceline.command import Best, Log, Overrides, Shape, Target, TrustCode, Weights, command
+from paceline.pages.shown import Document, Result, Shown
 
 if TYPE_CHECKING:
     from paceline.inference.export import Exported
 
-# As in paceline.inference.export, which loads torch.
-_FORMATS = ("timm", "safetensors", "onnx", "torch-export")
 
-
-@click.command("export")
-@target_argument
-@click.argument("overrides", nargs=-1, metavar="[data.KEY=VALUE]...")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(_FORMATS),
-    default="safetensors",
-    show_default=True,
-    help="timm: a folder that timm.create_model and the Hugging Face hub open; onnx: one file, checked in ONNX Runtime "
-    "(extra onnx); torch-export: a .pt2 program.",
-)
-@click.option(
-    "--output",
-    type=LocalPath(),
-    required=True,
-    help="The new file, or the new hub folder; missing folders above it are made.",
-)
-@click.option(
-    "--quantize",
-    type=click.Choice(["int8", "bf16"]),
-    help="int8: ONNX in 8-bit whole numbers, a quarter of the size, compared with fp32 on held-out images; bf16: half "
-    "the size, for the other formats.",
-)
-@weights_option
-@best_option
-@trust_code_option
-@json_option
-def command(target: Path, overrides: tuple[str, ...], form: str, output: Path, **options: Any) -> int:
+@command("export")
+@dataclass(frozen=True, kw_only=True)
+class Export:
     """Write the weights of TARGET (a run directory, a checkpoint, a safetensors file or a hub folder) for others.
 
     Works on a CPU, for runs of any strategy: parts that processes hold with parallel.strategy=fsdp are put together,
@@ -54,29 +24,45 @@ def command(target: Path, overrides: tuple[str, ...], form: str, output: Path, *
 
     --quantize int8 looks at some of the run's images; overrides say where they are now.
 
-    \b
     Examples:
       paceline export runs/photos --output photos.safetensors
       paceline export runs/photos --best --format timm --output photos-resnet50
       paceline export runs/photos --format onnx --output photos.onnx
       paceline export runs/photos data.path=photos --format onnx --quantize int8 --output small.onnx
     """
-    from paceline.inference.export import ExportRequest, export
 
-    as_json = options.pop("as_json")
-    request = ExportRequest(target=target, output=output, form=form, overrides=overrides, **options)
-    written = export(request)
-    if as_json:
-        print_json(_document(written, output, form))
-        return 0
-    size = written.size_bytes / 2**20
-    echo(
-        f"{output}: {len(written.saved.plain)} tensors of the {written.saved.weights} weights, {size:.1f} MiB"
-        f"{f' in {request.quantize}' if request.quantize else ''}"
-    )
-    for line in _checks(written, form):
-        echo(f"  {line}")
-    return 0
+    target: Target
+    overrides: Annotated[Overrides, Shape(metavar="[data.KEY=VALUE]...", argument=True)] = ()
+    form: Annotated[
+        Literal["timm", "safetensors", "onnx", "torch-export"],
+        Shape(name="--format"),
+        "timm: a folder that timm.create_model and the Hugging Face hub open; onnx: one file, checked in ONNX Runtime "
+        "(extra onnx); torch-export: a .pt2 program.",
+    ] = "safetensors"
+    output: Annotated[
+        Path,
+        Shape(required=True),
+        "The new file, or the new hub folder; missing folders above it are made.",
+    ]
+    quantize: Annotated[
+        Literal["int8", "bf16"] | None,
+        "int8: ONNX in 8-bit whole numbers, a quarter of the size, compared with fp32 on held-out images; bf16: half "
+        "the size, for the other formats.",
+    ] = None
+    weights: Weights = "auto"
+    best: Best = False
+    trust_code: TrustCode = False
+
+    def run(self, _: Log) -> Result:
+        """Write the weights."""
+        from paceline.inference.export import ExportRequest, export
+
+        written = export(ExportRequest(**vars(self)))
+        size = written.size_bytes / 2**20
+        tensors = f"{len(written.saved.plain)} tensors of the {written.saved.weights} weights, {size:.1f} MiB"
+        lines = [f"{self.output}: {tensors}{f' in {self.quantize}' if self.quantize else ''}"]
+        lines += [f"  {line}" for line in _checks(written, self.form)]
+        return Document(document=_document(written, self.output, self.form), shown=Shown(blocks=lines))
 
 
 def _document(written: Exported, output: Path, form: str) -> dict[str, Any]:

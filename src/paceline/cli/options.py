@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,7 +41,7 @@ class LocalPath(click.Path):
         return super().convert(os.path.expanduser(value), param, ctx)
 
 
-class _Weights(LocalPath):
+class WeightsPath(LocalPath):
     """Where weights lie: a path, or the address of a file or hub folder, which is copied to this machine."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -53,9 +53,6 @@ class _Weights(LocalPath):
         if isinstance(value, str):
             value = local_path(value, key="TARGET")
         return super().convert(value, param, ctx)
-
-
-target_argument: Callable[[Any], Any] = click.argument("target", type=_Weights())
 
 
 class FiniteRange(click.FloatRange):
@@ -89,19 +86,6 @@ def _rank_count(text: str) -> int | Between:
     return Between(int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
-processes_option: Callable[[Any], Any] = click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Start N ranks on this machine (default: one per GPU, 1 on a CPU). Leave it out under torchrun or Slurm.",
-)
-study_processes_option: Callable[[Any], Any] = click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Start N ranks on this machine (default: one per GPU, 1 on a CPU). They are always started from here: run it "
-    "alone, and not under torchrun or Slurm's srun.",
-)
 changing_processes_option: Callable[[Any], Any] = click.option(
     "--processes",
     type=_rank_count,
@@ -133,16 +117,6 @@ until_option: Callable[[Any], Any] = click.option(
     callback=_remember_until,
     help="Stop there with a checkpoint, although the run is longer, with exit code 75: the same as train.until.",
 )
-weights_option: Callable[[Any], Any] = click.option(
-    "--weights",
-    type=click.Choice(["auto", "model", "ema"]),
-    default="auto",
-    show_default=True,
-    help="Which set of weights; auto takes the moving average where there is one.",
-)
-best_option: Callable[[Any], Any] = click.option(
-    "--best", is_flag=True, help="Use the best checkpoint of a run directory instead of the newest."
-)
 
 
 def _trust(context: click.Context, _: click.Parameter, value: bool) -> bool:  # as click calls it
@@ -167,48 +141,6 @@ def recipe_argument(command: Callable[..., Any]) -> Callable[..., Any]:
     """The argument RECIPE, and ``--trust-code`` for one that lies in a run directory."""
     with_both: Callable[..., Any] = click.argument("recipe")(trust_recipe_option(command))
     return with_both
-
-
-def _sizes(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    parts = [] if value is None else value.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise click.BadParameter(f"{value!r} is no list of sizes in pixels; give whole numbers, for example 192,224.")
-    context.meta[_SIZES] = tuple(map(int, parts))
-
-
-def _remember_images(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    context.meta[_IMAGES] = value
-
-
-_SIZES, _IMAGES = "paceline.sizes", "paceline.images"
-# Not among the command's arguments either: they say what else to do with the others.
-sizes_option: Callable[[Any], Any] = click.option(
-    "--sizes",
-    metavar="PIXELS,...",
-    expose_value=False,
-    callback=_sizes,
-    help="Evaluate at each of these sizes, in place of data.evaluation_size, and say which is best.",
-)
-on_option: Callable[[Any], Any] = click.option(
-    "--on",
-    type=click.Choice(["validation", "holdout"]),
-    expose_value=False,
-    callback=_remember_images,
-    help="Which images: the held-out ones of the evaluation (the default), or those that data.holdout_fraction kept "
-    "out of training (the default with --sizes).",
-)
-
-
-def chosen_sizes() -> tuple[int, ...]:
-    """What ``--sizes`` of the command at hand says; empty if nothing."""
-    sizes: tuple[int, ...] = click.get_current_context().meta[_SIZES]
-    return sizes
-
-
-def chosen_images() -> Literal["validation", "holdout"] | None:
-    """What ``--on`` of the command at hand says, if anything."""
-    images: Literal["validation", "holdout"] | None = click.get_current_context().meta[_IMAGES]
-    return images
 
 
 def until_override() -> tuple[str, ...]:
@@ -334,7 +266,7 @@ def launch(processes: Processes, arguments: Sequence[str], restarts: Restarts | 
     """Start several ranks and return their exit code; None means that one is enough: go on in this process."""
     if processes.count < 2 and restarts is None:
         return None
-    if click.get_current_context().meta.get(_TRUST):
+    if click.get_current_context().meta.get(_TRUST) and "--trust-code" not in arguments:
         arguments = [*arguments, "--trust-code"]
     from paceline.distributed.local_launch import launch_local
 

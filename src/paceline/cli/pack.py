@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
+from annotated_types import Ge, Le, Lt
 
-from paceline.cli.options import FiniteRange, LocalPath, json_option, refuse_idle
-from paceline.cli.output import concluded, echo, print_json
-from paceline.cli.streams import ends_in_order
+from paceline.command import Log, Shape, command
+from paceline.errors import DataError
 from paceline.files import LeftOut
 from paceline.machine import available_cores
+from paceline.pages.shown import Document, Result, Shown
 from paceline.units import format_bytes, format_count, format_seconds
 
 # As paceline.data.packing.origins has them, which would take its time to import for --help.
-KINDS = (
+Kind = Literal[
     "image_folder",
     "csv",
     "parquet",
@@ -29,114 +31,19 @@ KINDS = (
     "mnist",
     "fashion_mnist",
     "packed",
-)
+]
 _EVERY_SECONDS = 5.0
+_NAMED = 10
 
 
-def _mebibytes(_: click.Context, __: click.Parameter, value: int | None) -> int | None:
-    return None if value is None else value * 2**20
+def _images(metavar: str | None = None, name: str | None = None) -> Shape:
+    """Return the shape of an option that is for images that are written."""
+    return Shape(metavar=metavar, name=name, only="destination", without=("text",))
 
 
-def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(name.strip() for name in value.split(","))
-
-
-@click.command("pack")
-@click.argument("source", type=LocalPath(str))
-@click.argument("destination", metavar="[DEST]", required=False, type=LocalPath())
-@click.option(
-    "--mode",
-    type=click.Choice(["original", "jpeg", "raw"]),
-    help="original keeps the image files byte for byte (the default), jpeg encodes each image anew, raw stores pixels "
-    "(the default where the source holds pixels).",
-)
-@click.option(
-    "--max-side",
-    type=click.IntRange(min=1),
-    metavar="PIXELS",
-    help="With jpeg and raw: make images smaller whose longer side is longer than this; their shape stays.",
-)
-@click.option(
-    "--quality", type=click.IntRange(1, 100), metavar="1-100", help="With jpeg: the quality of encoding (default: 90)."
-)
-@click.option(
-    "--size",
-    type=click.IntRange(min=1),
-    metavar="PIXELS",
-    help="With raw: squares of this side, the centre of each image, resized; all are read at once by the memory "
-    "back-end.",
-)
-@click.option(
-    "--kind", type=click.Choice(KINDS), help="What SOURCE is; without it, that is seen from the files and told."
-)
-@click.option(
-    "--image-column", default="auto", metavar="NAME", help="Of a table: the column of images, or their paths."
-)
-@click.option("--label-column", default="auto", metavar="NAME", help="Of a table: the column of labels.")
-@click.option(
-    "--split-column",
-    default="auto",
-    metavar="NAME",
-    help="Of a table: the column of train, val or test; or off.",
-)
-@click.option(
-    "--only-classes", callback=_names, metavar="A,B,…", help="Pack these classes, by name or number, and no others."
-)
-@click.option(
-    "--subset",
-    metavar="N|N%",
-    help="Pack so many training images, or such a share of them, of each class alike.",
-)
-@click.option(
-    "--shard-size",
-    "shard_bytes",
-    type=click.IntRange(min=1),
-    callback=_mebibytes,
-    metavar="MIB",
-    help="About how long each file is to be (default: a 64th of all, from 16 to 1024 MiB).",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    default=available_cores,
-    metavar="N",
-    help="Processes that make shards (default: one per core); they change no byte.",
-)
-@click.option("--skip-broken", is_flag=True, help="Leave out images that cannot be read, and list them in packed.json.")
-@click.option(
-    "--verify",
-    is_flag=True,
-    help="Read everything back afterwards and compare it with its digests; without DEST, SOURCE is a packed dataset "
-    "and only that is done.",
-)
-@click.option("--text", is_flag=True, help="SOURCE is text: write tokens, to be mapped into memory.")
-@click.option(
-    "--tokenizer",
-    type=LocalPath(str),
-    default="bytes",
-    show_default=True,
-    metavar="NAME",
-    help="With --text: as data.text.tokenizer.",
-)
-@click.option(
-    "--validation-fraction",
-    type=FiniteRange(min=0, max=1, max_open=True),
-    default=0.1,
-    show_default=True,
-    metavar="SHARE",
-    help="With --text: share of the documents that is held out, where SOURCE has no split of its own.",
-)
-@json_option
-def command(
-    source: str,
-    destination: Path | None,
-    verify: bool,
-    text: bool,
-    tokenizer: str,
-    validation_fraction: float,
-    as_json: bool,
-    **given: Any,
-) -> int:
+@command("pack")
+@dataclass(frozen=True, kw_only=True)
+class Pack:
     """Pack SOURCE into the directory DEST, to be trained on with data.dataset=packed data.path=DEST.
 
     SOURCE is an image folder, a CSV file of paths and labels, parquet tables, WebDataset tars (a folder of them, or
@@ -152,7 +59,6 @@ def command(
     Python's help() shows. DEST is trained on with data.dataset=tokens data.path=DEST; it is written whole and read
     back, or not at all.
 
-    \b
     Examples:
       paceline pack photos packed/photos --verify
       paceline pack imagenet packed/imagenet-500 --mode jpeg --max-side 500 --quality 90
@@ -162,46 +68,125 @@ def command(
       paceline pack packed/photos --verify
       paceline pack --text books packed/books
     """
-    context = click.get_current_context()
-    if destination is None and (text or not verify):
-        verifying = "." if text else "; or --verify, to read a packed dataset back."
-        raise click.UsageError(f"Missing argument 'DEST': where to write{verifying}")
-    if text:
-        idle, why = ("verify", *given), "it is for images, and --text packs text"
-    elif destination is None:
-        idle, why = tuple(given.keys() - {"workers"}), "without DEST nothing is written"
-    else:
-        idle, why = ("tokenizer", "validation_fraction"), "it is for --text"
-    for name in idle:
-        refuse_idle(context, name, why)
-    if text and destination is not None:
-        _pack_text(source, destination, tokenizer, validation_fraction, as_json=as_json)
-        return 0
-    with ends_in_order():
+
+    source: Annotated[str, Shape(path="local")]
+    destination: Annotated[Path | None, Shape(metavar="[DEST]", argument=True)] = None
+    mode: Annotated[
+        Literal["original", "jpeg", "raw"] | None,
+        _images(),
+        "original keeps the image files byte for byte (the default), jpeg encodes each image anew, raw stores pixels "
+        "(the default where the source holds pixels).",
+    ] = None
+    max_side: Annotated[
+        int | None,
+        Ge(1),
+        _images("PIXELS"),
+        "With jpeg and raw: make images smaller whose longer side is longer than this; their shape stays.",
+    ] = None
+    quality: Annotated[
+        int | None, Ge(1), Le(100), _images("1-100"), "With jpeg: the quality of encoding (default: 90)."
+    ] = None
+    size: Annotated[
+        int | None,
+        Ge(1),
+        _images("PIXELS"),
+        "With raw: squares of this side, the centre of each image, resized; all are read at once by the memory "
+        "back-end.",
+    ] = None
+    kind: Annotated[Kind | None, _images(), "What SOURCE is; without it, that is seen from the files and told."] = None
+    image_column: Annotated[str, _images("NAME"), "Of a table: the column of images, or their paths."] = "auto"
+    label_column: Annotated[str, _images("NAME"), "Of a table: the column of labels."] = "auto"
+    split_column: Annotated[str, _images("NAME"), "Of a table: the column of train, val or test; or off."] = "auto"
+    only_classes: Annotated[
+        tuple[str, ...] | None, _images("A,B,…"), "Pack these classes, by name or number, and no others."
+    ] = None
+    subset: Annotated[
+        str | None, _images("N|N%"), "Pack so many training images, or such a share of them, of each class alike."
+    ] = None
+    shard_mebibytes: Annotated[
+        int | None,
+        Ge(1),
+        _images("MIB", "--shard-size"),
+        "About how long each file is to be (default: a 64th of all, from 16 to 1024 MiB).",
+    ] = None
+    workers: Annotated[
+        int | None,
+        Ge(1),
+        Shape(without=("text",)),
+        "Processes that make shards (default: one per core); they change no byte.",
+    ] = None
+    skip_broken: Annotated[bool, _images(), "Leave out images that cannot be read, and list them in packed.json."] = (
+        False
+    )
+    verify: Annotated[
+        bool,
+        Shape(without=("text",)),
+        "Read everything back afterwards and compare it with its digests; without DEST, SOURCE is a packed dataset "
+        "and only that is done.",
+    ] = False
+    text: Annotated[bool, "SOURCE is text: write tokens, to be mapped into memory."] = False
+    tokenizer: Annotated[
+        str, Shape(metavar="NAME", path="local", only="text"), "With --text: as data.text.tokenizer."
+    ] = "bytes"
+    validation_fraction: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        Shape(metavar="SHARE", only="text"),
+        "With --text: share of the documents that is held out, where SOURCE has no split of its own.",
+    ] = 0.1
+
+    def __post_init__(self) -> None:
+        if self.destination is None and (self.text or not self.verify):
+            verifying = "." if self.text else "; or --verify, to read a packed dataset back."
+            raise click.UsageError(f"Missing argument 'DEST': where to write{verifying}")
+
+    def run(self, log: Log) -> Result:
+        """Pack the source, or read a packed dataset back."""
+        if self.text and self.destination is not None:
+            return _packed_text(self, self.destination)
         document: dict[str, Any] = {}
-        if destination is not None:
-            document = _pack(source, destination, given)
-        damage = _verify(destination or Path(source), given["workers"]) if verify else []
-    if verify:
-        document |= {"destination": str(destination or source), "verified": not damage, "damage": damage}
-    code = concluded(passed=not damage)
-    if as_json:
-        print_json(document)
-    else:
-        _show(document)
-    return code
+        damage: list[str] = []
+        if self.destination is not None:
+            document = _packed(self, self.destination, log)
+        if self.verify:
+            from paceline.data.packing.pack import verify
+
+            root = self.destination or Path(self.source)
+            damage = verify(root, self.workers or available_cores(), _Telling("read back", format_bytes, "", log))
+            document |= {"destination": str(root), "verified": not damage, "damage": damage}
+        return Document(document=document, shown=Shown(blocks=_lines(document), ok=not damage or ""))
 
 
-def _pack(source: str, destination: Path, given: dict[str, Any]) -> dict[str, Any]:
-    from paceline.data.packing.origins import wanted_part
+def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
     from paceline.data.packing.pack import Request, pack
+    from paceline.recipe.data import Data, check_part
 
-    begun = time.monotonic()
-    names = ("image_column", "label_column", "split_column", "only_classes", "subset")
-    part = wanted_part(**{name: given[name] for name in names})
-    form = {name: value for name, value in given.items() if name not in names}
-    request = Request(source=source, destination=destination, wanted=part, **form)
-    packed = pack(request, _Telling("packed", format_count, "images"), lambda line: echo(line, err=True))
+    begun, subset = time.monotonic(), asked.subset
+    try:
+        part = None if subset is None else check_part(int(subset) if subset.isdecimal() else subset)
+    except ValueError as error:
+        raise DataError(f"--subset: {error}.") from None
+    request = Request(
+        source=asked.source,
+        destination=destination,
+        kind=asked.kind,
+        mode=asked.mode,
+        max_side=asked.max_side,
+        quality=asked.quality,
+        size=asked.size,
+        shard_bytes=None if asked.shard_mebibytes is None else asked.shard_mebibytes * 2**20,
+        workers=asked.workers or available_cores(),
+        skip_broken=asked.skip_broken,
+        part=Data(
+            image_column=asked.image_column,
+            label_column=asked.label_column,
+            split_column=None if asked.split_column == "off" else asked.split_column,
+            only_classes=asked.only_classes,
+            subset=part,
+        ),
+    )
+    packed = pack(request, _Telling("packed", format_count, "images", log), log)
     manifest = packed.manifest
     return {
         "destination": str(destination),
@@ -221,65 +206,56 @@ def _pack(source: str, destination: Path, given: dict[str, Any]) -> dict[str, An
     }
 
 
-def _pack_text(source: str, destination: Path, tokenizer: str, validation_fraction: float, *, as_json: bool) -> None:
+def _packed_text(asked: Pack, destination: Path) -> Result:
     from paceline.data.text.corpus import write_tokens
     from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation, split_by_name
     from paceline.data.text.tokenizer import open_tokenizer
 
     left_out = LeftOut()
-    if source == "docs":
-        train, validation = split_by_name(python_documentation(), validation_fraction)
+    if asked.source == "docs":
+        train, validation = split_by_name(python_documentation(), asked.validation_fraction)
     else:
-        train, validation, _ = folder_splits(Path(source), validation_fraction, left_out)
-    check_some_text(source, train, validation)
-    packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(tokenizer), destination)
-    if as_json:
-        print_json({"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()})
-        return
-    for sentence in left_out.told():
-        echo(f"note: {sentence}")
+        train, validation, _ = folder_splits(Path(asked.source), asked.validation_fraction, left_out)
+    check_some_text(asked.source, train, validation)
+    packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(asked.tokenizer), destination)
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
     number = sum(packed.documents.values())
     documents = f"{number:,} document{'s' * (number != 1)}"
-    echo(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
+    lines = [f"note: {sentence}" for sentence in left_out.told()]
+    lines.append(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
+    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()}
+    return Document(document=document, shown=Shown(blocks=lines))
 
 
-def _verify(root: Path, workers: int) -> list[str]:
-    from paceline.data.packing.pack import verify
-
-    return verify(root, workers, _Telling("read back", format_bytes, ""))
-
-
-def _show(document: dict[str, Any]) -> None:
+def _lines(document: Mapping[str, Any]) -> list[str]:
+    """Say what was packed, and what reading it back found."""
+    lines = []
     if "mode" in document:
         counts = " and ".join(f"{count:,} {split}" for split, count in document["samples"].items())
         total = sum(document["samples"].values())
         had = "all of them before" if document["found"] >= total else f"in {format_seconds(document['seconds'])}"
-        echo(
+        lines.append(
             f"{document['destination']}: {counts} images of {document['classes']:,} classes, "
             f"{format_bytes(document['bytes'])} in {document['shards']} shard{'s' * (document['shards'] != 1)}, {had}"
         )
-        for each in document["left_out"][:10]:
-            echo(f"left out: {each['name']} ({each['reason']})")
-        if len(document["left_out"]) > 10:
-            echo(f"left out: {len(document['left_out']) - 10:,} more, which packed.json lists")
-    if "verified" in document:
-        for line in document["damage"]:
-            echo(line)
-        if document["verified"]:
-            echo(f"{document['destination']}: read back, every byte is what was written")
+        lines += [f"left out: {each['name']} ({each['reason']})" for each in document["left_out"][:_NAMED]]
+        if len(document["left_out"]) > _NAMED:
+            lines.append(f"left out: {len(document['left_out']) - _NAMED:,} more, which packed.json lists")
+    lines += document.get("damage", ())
+    if document.get("verified"):
+        lines.append(f"{document['destination']}: read back, every byte is what was written")
+    return lines
 
 
 class _Telling:
-    """Says now and then on standard error how far it is."""
+    """Logs now and then how far it is."""
 
-    def __init__(self, verb: str, spell: Callable[[float], str], unit: str) -> None:
-        self._verb, self._spell, self._unit = verb, spell, unit
+    def __init__(self, verb: str, spell: Callable[[float], str], unit: str, log: Log) -> None:
+        self._verb, self._spell, self._unit, self._log = verb, spell, unit, log
         self._next = time.monotonic() + _EVERY_SECONDS
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now >= self._next and done < total:
             self._next = now + _EVERY_SECONDS
-            of = f"{self._spell(done)} of {self._spell(total)} {self._unit}".rstrip()
-            echo(f"{self._verb} {of}", err=True)
+            self._log(f"{self._verb} {self._spell(done)} of {self._spell(total)} {self._unit}".rstrip())

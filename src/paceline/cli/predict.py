@@ -7,22 +7,16 @@ import dataclasses
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
+from annotated_types import Ge
 
-from paceline.cli.options import (
-    FiniteRange,
-    LocalPath,
-    best_option,
-    json_option,
-    target_argument,
-    trust_code_option,
-    weights_option,
-)
 from paceline.cli.output import concluded, echo, print_json
+from paceline.command import Best, Log, Shape, Target, TrustCode, Weights, command
 from paceline.escaping import one_line
 from paceline.loading import loading
 
@@ -35,42 +29,12 @@ _LABELS = 3
 _LINES = (".tsv", ".txt", ".gz", ".jsonl")
 
 
-@click.command("predict")
-@target_argument
-@click.argument("sources", nargs=-1, type=LocalPath(), metavar="[SOURCE...]")
-@click.option("--prompt", metavar="TEXT", help="What a language model is to go on from, or to fill in.")
-@click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="With --prompt: most to write (default: 200).")
-@click.option(
-    "--temperature",
-    type=FiniteRange(min=0),
-    metavar="T",
-    help="With --prompt: how freely to choose; 0 always takes the most probable token (default: 0.8).",
-)
-@click.option("--seed", type=click.IntRange(min=0), metavar="S", help="With --prompt: keys the draws (default: 0).")
-@click.option(
-    "--top-k",
-    type=click.IntRange(min=1),
-    metavar="K",
-    help="Most answers for each image or hidden token (default: 3), or objects (default: all); to write, choose among "
-    "so many tokens only.",
-)
-@click.option("--draw", type=LocalPath(file_okay=False), metavar="DIR", help="Of a detector: draw what it finds.")
-@click.option(
-    "--output",
-    type=LocalPath(dir_okay=False),
-    metavar="FILE",
-    help="Write the answers to a new file: .jsonl, .csv (a line for each label) or .parquet. It is there when it is "
-    "whole; until then it is FILE.partial.",
-)
-@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Images answered at once (default: 64).")
-@click.option("--stdin-image", is_flag=True, help="The source - is an image itself, not a list of paths.")
-@weights_option
-@best_option
-@trust_code_option
-@json_option
-def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json: bool, **given: Any) -> int:
-    """Label images, find objects in them, or write text, with the weights of TARGET: a run directory, a checkpoint, a
-    safetensors file, a hub folder, or an ONNX file that labels images.
+@command("predict")
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Label images, find objects in them, or write text, with the weights of TARGET.
+
+    TARGET is a run directory, a checkpoint, a safetensors file, a hub folder, or an ONNX file that labels images.
 
     Sources are files, folders (searched through), patterns in quotes, archives (.zip, .tar, .tar.gz: nothing is
     unpacked), and - for paths from standard input, one a line. Answers come in their order.
@@ -81,7 +45,6 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
     Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and say with which probability each is
     clicked on.
 
-    \b
     Examples:
       paceline predict runs/photos new-photos
       paceline predict runs/photos cat.jpg dog.jpg --best --top-k 1 --json
@@ -91,49 +54,104 @@ def command(target: Path, sources: tuple[Path, ...], prompt: str | None, as_json
       paceline predict runs/bert --prompt "The f[MASK]r statement"
       paceline predict runs/boxes new-photos --draw found
     """
-    if prompt is None and not sources:
-        raise click.UsageError(
-            "Missing argument 'SOURCE...': images to label or to find objects in, or lines of samples (.tsv, "
-            ".txt, .jsonl) of a recommendation task; a language model takes --prompt."
-        )
-    if prompt is not None and sources:
-        raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
-    writing = {name: each for name in ("tokens", "temperature", "seed") if (each := given.pop(name)) is not None}
-    top_k = given.pop("top_k")
-    of_images = {name: given.pop(name) for name in ("draw", "output", "batch_size", "stdin_image")}
-    idle = [name.replace("_", "-") for name, value in of_images.items() if value]
-    if prompt is not None and idle:
-        raise click.UsageError(f"--{idle[0]} is for images, and --prompt is for language models: give one of them.")
-    if prompt is None and writing:
-        raise click.UsageError(f"--{next(iter(writing))} says how to write, and without --prompt nothing is written.")
-    with loading():
-        from paceline.distributed.device import choose_device
-        from paceline.world import World
-    where = {**given, "device": choose_device("auto", World())}
-    if prompt is not None:
-        _answer_prompt(target, prompt, writing, top_k, where, as_json=as_json)
-        return 0
-    if all(each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in sources):
-        from paceline.inference.clicks import load_click_predictor
 
-        if (clicks := load_click_predictor(target, **where)) is not None:
-            if idle:
-                raise click.UsageError(
-                    f"--{idle[0]} is for images, and these weights are about lines of samples: leave it out."
-                )
-            return _answer_lines(clicks, sources, as_json=as_json)
-    return _answer_images(target, sources, where, top_k=top_k, as_json=as_json, **of_images)
+    target: Target
+    sources: Annotated[tuple[Path, ...], Shape(metavar="[SOURCE...]", argument=True, path="local")] = ()
+    prompt: Annotated[str | None, Shape(metavar="TEXT"), "What a language model continues, or fills in."] = None
+    tokens: Annotated[int | None, Ge(1), "With --prompt: most to write (default: 200)."] = None
+    temperature: Annotated[
+        float | None,
+        Ge(0),
+        Shape(metavar="T"),
+        "With --prompt: how freely to choose; 0 always takes the most probable token (default: 0.8).",
+    ] = None
+    seed: Annotated[int | None, Ge(0), Shape(metavar="S"), "With --prompt: keys the draws (default: 0)."] = None
+    top_k: Annotated[
+        int | None,
+        Ge(1),
+        Shape(metavar="K"),
+        "Most answers for each image or hidden token (default: 3), or objects (default: all); to write, choose among "
+        "so many tokens only.",
+    ] = None
+    draw: Annotated[Path | None, Shape(metavar="DIR", path="folder"), "Of a detector: draw what it finds."] = None
+    output: Annotated[
+        Path | None,
+        Shape(metavar="FILE", path="file"),
+        "Write the answers to a new file: .jsonl, .csv (a line for each label) or .parquet. It is there when it is "
+        "whole; until then it is FILE.partial.",
+    ] = None
+    batch_size: Annotated[int | None, Ge(1), "Images answered at once (default: 64)."] = None
+    stdin_image: Annotated[bool, "The source - is an image itself, not a list of paths."] = False
+    weights: Weights = "auto"
+    best: Best = False
+    trust_code: TrustCode = False
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """The options given that say how to write."""
+        given = {"tokens": self.tokens, "temperature": self.temperature, "seed": self.seed}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def of_images(self) -> list[str]:
+        """The options given that are for images."""
+        names = ("draw", "output", "batch_size", "stdin_image")
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+
+    def __post_init__(self) -> None:
+        if self.prompt is None and not self.sources:
+            raise click.UsageError(
+                "Missing argument 'SOURCE...': images to label or to find objects in, or lines of samples (.tsv, "
+                ".txt, .jsonl) of a recommendation task; a language model takes --prompt."
+            )
+        if self.prompt is not None and self.sources:
+            raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
+        if self.prompt is not None and (idle := self.of_images):
+            raise click.UsageError(f"{idle[0]} is for images, and --prompt is for language models: give one of them.")
+        if self.prompt is None and (writing := self.writing):
+            raise click.UsageError(
+                f"--{next(iter(writing))} says how to write, and without --prompt nothing is written."
+            )
+
+    def run(self, _: Log) -> Predict:
+        """Return itself: the answers are printed as they come."""
+        return self
+
+    def stream(self, *, as_json: bool) -> int:
+        """Answer, and print each answer as it comes; return 1 if an image or a line could not be read."""
+        with loading():
+            from paceline.distributed.device import choose_device
+            from paceline.world import World
+        where: dict[str, Any] = {
+            "weights": self.weights,
+            "best": self.best,
+            "trust_code": self.trust_code,
+            "device": choose_device("auto", World()),
+        }
+        if self.prompt is not None:
+            _answer_prompt(self, self.prompt, where, as_json=as_json)
+            return 0
+        if all(
+            each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources
+        ):
+            from paceline.inference.clicks import load_click_predictor
+
+            if (clicks := load_click_predictor(self.target, **where)) is not None:
+                if idle := self.of_images:
+                    raise click.UsageError(
+                        f"{idle[0]} is for images, and these weights are about lines of samples: leave it out."
+                    )
+                return _answer_lines(clicks, self.sources, as_json=as_json)
+        return _answer_images(self, where, as_json=as_json)
 
 
-def _answer_prompt(
-    target: Path, prompt: str, writing: dict[str, Any], top_k: int | None, where: dict[str, Any], *, as_json: bool
-) -> None:
-    """Write on from a prompt, or fill in its hidden tokens."""
+def _answer_prompt(asked: Predict, prompt: str, where: dict[str, Any], *, as_json: bool) -> None:
+    """Continue a prompt, or fill in its hidden tokens."""
     from paceline.inference.text import Sampling, load_text_predictor
 
-    predictor = load_text_predictor(target, **where)
+    predictor = load_text_predictor(asked.target, **where)
     if not predictor.is_masked:
-        sampling = Sampling(top_k=top_k, **writing)
+        sampling = Sampling(top_k=asked.top_k, **asked.writing)
         ids = list(predictor.write(prompt, sampling))
         text = predictor.tokenizer.decode([*predictor.tokenizer.encode(prompt).tolist(), *ids])
         if as_json:
@@ -141,9 +159,9 @@ def _answer_prompt(
         else:
             echo(text)
         return
-    if writing:
+    if writing := asked.writing:
         raise click.UsageError(f"--{next(iter(writing))} says how to write, and this model finds hidden tokens.")
-    filled = predictor.fill(prompt, top_k=top_k or _LABELS)
+    filled = predictor.fill(prompt, top_k=asked.top_k or _LABELS)
     if as_json:
         print_json({"prompt": prompt, **dataclasses.asdict(filled)})
         return
@@ -170,17 +188,7 @@ def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json
     return code
 
 
-def _answer_images(
-    target: Path,
-    sources: Sequence[Path],
-    where: dict[str, Any],
-    *,
-    top_k: int | None,
-    draw: Path | None,
-    output: Path | None,
-    as_json: bool,
-    **reading: Any,
-) -> int:
+def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> int:
     """Answer for every image; 1 if one of them could not be read."""
     with loading():
         from paceline.files import LeftOut
@@ -189,15 +197,15 @@ def _answer_images(
         from paceline.inference.predict import open_predictor
         from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
 
-    is_one, batch_size = reading["stdin_image"], reading["batch_size"]
-    if is_one and [str(each) for each in sources] != [STANDARD_INPUT]:
+    output, batch_size = asked.output, asked.batch_size
+    if asked.stdin_image and [str(each) for each in asked.sources] != [STANDARD_INPUT]:
         raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
     if output is not None:
         check_output(output)
     left_out = LeftOut()
-    pictures = [picture_from_standard_input()] if is_one else pictures_of(sources, left_out)
-    predictor = open_predictor(target, **where)
-    if draw is not None and not predictor.finds_boxes:
+    pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
+    predictor = open_predictor(asked.target, **where)
+    if asked.draw is not None and not predictor.finds_boxes:
         raise click.UsageError("--draw draws the objects that a detector finds, and these weights label images.")
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
@@ -207,9 +215,9 @@ def _answer_images(
     answers = answers_ahead(
         predictor,
         pictures,
-        top_k=top_k or predictor.usual_top_k,
+        top_k=asked.top_k or predictor.usual_top_k,
         batch_size=batch_size or BATCH,
-        seen=None if draw is None else _drawer(draw, predictor.classes),
+        seen=None if asked.draw is None else _drawer(asked.draw, predictor.classes),
     )
     with contextlib.closing(answers):
         if output is not None:

@@ -13,8 +13,16 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, UNREADABLE, as_click_rows, opened, parse
-from paceline.data.clicks.source import ClickDataset, ClickRows
+from paceline.data.clicks.criteo import (
+    CATEGORIES,
+    DENSE,
+    UNREADABLE,
+    ClickDataset,
+    ClickRows,
+    as_click_rows,
+    opened,
+    parse,
+)
 from paceline.errors import DataError, RecipeError
 from paceline.inference.answers import NOT_FINITE
 from paceline.inference.predict import trained_task
@@ -152,7 +160,7 @@ class ClickPredictor:
 
 
 class _Nothing:
-    """No samples; satisfies :class:`~paceline.data.clicks.source.ClickSource`."""
+    """No samples; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
 
     def __len__(self) -> int:
         return 0

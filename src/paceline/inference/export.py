@@ -95,15 +95,6 @@ def export(request: ExportRequest) -> Exported:
     return replace(exported, size_bytes=size)
 
 
-def export_safetensors(target: Path, output: Path, *, weights: str = "auto", best: bool = False) -> SavedWeights:
-    """Write one set of weights to a new safetensors file; arguments as of :class:`ExportRequest`.
-
-    Raises:
-        CheckpointError: If there are no such weights, or the file exists or cannot be written.
-    """
-    return export(ExportRequest(target=target, output=output, weights=weights, best=best)).saved
-
-
 def _check(request: ExportRequest) -> None:
     check_target(request.target)
     ending = FORMATS[request.form]

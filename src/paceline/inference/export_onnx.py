@@ -71,7 +71,7 @@ def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) 
     write_metadata(model, metadata)
     onnx.checker.check_model(model, full_check=True)
     path.write_bytes(model.SerializeToString())
-    return exportable.compare(session(path), what="ONNX Runtime")
+    return exportable.compare(OnnxSession(path), what="ONNX Runtime")
 
 
 def _translated(exportable: Exportable) -> Any:
@@ -101,11 +101,6 @@ def write_metadata(model: Any, metadata: Mapping[str, str]) -> None:
     for key, value in metadata.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, value
-
-
-def session(path: Path) -> OnnxSession:
-    """Open an ONNX file with ONNX Runtime on the CPU."""
-    return OnnxSession(path)
 
 
 class OnnxSession:
@@ -285,7 +280,7 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
     def accuracy(file: Path) -> float | None:
         if len(images.labels) == 0:
             return None
-        network = session(file)
+        network = OnnxSession(file)
         answers = torch.cat([network((batch,)).argmax(dim=1) for batch in images.batches(images.held_out)])
         return 100 * float((answers == images.labels).double().mean())
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from paceline.errors import PacelineError
 from paceline.pages.page import Block, Page, Section, Table, Text, write_page
 from paceline.records.run_directory import write_json
 
@@ -24,14 +25,15 @@ class Shown:
         blocks: Lines, texts, tables, mappings of names to values, and for a terminal alone anything that rich can
             print, in order. A terminal leaves out charts and folded tables.
         on_page: Further blocks of the page.
-        ok: True, or why the command exits with 1: a sentence for standard error, empty if the blocks say it.
+        ok: True, or why the command exits with 1: a sentence for standard error, empty if the blocks say it; or an
+            error that is raised once the result is shown.
     """
 
     title: str = ""
     subtitle: str = ""
     blocks: Sequence[Block | Mapping[str, Any] | RenderableType]
     on_page: Sequence[Block] = ()
-    ok: bool | str = True
+    ok: bool | str | PacelineError = True
 
 
 class Result(Protocol):
@@ -42,6 +44,35 @@ class Result(Protocol):
 
     def to_json(self) -> Mapping[str, Any] | Sequence[Any]:
         """Return the result as one JSON document."""
+
+
+@runtime_checkable
+class StreamedResult(Protocol):
+    """The result of a command that prints answers as they come."""
+
+    def stream(self, *, as_json: bool) -> int:
+        """Print all answers, and return the exit code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A result that is text for people and one JSON document, and no more.
+
+    Attributes:
+        shown: What a person sees.
+        document: What ``--json`` prints.
+    """
+
+    shown: Shown
+    document: Mapping[str, Any] | Sequence[Any]
+
+    def __paceline__(self) -> Shown:
+        """Return what a person sees."""
+        return self.shown
+
+    def to_json(self) -> Mapping[str, Any] | Sequence[Any]:
+        """Return the document."""
+        return self.document
 
 
 def write_result(folder: Path, name: str, result: Result) -> list[Path]:

@@ -29,8 +29,7 @@ def micro_batch_size(recipe: Recipe, world_size: int) -> int:
             f"{_misfit(recipe, fixed)}; the global batch is never changed silently, so run it on "
             f"{', '.join(_fitting(shared))} processes or change {key}."
         )
-    common = math.gcd(*(size for _, size in named_sizes(recipe)))
-    micro = common // world_size if fixed is None else batch // fixed
+    micro = math.gcd(*recipe.batch.sizes().values()) // world_size if fixed is None else batch // fixed
     _check_ghosts(recipe, micro, world_size)
     return micro
 
@@ -117,8 +116,9 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
         return batch // micro
     if not recipe.parallel.exact:
         return None
-    fits = (each for each in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % each == 0)
-    return next((each for each in fits if _divides_all(recipe, batch // each)), None) or _fine_ranks(recipe)
+    common = math.gcd(*recipe.batch.sizes().values())
+    fits = (n for n in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % n == 0 and common % (batch // n) == 0)
+    return next(fits, batch // common)
 
 
 def _check_grown(recipe: Recipe, micro: int) -> None:
@@ -129,15 +129,6 @@ def _check_grown(recipe: Recipe, micro: int) -> None:
                 f"parallel.logical_ranks={recipe.parallel.logical_ranks} cuts batch.global_size="
                 f"{recipe.batch.global_size} into; choose sizes that are, or more logical ranks."
             )
-
-
-def _divides_all(recipe: Recipe, micro: int) -> bool:
-    return all(size % micro == 0 for _, size in named_sizes(recipe))
-
-
-def _fine_ranks(recipe: Recipe) -> int:
-    """Logical ranks of an exact run whose sizes have no larger micro-batch in common."""
-    return recipe.batch.global_size // math.gcd(*(size for _, size in named_sizes(recipe)))
 
 
 def named_sizes(recipe: Recipe) -> list[tuple[str, int]]:
@@ -153,7 +144,7 @@ def _largest_part(recipe: Recipe, fixed: int | None) -> int:
 
 def _shared_parts(recipe: Recipe, fixed: int | None) -> int:
     """Parts that the processes share out, in steps of every size: their number must divide this one."""
-    return math.gcd(*(size // _largest_part(recipe, fixed) for _, size in named_sizes(recipe)))
+    return math.gcd(*recipe.batch.sizes().values()) // _largest_part(recipe, fixed)
 
 
 def default_processes(recipe: Recipe, devices: int) -> int:

@@ -47,19 +47,12 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Compiled, Rates):
+class Plan(TaskFacts, Compiled, Rates):
     """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
     for a checkpoint's that it is not measured so.
 
     Where the batch grows, ``batch_phases`` says when and to what; micro-batches per step, steps per epoch and intervals
     are those of the first phase, and ``moments`` says after which steps something is due that is not due every so many.
-
-    ``lengths_sha256`` is of the samples' lengths by which steps are balanced (``batch.balance``), if they are.
-
-    ``higher_is_better`` says of each metric that the task measures which way it is better.
-
-    ``headline`` is the metric that one looks at first, ``sample_name`` what samples are called (``images``), and
-    ``weight_unit`` what they count for in a step's mean loss (``tokens``).
 
     ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why; ``left_out``,
     what of the data is there and not used.
@@ -93,15 +86,10 @@ class Plan(Compiled, Rates):
     log_every_steps: int
     noise_scale_every_steps: int | None
     moments: dict[Occasion, tuple[int, ...]] = field(default_factory=dict)
-    lengths_sha256: str | None = None
     unfreeze_steps: dict[str, int] = field(default_factory=dict)
     freeze_after_steps: dict[str, int] = field(default_factory=dict)
     profile_steps: tuple[int, int] | None = None
     learning_rates: tuple[LearningRatePoint, ...] = ()
-    higher_is_better: dict[str, bool] = field(default_factory=dict)
-    headline: str = "loss"
-    sample_name: str = "samples"
-    weight_unit: str = "samples"
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
     fp8_layers: tuple[str, ...] = ()

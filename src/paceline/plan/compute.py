@@ -33,32 +33,19 @@ class Compiled:
     compiled_evaluation_sizes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Into what epochs and evaluations are cut, all in samples but for ``logical_ranks``."""
-
-    train_samples: int
-    global_batch_size: int
-    logical_ranks: int
-    evaluation_samples: int
-    evaluation_batch_size: int
-
-    def of_training(self) -> Counter[int]:
-        """How many micro-batches of an epoch have each size, over all processes."""
-        full, left = divmod(self.train_samples, self.global_batch_size)
-        sizes = Counter({self.global_batch_size // self.logical_ranks: full * self.logical_ranks})
-        part, larger = divmod(left, self.logical_ranks)
-        sizes.update({part + 1: larger, part: self.logical_ranks - larger})
-        return _that_occur(sizes)
-
-    def of_evaluation(self) -> Counter[int]:
-        """How many evaluation batches have each size, over all processes."""
-        full, left = divmod(self.evaluation_samples, self.evaluation_batch_size)
-        return _that_occur(Counter({self.evaluation_batch_size: full, left: 1}))
-
-
-def _that_occur(sizes: Counter[int]) -> Counter[int]:
+def training_sizes(samples: int, global_batch_size: int, logical_ranks: int) -> Counter[int]:
+    """How many micro-batches of an epoch have each size, over all processes."""
+    full, left = divmod(samples, global_batch_size)
+    part, larger = divmod(left, logical_ranks)
+    sizes = Counter({global_batch_size // logical_ranks: full * logical_ranks})
+    sizes.update({part + 1: larger, part: logical_ranks - larger})
     return Counter({size: count for size, count in sizes.items() if size and count})
+
+
+def evaluation_sizes(samples: int, batch_size: int) -> Counter[int]:
+    """How many evaluation batches have each size, over all processes."""
+    full, left = divmod(samples, batch_size)
+    return Counter({size: count for size, count in ((batch_size, full), (left, 1)) if size and count})
 
 
 def plan_compilation(
@@ -92,19 +79,14 @@ def plan_compilation(
             f"another launch perhaps others, and {asked}=true wants the same sums each time; use "
             "model.compile_mode=default."
         )
-    sizes = Sizes(
-        train_samples=data.train_samples,
-        global_batch_size=recipe.batch.global_size,
-        logical_ranks=parts[0],
-        evaluation_samples=data.evaluation_samples,
-        evaluation_batch_size=resolve_evaluation_batch(recipe),
-    )
+    trained = training_sizes(data.train_samples, recipe.batch.global_size, parts[0])
+    scored = evaluation_sizes(data.evaluation_samples, resolve_evaluation_batch(recipe))
     # Batches of many shapes would each need a graph.
     evaluated = recipe.evaluate.every is not None and recipe.data.evaluation_shape == "square"
     return Compiled(
         compile=f"{model.compile_backend}, {model.compile_mode}",
-        compiled_train_sizes=_worth_compiling(sizes.of_training()),
-        compiled_evaluation_sizes=_worth_compiling(sizes.of_evaluation()) if evaluated else (),
+        compiled_train_sizes=_worth_compiling(trained),
+        compiled_evaluation_sizes=_worth_compiling(scored) if evaluated else (),
     )
 
 

@@ -135,51 +135,36 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
     Raises:
         RecipeError: Naming the first that does not.
     """
+    model, optimizer, precision = recipe.model, recipe.optimizer, recipe.train.precision
     size = recipe.parallel.shard_size
-    if size != "all" and (size < 2 or world_size % size):
-        raise RecipeError(
-            f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a "
-            "divisor of their number, or all for one group."
-        )
-    if recipe.model.compile:
-        raise RecipeError(
-            "model.compile=true does not go with parallel.strategy=fsdp yet, which gathers weights in "
-            "the midst of what would be compiled; turn it off, or use parallel.strategy=ddp."
-        )
-    asked = {
-        "unfreeze": bool(recipe.model.unfreeze),
-        "freeze_after": bool(recipe.model.freeze_after),
-        "adapters": recipe.model.adapters.rank is not None,
+    later = "does not go with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
+    objections = {
+        f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a divisor "
+        "of their number, or all for one group.": size != "all" and (size < 2 or world_size % size > 0),
+        "model.compile=true does not go with parallel.strategy=fsdp yet, which gathers weights in the midst of what "
+        "would be compiled; turn it off, or use parallel.strategy=ddp.": model.compile,
+        f"model.unfreeze {later}": model.unfreeze,
+        f"model.freeze_after {later}": model.freeze_after,
+        f"model.adapters {later}": model.adapters.rank is not None,
+        "parallel.unused_parameters=allow does not go with parallel.strategy=fsdp, where all processes gather the same "
+        "weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp.": (
+            recipe.parallel.unused_parameters == "allow"
+        ),
+        f"optimizer.name={optimizer.name} needs whole matrices, of which each process has a part with "
+        "parallel.strategy=fsdp; use sgd, adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp.": (
+            optimizer.name in ("adafactor", "muon")
+        ),
+        f"optimizer.clip_adaptive={optimizer.clip_adaptive} compares whole rows, of which a process may have a part "
+        "with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp.": (
+            optimizer.clip_adaptive is not None
+        ),
+        "train.precision=fp16 scales the loss by what one process finds in its own gradients, of which each has a part "
+        "with parallel.strategy=fsdp; use bf16, or parallel.strategy=ddp.": precision == "fp16",
+        "parallel.gather_dtype=bf16 computes in bf16, and train.precision=fp32 does not; use train.precision=bf16, or "
+        "gather fp32.": recipe.parallel.gather_dtype == "bf16" and precision == "fp32",
     }
-    for key in (key for key, is_asked in asked.items() if is_asked):
-        raise RecipeError(
-            f"model.{key} does not go with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
-        )
-    if recipe.parallel.unused_parameters == "allow":
-        raise RecipeError(
-            "parallel.unused_parameters=allow does not go with parallel.strategy=fsdp, where all processes gather the "
-            "same weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp."
-        )
-    if recipe.optimizer.name in ("adafactor", "muon"):
-        raise RecipeError(
-            f"optimizer.name={recipe.optimizer.name} needs whole matrices, of which each process has a part with "
-            "parallel.strategy=fsdp; use sgd, adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp."
-        )
-    if recipe.optimizer.clip_adaptive is not None:
-        raise RecipeError(
-            f"optimizer.clip_adaptive={recipe.optimizer.clip_adaptive} compares whole rows, of which a process may "
-            "have a part with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp."
-        )
-    if recipe.train.precision == "fp16":
-        raise RecipeError(
-            "train.precision=fp16 scales the loss by what one process finds in its own gradients, of which each has a "
-            "part with parallel.strategy=fsdp; use bf16, or parallel.strategy=ddp."
-        )
-    if recipe.parallel.gather_dtype == "bf16" and recipe.train.precision == "fp32":
-        raise RecipeError(
-            "parallel.gather_dtype=bf16 computes in bf16, and train.precision=fp32 does not; use train.precision=bf16, "
-            "or gather fp32."
-        )
+    if found := next((objection for objection, holds in objections.items() if holds), None):
+        raise RecipeError(found)
 
 
 def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> None:

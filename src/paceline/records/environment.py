@@ -5,6 +5,7 @@ Environment variables are not recorded: they hold passwords and tokens.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -65,13 +66,15 @@ def capture_environment(torch_facts: Mapping[str, Any] | None = None) -> dict[st
 
 def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages a result may depend on."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+
+
+@functools.cache
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_facts() -> dict[str, Any]:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from paceline.data.batch import Batch
 from paceline.data.boxes.coco import content_of_pictures, open_coco
 from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
-from paceline.data.boxes.objects import BoxDataset
-from paceline.data.boxes.pipeline import BoxPipeline, shown_sizes
+from paceline.data.boxes.pipeline import BoxDataset, BoxPipeline, shown_sizes
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import seed_of
 from paceline.errors import ModelError, RecipeError, did_you_mean

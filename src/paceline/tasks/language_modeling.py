@@ -19,8 +19,18 @@ from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.data.text.corpus import TextDataset, TokenCorpus
 from paceline.data.text.datasets import open_text
-from paceline.data.text.pipeline import EVALUATION_SEED, Masking, TextPipeline, TextSplit, masked_count
-from paceline.data.text.rows import NOTHING, RowTable, chunked_rows, packed_rows, single_rows
+from paceline.data.text.pipeline import (
+    EVALUATION_SEED,
+    NOTHING,
+    Masking,
+    RowTable,
+    TextPipeline,
+    TextSplit,
+    chunked_rows,
+    masked_count,
+    packed_rows,
+    single_rows,
+)
 from paceline.errors import DataError, ModelError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.models.language import build_language_model, is_causal

@@ -1,19 +1,39 @@
-"""The user's task in one small micro-batch, watched on the CPU on a copy that is thrown away."""
+"""The user's task in one small micro-batch, watched on the CPU on a copy that is thrown away.
+
+Calls of the user's code are looked at in Python, one by one: values read back, tensors made on the host, debugging,
+loaders. On the CPU a value costs nothing, but the call that asks for it is the same. What torch's own code does inside
+such a call is not seen.
+"""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
+import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.backends import cudnn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
+import paceline
 from paceline.data.batch import Batch, tensors_in
 from paceline.distributed.affinity import affinity_restored
 from paceline.recipe.data import Data
+from paceline.recipe.named_code import named_code
 from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
@@ -25,9 +45,399 @@ from paceline.trainer.process_settings import restore_globals
 from paceline.units import Duration
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
-from paceline_advisor.doctor.calls import Calls, CallWatcher, find_call, find_setting, own_files
 from paceline_advisor.doctor.findings import Place
 from paceline_advisor.prove.runs import bare
+
+
+def _folders(package: str) -> list[str]:
+    """Where an installed package lies, which is not imported for it."""
+    found = find_spec(package)
+    return list(found.submodule_search_locations or ()) if found is not None else []
+
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+OURS = tuple(f"{Path(paceline.__file__).parent}{each}{os.sep}" for each in ("", "_advisor", "_course"))
+# Its detectors wait for what they find, which none of their users could change.
+_TORCHVISION = tuple(f"{folder}{os.sep}" for folder in _folders("torchvision"))
+_GRADCHECK = str(Path("torch", "autograd", "gradcheck.py"))
+
+# What a value is needed for on the host; each waits until the device has come so far.
+_READS = {
+    "item": ".item()",
+    "__bool__": "Python asks whether a tensor is true",
+    "__int__": "int(tensor)",
+    "__float__": "float(tensor)",
+    "__complex__": "complex(tensor)",
+    "__index__": "a tensor as an index",
+    "__contains__": "value in tensor",
+    "__repr__": "print(tensor)",
+    "__format__": "a tensor in a text",
+    "__array__": "numpy.asarray(tensor)",
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+    "cpu": ".cpu()",
+    "equal": "torch.equal",
+    "allclose": "torch.allclose",
+    "is_nonzero": "is_nonzero",
+    # Their results are as long as the values say.
+    "nonzero": "nonzero",
+    "argwhere": "argwhere",
+    "masked_select": "masked_select",
+    "unique": "unique",
+    "unique_consecutive": "unique_consecutive",
+    "bincount": "bincount",
+}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FACTORIES = _words(
+    "tensor as_tensor scalar_tensor zeros ones empty full rand randn randint randperm arange range linspace "
+    "logspace eye tril_indices triu_indices complex normal from_numpy frombuffer asarray"
+)
+_FROM_PYTHON = frozenset(("tensor", "as_tensor", "asarray", "scalar_tensor"))
+_POINTWISE = _words(
+    "add sub mul div true_divide rsub pow exp expm1 log log1p erf erfc tanh sigmoid sin cos sqrt rsqrt abs neg "
+    "square reciprocal clamp clamp_min clamp_max maximum minimum where lerp addcmul addcdiv add_ sub_ mul_ div_ "
+    "__add__ __sub__ __mul__ __truediv__ __radd__ __rsub__ __rmul__ __rtruediv__ __pow__ __neg__"
+)
+_VIEWS = _words(
+    "__get__ __getitem__ view reshape flatten transpose permute unsqueeze squeeze expand chunk split detach size dim"
+)
+_MOVES = ("to", "cpu", "cuda")
+_MARK = "_paceline_lies_on"
+_LARGE = 1024  # numbers per sample: what is smaller costs a launch, which the whole step is full of
+
+
+@dataclass(kw_only=True)
+class Calls:
+    """What was seen, by file, line and kind.
+
+    Attributes:
+        reads: Values of the device that the host asked for.
+        made: Tensors that were made on the host, in vain or to be copied.
+        pointwise: Longest rows of operations on single numbers, one after the other, by file, line and function.
+        debugging: Debugging aids that were on, and where that was noticed; by name.
+    """
+
+    reads: Counter[tuple[str, int, str]] = field(default_factory=Counter)
+    made: Counter[tuple[str, int, str]] = field(default_factory=Counter)
+    pointwise: dict[tuple[str, int, str], int] = field(default_factory=dict)
+    debugging: dict[str, Place | None] = field(default_factory=dict)
+
+
+class CallWatcher(TorchFunctionMode):
+    """Notes calls while it is entered, and changes none: but what asks for a GPU gets the CPU's instead.
+
+    Args:
+        on_device: Tensors that will be on the device: weights, buffers, the batch.
+        samples: In the batch.
+    """
+
+    def __init__(self, on_device: Iterable[Tensor], samples: int) -> None:
+        super().__init__()
+        self.calls = Calls()
+        self._samples = samples
+        self._row: tuple[str, str] = ("", "")  # file and function of the row of pointwise calls under way
+        self._row_begins, self._row_length = 0, 0
+        for each in on_device:
+            _mark(each, "device")
+
+    def begin_anew(self) -> None:
+        """Forget what was seen, but not where the tensors lie that it has left."""
+        self.calls = Calls()
+        self._row = ("", "")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note one call and make it."""
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            result = func(*args, **kwargs)
+            _mark_all(result, _whence(args, kwargs))
+            return result
+        frame = sys._getframe(1)  # noqa: SLF001  # the caller's, which no other function of Python gives
+        place = place_of(frame)
+        self._note_debugging(frame, place)
+        lies = _whence(args, kwargs)
+        if place is not None:
+            self._note_read(name, args, kwargs, lies, place)
+            self._note_made(name, args, kwargs, lies, place)
+        if name == "cuda" and isinstance(args[0], Tensor):
+            result = args[0]
+        else:
+            result = func(*_without_gpu(args), **{key: _without_gpu((each,))[0] for key, each in kwargs.items()})
+        if name in _MOVES and args and result is args[0]:
+            result = result.view_as(result)  # there it would be another tensor
+        _mark_all(result, _whither(name, args, kwargs, lies))
+        self._note_pointwise(name, result, frame, place)
+        return result
+
+    def _note_debugging(self, frame: FrameType, place: Place | None) -> None:
+        found = self.calls.debugging
+        if "anomaly" not in found and torch.is_anomaly_enabled():
+            found["anomaly"] = place
+        if "profiler" not in found and torch._C._autograd._profiler_enabled():  # noqa: SLF001  # there is no other way to ask
+            found["profiler"] = place
+        if "gradcheck" not in found and any(file.endswith(_GRADCHECK) for file in _files(frame)):
+            found["gradcheck"] = place
+
+    def _note_read(self, name: str, args: Any, kwargs: Any, lies: str, place: Place) -> None:
+        if lies == "device" and (what := _read(name, args, kwargs)):
+            self.calls.reads[place.file, place.line, what] += 1
+
+    def _note_made(self, name: str, args: Any, kwargs: Any, lies: str, place: Place) -> None:
+        what = ""
+        if name in ("to", "cuda") and lies == "host" and not _is_to_host(args, kwargs) and _moves(name, args, kwargs):
+            what = f"a tensor of the host copied by .{name}()"
+        elif name == "where" and lies == "device" and any(_lies(each) == "host" for each in _tensors(args)):
+            what = "a number of the host copied by torch.where"
+        elif name in _FACTORIES and lies == "":
+            asked = kwargs.get("device")
+            if name in _FROM_PYTHON and asked is not None and not _means_host(asked):
+                what = f"torch.{name} of Python's values, copied to the device"
+            elif asked is None and not _is_scalar(name, args):
+                what = f"torch.{name} without device="
+        if what:
+            self.calls.made[place.file, place.line, what] += 1
+
+    def _note_pointwise(self, name: str, result: Any, frame: FrameType, place: Place | None) -> None:
+        if name in _VIEWS:
+            return
+        is_large = isinstance(result, Tensor) and result.numel() >= _LARGE * self._samples
+        if place is None or name not in _POINTWISE or not is_large or not result.is_floating_point():
+            self._row = ("", "")
+            return
+        function = _outside_torch(frame)
+        row = (place.file, "" if function is None else function.f_code.co_qualname)
+        if row != self._row:
+            self._row, self._row_begins, self._row_length = row, place.line, 0
+        self._row_length += 1
+        key = (row[0], self._row_begins, row[1])
+        self.calls.pointwise[key] = max(self.calls.pointwise.get(key, 0), self._row_length)
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """The line outside torch that a call came from; None if it is one of Paceline's or torchvision's own."""
+    found = _outside_torch(frame)
+    if found is None or found.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
+        return None
+    return Place(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+def _outside_torch(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    return frame
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def _read(name: str, args: Any, kwargs: Any) -> str:
+    """What a call reads from its tensors, in words; empty if nothing."""
+    if name in _READS:
+        return _READS[name]
+    if name == "to" and _is_to_host(args, kwargs):
+        return '.to("cpu")'
+    if name == "where" and len(args) + len(kwargs) == 1:
+        return "torch.where of a condition alone"
+    if name == "one_hot" and (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
+        return "one_hot without num_classes"
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        counts = args[1] if len(args) > 1 else kwargs.get("repeats")
+        return "repeat_interleave without output_size" if isinstance(counts, Tensor) else ""
+    if name == "__getitem__" and _has_mask(args[1]):
+        return "a mask as an index"
+    if name == "__setitem__" and _has_mask(args[1]) and isinstance(args[2], Tensor) and args[2].numel() > 1:
+        return "a mask as an index"
+    return ""
+
+
+def _has_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in parts)
+
+
+def _is_scalar(name: str, args: Any) -> bool:
+    """Whether a tensor is made of one number, which goes with a kernel's arguments."""
+    return name in _FROM_PYTHON and len(args) > 0 and isinstance(args[0], bool | int | float)
+
+
+def _is_to_host(args: Any, kwargs: Any) -> bool:
+    return any(_means_host(each) for each in (*args[1:], kwargs.get("device")))
+
+
+def _means_host(device: Any) -> bool:
+    """Whether a device is the host; of a ``torch.device`` nobody knows here, where the run's own is the CPU."""
+    return isinstance(device, str) and device == "cpu"
+
+
+def _moves(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call may change the device, and not the numbers alone."""
+    named = (*args[1:], *kwargs.values())
+    return name == "cuda" or any(isinstance(each, str | torch.device | Tensor) for each in named)
+
+
+def _without_gpu(values: Any) -> Any:
+    """The same with the CPU where a GPU is asked for: this look is on the CPU."""
+    return tuple("cpu" if _is_gpu(each) else each for each in values)
+
+
+def _is_gpu(value: Any) -> bool:
+    if not isinstance(value, str | torch.device):
+        return False
+    return str(value).partition(":")[0] in ("cuda", "xpu", "mps")
+
+
+def _whence(args: Any, kwargs: Any) -> str:
+    """Where a call's tensors lie: ``device`` if one does, else ``made`` or ``host``; empty if there is none.
+
+    Of those ``made`` on the host it was told already when they were.
+    """
+    found = [_lies(each) for each in _tensors((args, tuple(kwargs.values())))]
+    return next((place for place in ("device", "made", "host") if place in found), "")
+
+
+def _whither(name: str, args: Any, kwargs: Any, lies: str) -> str:
+    if name in ("cpu", "numpy", "tolist") or (name == "to" and _is_to_host(args, kwargs)):
+        return "host"
+    if name == "cuda" or (name == "to" and _moves(name, args, kwargs)):
+        return "device"
+    if lies == "" and name in _FACTORIES:
+        asked = kwargs.get("device")
+        if asked is None and not _is_scalar(name, args):
+            return "made"
+        return "host" if asked is None or _means_host(asked) else "device"
+    return lies or "device"
+
+
+def _lies(tensor: Tensor) -> str:
+    # What nothing is known of came from C++ code with a gradient, or from numpy without.
+    return getattr(tensor, _MARK, "device" if tensor.requires_grad else "host")
+
+
+def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each, depth - 1)
+    elif depth and isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each, depth - 1)
+
+
+def _mark_all(result: Any, lies: str) -> None:
+    for each in _tensors(result):
+        _mark(each, lies)
+
+
+def _mark(tensor: Tensor, lies: str) -> None:
+    # An attribute of Python's own, which goes with the tensor.
+    setattr(tensor, _MARK, lies)
+
+
+def own_files(recipe: Recipe, task: Task, network: nn.Module | None) -> list[str]:
+    """The files of the user's code: those that the recipe names, and those of its task's and network's classes."""
+    modules = {reference.partition(":")[0] for reference in named_code(recipe)}
+    kinds = [*type(task).__mro__, *({type(each) for each in network.modules()} if network is not None else ())]
+    modules |= {kind.__module__ for kind in kinds}
+    files = {_file(name) for name in modules}
+    return sorted(
+        file for file in files if file and not file.startswith((*OURS, TORCH)) and "site-packages" not in file
+    )
+
+
+def find_call(files: Collection[str], names: Collection[str]) -> Place | None:
+    """The first line on which one of these functions or classes is called or entered, by its last name."""
+    return next((place for file in files for place in _calls(file, names)), None)
+
+
+def find_setting(files: Collection[str], ending: str) -> Place | None:
+    """The first line that assigns to something whose name ends so."""
+    for file in files:
+        for node in ast.walk(_tree(file)):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(ast.unparse(target).endswith(ending) for target in targets):
+                assert isinstance(node, ast.Assign)
+                return Place(file, node.lineno, ast.unparse(node))
+    return None
+
+
+def _calls(file: str, names: Collection[str]) -> Iterator[Place]:
+    calls = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Call))
+    for node in sorted(calls, key=lambda each: each.lineno):
+        called = ast.unparse(node.func)
+        if called.rpartition(".")[2] in names:
+            yield Place(file, node.lineno, called)
+
+
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _file(module: str) -> str:
+    found = sys.modules.get(module)
+    try:
+        return "" if found is None else inspect.getsourcefile(found) or ""
+    except TypeError:
+        return ""  # built in, or made by a program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """A DataLoader that code of the user's own has made.
+
+    Attributes:
+        place: Where.
+        workers: Its processes.
+        pinned: Whether its batches come in page-locked memory.
+        persistent: Whether its processes stay from one epoch to the next.
+        drops_last: Whether it leaves out what does not fill a batch.
+    """
+
+    place: Place
+    workers: int
+    pinned: bool
+    persistent: bool
+    drops_last: bool
+
+
+@contextmanager
+def watching_loaders() -> Iterator[list[Loader]]:
+    """Note every DataLoader that is made inside, but Paceline's own."""
+    found: list[Loader] = []
+    made = DataLoader.__init__
+
+    @wraps(made)
+    def noting(self: DataLoader[Any], *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        place = place_of(sys._getframe(1))  # noqa: SLF001  # the caller's, which no other function of Python gives
+        if place is not None:
+            found.append(
+                Loader(
+                    place=Place(place.file, place.line, "DataLoader"),
+                    workers=self.num_workers,
+                    pinned=self.pin_memory,
+                    persistent=self.persistent_workers,
+                    drops_last=self.drop_last,
+                )
+            )
+
+    DataLoader.__init__ = noting  # type: ignore[method-assign]  # put back below
+    try:
+        yield found
+    finally:
+        DataLoader.__init__ = made  # type: ignore[method-assign]  # as it was
 
 
 @contextlib.contextmanager

@@ -19,8 +19,7 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
-from paceline_advisor.doctor.behaviour import Behaviour
-from paceline_advisor.doctor.calls import Loader
+from paceline_advisor.doctor.behaviour import Behaviour, Loader
 from paceline_advisor.doctor.findings import Finding
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import trace_steps, without_collection

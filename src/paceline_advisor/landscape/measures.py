@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
-from paceline_advisor.formulas.landscape import keskar_sharpness
+from paceline_advisor.formulas.network import keskar_sharpness
 from paceline_advisor.landscape.subject import Split, Subject
 
 Point = dict[str, float]

@@ -18,7 +18,7 @@ from paceline.distributed.environment import read_launch
 from paceline.errors import PacelineError
 from paceline.trainer.precision import keeping_float32_matmul, set_float32_matmul
 from paceline_advisor.commands import Landscape
-from paceline_advisor.formulas.landscape import loss_barrier
+from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape.measures import (
     STARTS,
     Box,

@@ -12,7 +12,13 @@ from paceline.models.flops import PHASES, StepWork, Uncounted, Work
 from paceline.models.operator_work import Product
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline_advisor.formulas.tiles import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
+from paceline_advisor.formulas.network import (
+    Tiling,
+    aligned_sizes,
+    alignment_bytes_multiple,
+    best_tiling,
+    better_sizes,
+)
 
 _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
 

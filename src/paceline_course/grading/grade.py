@@ -165,9 +165,9 @@ def _grade(path: Path, scratch: Path, tell: Callable[[str], None], limits: Limit
     import torch
 
     from paceline_course.grading import on_run
+    from paceline_course.grading.marks import marking_sheet
     from paceline_course.grading.on_run import Schedule
     from paceline_course.grading.runs import Runs
-    from paceline_course.grading.sheet import marking_sheet
 
     program = scratch / "program" / "train.py"
     program.parent.mkdir()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline_course.assignment import TRAINING_SAMPLES
-from paceline_course.grading.runs import End, Finding, Run, Runs, Vector, listing, with_processes
+from paceline_course.grading.runs import End, Finding, Run, Runs, Vector, listing, on_several, with_processes
 
 _WHY = {
     "hang": "hung: for seconds no rank did anything, each waiting for another",
@@ -76,12 +76,14 @@ def one_writer(runs: Runs) -> Finding:
                 f"{with_processes(tried).capitalize()}, ranks {listing(list(writers))} wrote: {listing(files)}."
             )
 
-    def check(run: Run) -> Finding:
-        if not _writers(run):
-            return Finding(f"{with_processes(run).capitalize()}, no rank wrote anything to the output directory.")
-        return Finding()
+    return _some_writer(runs)
 
-    return runs.on_several(check)
+
+@on_several
+def _some_writer(run: Run) -> Finding:
+    if not _writers(run):
+        return Finding(f"{with_processes(run).capitalize()}, no rank wrote anything to the output directory.")
+    return Finding()
 
 
 def resume(runs: Runs) -> Finding:
@@ -193,22 +195,9 @@ def _is_same(first: Vector, second: Vector) -> bool:
     return first.shape == second.shape and bool(np.allclose(first, second, rtol=0, atol=_RESULT))
 
 
-def once(runs: Runs) -> Finding:
+@on_several
+def once(run: Run) -> Finding:
     """Is every sample of the training set used exactly once per epoch, over all ranks?"""
-    return runs.on_several(_once)
-
-
-def disjoint(runs: Runs) -> Finding:
-    """Do ranks share the samples of an epoch among them? A few that are repeated to fill up are for `once`."""
-    return runs.on_several(_disjoint)
-
-
-def order(runs: Runs) -> Finding:
-    """Is the order another one in each epoch?"""
-    return runs.on_several(_order)
-
-
-def _once(run: Run) -> Finding:
     for epoch in range(run.epochs):
         used = Counter(s for rank in run.ranks for step in run.epoch_steps(epoch) for s in rank.steps[step].samples)
         where = f"In epoch {epoch} {with_processes(run)}"
@@ -228,7 +217,9 @@ def _once(run: Run) -> Finding:
     return Finding(seen={"samples in each epoch": TRAINING_SAMPLES})
 
 
-def _disjoint(run: Run) -> Finding:
+@on_several
+def disjoint(run: Run) -> Finding:
+    """Do ranks share the samples of an epoch among them? A few that are repeated to fill up are for `once`."""
     for epoch in range(run.epochs):
         used = [{s for step in run.epoch_steps(epoch) for s in rank.steps[step].samples} for rank in run.ranks]
         for second in range(run.processes):
@@ -242,7 +233,9 @@ def _disjoint(run: Run) -> Finding:
     return Finding()
 
 
-def _order(run: Run) -> Finding:
+@on_several
+def order(run: Run) -> Finding:
+    """Is the order another one in each epoch?"""
     epochs = [
         [frozenset(s for rank in run.ranks for s in rank.steps[step].samples) for step in run.epoch_steps(epoch)]
         for epoch in range(run.epochs)
@@ -285,48 +278,42 @@ class Schedule:
         return self.base_lr * batch / BASE_BATCH
 
 
-def scaled(runs: Runs, schedule: Schedule) -> Finding:
+@on_several
+def scaled(run: Run, schedule: Schedule) -> Finding:
     """Is the learning rate proportional to the global batch, whatever the number of processes?"""
-
-    def check(run: Run) -> Finding:
-        expected = schedule.peak(run.batch)
-        found = _peak(run, schedule)
-        for step in range(min(schedule.warmup + 1, run.steps - 1), run.steps):
-            for rank, member in enumerate(run.ranks):
-                later = member.steps[step].learning_rate
-                if abs(found - expected) <= _RELATIVE * expected < abs(later - expected):
-                    return Finding(
-                        f"At step {step} {with_processes(run)} the learning rate of rank {rank} is {later:.4g}; "
-                        f"after the warm-up it stays {expected:.4g}.",
-                        seen={"learning rate": later, "expected": expected},
-                    )
-        if not abs(found - expected) <= _RELATIVE * expected:
-            return Finding(
-                f"After the warm-up {with_processes(run)} the learning rate is {found:.4g}; for a global batch of "
-                f"{run.batch} it is {schedule.base_lr:g} x {run.batch} / {BASE_BATCH} = {expected:.4g}.",
-                seen={"learning rate": found, "expected": expected},
-            )
-        return Finding(seen={"learning rate": found})
-
-    return runs.on_several(check)
-
-
-def warmup(runs: Runs, schedule: Schedule) -> Finding:
-    """Does the learning rate rise evenly over the first steps? Compared with what it rises to, right or not."""
-
-    def check(run: Run) -> Finding:
-        peak = _peak(run, schedule)
-        for step in range(min(schedule.warmup, run.steps)):
-            expected = (step + 1) / schedule.warmup
-            found = run.ranks[0].steps[step].learning_rate / max(peak, 1e-12)
-            if abs(found - expected) > 0.01:
+    expected = schedule.peak(run.batch)
+    found = _peak(run, schedule)
+    for step in range(min(schedule.warmup + 1, run.steps - 1), run.steps):
+        for rank, member in enumerate(run.ranks):
+            later = member.steps[step].learning_rate
+            if abs(found - expected) <= _RELATIVE * expected < abs(later - expected):
                 return Finding(
-                    f"At step {step} {with_processes(run)} the learning rate is {found:.0%} of the full one; "
-                    f"a linear warm-up of {schedule.warmup} steps has {expected:.0%}."
+                    f"At step {step} {with_processes(run)} the learning rate of rank {rank} is {later:.4g}; "
+                    f"after the warm-up it stays {expected:.4g}.",
+                    seen={"learning rate": later, "expected": expected},
                 )
-        return Finding()
+    if not abs(found - expected) <= _RELATIVE * expected:
+        return Finding(
+            f"After the warm-up {with_processes(run)} the learning rate is {found:.4g}; for a global batch of "
+            f"{run.batch} it is {schedule.base_lr:g} x {run.batch} / {BASE_BATCH} = {expected:.4g}.",
+            seen={"learning rate": found, "expected": expected},
+        )
+    return Finding(seen={"learning rate": found})
 
-    return runs.on_several(check)
+
+@on_several
+def warmup(run: Run, schedule: Schedule) -> Finding:
+    """Does the learning rate rise evenly over the first steps? Compared with what it rises to, right or not."""
+    peak = _peak(run, schedule)
+    for step in range(min(schedule.warmup, run.steps)):
+        expected = (step + 1) / schedule.warmup
+        found = run.ranks[0].steps[step].learning_rate / max(peak, 1e-12)
+        if abs(found - expected) > 0.01:
+            return Finding(
+                f"At step {step} {with_processes(run)} the learning rate is {found:.0%} of the full one; "
+                f"a linear warm-up of {schedule.warmup} steps has {expected:.0%}."
+            )
+    return Finding()
 
 
 def throughput(runs: Runs) -> Finding:

@@ -21,6 +21,7 @@ from paceline_course.grading.runs import (
     flat_state,
     listing,
     mean_loss_and_gradient,
+    on_several,
     step_shares,
     with_processes,
 )
@@ -34,26 +35,10 @@ _ROUNDING = 2e-7  # relative, of float32 weights that are added to
 _STEP = 2e-4  # relative, of the norm; float32 itself is a tenth of it
 
 
-def initial(runs: Runs) -> Finding:
+@on_several
+def initial(run: Run) -> Finding:
     """Do all ranks start from the same weights?"""
-    return runs.on_several(
-        lambda run: _same_on_ranks(run, [rank.steps[0].weights for rank in run.ranks], "before step 0")
-    )
-
-
-def gradient(runs: Runs) -> Finding:
-    """Is each step made with the gradient of the mean loss over the global batch?"""
-    return runs.on_several(_gradient)
-
-
-def optimizer(runs: Runs) -> Finding:
-    """Does each step change weights as SGD with momentum 0.9 does, given its gradients and its learning rate?"""
-    return runs.on_several(_optimizer)
-
-
-def same_weights(runs: Runs) -> Finding:
-    """Do all ranks end with the same weights, and are they those in the file?"""
-    return runs.on_several(_same_weights)
+    return _same_on_ranks(run, [rank.steps[0].weights for rank in run.ranks], "before step 0")
 
 
 def one_process(runs: Runs) -> Finding:
@@ -61,14 +46,15 @@ def one_process(runs: Runs) -> Finding:
     alone = runs.complete("one").get("one")
     if alone is None:
         return Finding("This could not be seen: the run with 1 process did not train to its end.")
+    return _as_one_process(runs, _final(alone, 0))
 
-    def check(run: Run) -> Finding:
-        gap = _gap(_final(run, 0), _final(alone, 0))
-        if gap > _RESULT:
-            return Finding(f"Final weights {with_processes(run)} differ by up to {gap:.2g} from those with 1 process.")
-        return Finding(seen={"largest difference": gap})
 
-    return runs.on_several(check)
+@on_several
+def _as_one_process(run: Run, wanted: Vector) -> Finding:
+    gap = _gap(_final(run, 0), wanted)
+    if gap > _RESULT:
+        return Finding(f"Final weights {with_processes(run)} differ by up to {gap:.2g} from those with 1 process.")
+    return Finding(seen={"largest difference": gap})
 
 
 def explain_gradient(found: Vector, expected: Vector, before: Vector | None, processes: int) -> str:
@@ -96,7 +82,9 @@ def explain_gradient(found: Vector, expected: Vector, before: Vector | None, pro
     return f"are {ratio:.3g} times those of the mean over the global batch{meaning}"
 
 
-def _gradient(run: Run) -> Finding:
+@on_several
+def gradient(run: Run) -> Finding:
+    """Is each step made with the gradient of the mean loss over the global batch?"""
     worst = 0.0
     for step in range(run.steps):
         shares = step_shares(run, step)
@@ -119,7 +107,9 @@ def _gradient(run: Run) -> Finding:
     return Finding(seen={"largest relative difference": worst})
 
 
-def _optimizer(run: Run) -> Finding:
+@on_several
+def optimizer(run: Run) -> Finding:
+    """Does each step change weights as SGD with momentum 0.9 does, given its gradients and its learning rate?"""
     steps = run.ranks[0].steps
     velocity = np.zeros(len(steps[0].weights))
     for number, (step, after) in enumerate(pairwise(steps)):
@@ -146,7 +136,9 @@ def _where(run: Run, step: int, found: list[Vector]) -> str:
     return ""
 
 
-def _same_weights(run: Run) -> Finding:
+@on_several
+def same_weights(run: Run) -> Finding:
+    """Do all ranks end with the same weights, and are they those in the file?"""
     finding = _same_on_ranks(run, [_final(run, rank) for rank in range(run.processes)], "at the end")
     if finding.reason:
         return finding
@@ -191,11 +183,6 @@ _NO_LOG = "there is no log.jsonl in the directory of --output"
 _HALF_A_SAMPLE = 50 / VALIDATION_SAMPLES
 
 
-def loss(runs: Runs) -> Finding:
-    """Is the loss in the log the mean over all samples of the epoch?"""
-    return runs.on_several(_loss)
-
-
 def validation(runs: Runs) -> Finding:
     """Is every sample of the validation set counted once, and the accuracy in the log the one of these weights?"""
     every = runs.complete("one", "two", "three")
@@ -203,11 +190,6 @@ def validation(runs: Runs) -> Finding:
         return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
     findings = [_validation(run) for run in every.values()]
     return next((finding for finding in findings if finding.reason), findings[-1])
-
-
-def validation_shared(runs: Runs) -> Finding:
-    """Do all ranks take part in validation?"""
-    return runs.on_several(_validation_shared)
 
 
 def batchnorm(runs: Runs) -> Finding:
@@ -254,7 +236,9 @@ def accuracy(runs: Runs) -> Finding:
     return Finding(seen={"accuracy": found})
 
 
-def _loss(run: Run) -> Finding:
+@on_several
+def loss(run: Run) -> Finding:
+    """Is the loss in the log the mean over all samples of the epoch?"""
     for epoch in range(run.epochs):
         total, count = 0.0, 0
         for step in run.epoch_steps(epoch):
@@ -303,7 +287,9 @@ def _validation(run: Run) -> Finding:
     return Finding(seen={"samples counted": VALIDATION_SAMPLES})
 
 
-def _validation_shared(run: Run) -> Finding:
+@on_several
+def validation_shared(run: Run) -> Finding:
+    """Do all ranks take part in validation?"""
     looked = [sum(len(seen.samples) for seen in rank.validations) for rank in run.ranks]
     idle = [rank for rank, count in enumerate(looked) if count == 0]
     if idle:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -266,13 +267,22 @@ class Runs:
         found = {name: self.by_name[name] for name in names if name in self.by_name}
         return {name: run for name, run in found.items() if run.is_complete}
 
-    def on_several(self, check: Callable[[Run], Finding]) -> Finding:
-        """Apply a check to the runs with 2 and 3 processes, and return the first complaint."""
-        runs = self.complete("two", "three")
-        if not runs:
+
+P = ParamSpec("P")
+
+
+def on_several(check: Callable[Concatenate[Run, P], Finding]) -> Callable[Concatenate[Runs, P], Finding]:
+    """Turn a check of one run into one of the runs with 2 and 3 processes, of which the first complaint counts."""
+
+    @functools.wraps(check)
+    def found(runs: Runs, /, *args: P.args, **kwargs: P.kwargs) -> Finding:
+        complete = runs.complete("two", "three")
+        if not complete:
             return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
-        findings = [check(run) for run in runs.values()]
+        findings = [check(run, *args, **kwargs) for run in complete.values()]
         return next((finding for finding in findings if finding.reason), findings[0])
+
+    return found
 
 
 def listing(values: Sequence[Any], most: int = 4) -> str:

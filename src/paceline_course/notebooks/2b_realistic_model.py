@@ -1399,7 +1399,7 @@ display(
 # Weights, gradients and Adam's state take 16 bytes for each parameter in mixed precision.
 
 # %%
-from paceline_advisor.formulas.memory import zero_bytes
+from paceline_advisor.formulas.network import zero_bytes
 
 large, devices = 6.7e9, [1, 2, 4, 8, 16, 32]
 needed = {stage: [zero_bytes(large, stage, count) / 2**30 for count in devices] for stage in (0, 3)}

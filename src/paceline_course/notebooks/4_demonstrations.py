@@ -1247,7 +1247,7 @@ for command in (
 # on an A100) in numbers of each type:
 
 # %%
-from paceline_advisor.formulas.tiles import alignment_bytes_multiple, best_tiling, tile_overhead
+from paceline_advisor.formulas.network import alignment_bytes_multiple, best_tiling, tile_overhead
 
 print("a dimension should be a multiple of     at least   best (A100)")
 for name, size in (("TF32 (4 bytes)", 4), ("FP16, BF16 (2 bytes)", 2), ("INT8 (1 byte)", 1)):
@@ -1319,7 +1319,7 @@ print(report[report.index("products whose tiles") :])
 # for activations. With AdamW in `float32` a replica takes 16 bytes for each parameter (section 3).
 
 # %% tags=["slide"]
-from paceline_advisor.formulas.memory import training_state_bytes
+from paceline_advisor.formulas.network import training_state_bytes
 
 gpus = {"V100, 16 GB": 16, "A100, 40 GB": 40, "H100, 80 GB": 80}
 models = {"ResNet-50": 25.6e6, "GPT-2, 124M": 124e6, "GPT-2, 355M": 355e6, "GPT-3, 1.3B": 1.3e9, "GPT-3, 6.7B": 6.7e9}

@@ -59,17 +59,24 @@ class Task(paceline.ImageClassification):
 
 @pytest.fixture
 def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """``examined({"train.precision": "fp32"}, code=..., device="a100")`` is a diagnosis; ``code`` is ``mine``'s."""
-    from paceline_advisor.commands import Doctor
-    from paceline_advisor.doctor.study import examine
+    """``examined({"train.precision": "fp32"}, code=..., device="a100")`` is a diagnosis; ``code`` is ``mine``'s.
 
+    Whether a step fits is estimated, which takes longer than all else, only with ``room=True``.
+    """
+    from paceline_advisor.commands import Doctor
+    from paceline_advisor.doctor import study
+
+    estimate = study.lack_of_room
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     recipe = tmp_path / "clean.yaml"
     recipe.write_text(CLEAN)
     names: list[str] = []
 
-    def run(overrides: Mapping[str, Any] | None = None, *, code: str = "", device: str | None = None) -> Any:
+    def run(
+        overrides: Mapping[str, Any] | None = None, *, code: str = "", device: str | None = None, room: bool = False
+    ) -> Any:
+        monkeypatch.setattr(study, "lack_of_room", estimate if room else lambda *_: None)
         asked = dict(overrides or {})
         if code:
             # A name of its own for each: what was imported stays imported.
@@ -77,7 +84,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
             (tmp_path / f"{names[-1]}.py").write_text(code)
             asked = {key: str(value).replace("mine:", f"{names[-1]}:") for key, value in asked.items()}
         pairs = tuple(f"{key}={value}" for key, value in asked.items())
-        return examine(Doctor(recipe=str(recipe), overrides=pairs, device=device), lambda _: None)
+        return study.examine(Doctor(recipe=str(recipe), overrides=pairs, device=device), lambda _: None)
 
     yield run
     for name in names:

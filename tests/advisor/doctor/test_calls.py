@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline_advisor.doctor.calls import OURS, TORCH, Calls, CallWatcher, place_of
+from paceline_advisor.doctor.behaviour import OURS, TORCH, Calls, CallWatcher, place_of
 from paceline_advisor.prove.notes import digest_of
 
 NETWORK = nn.Linear(3, 2)

@@ -130,7 +130,7 @@ def first(diagnosis: Any) -> Any:
 
 @pytest.mark.parametrize("device", ["a100", "cpu"])
 def test_nothing_is_found_in_a_clean_recipe(examined: Examined, device: str) -> None:
-    diagnosis = examined(device=device)
+    diagnosis = examined(device=device, room=True)
     assert (diagnosis.findings, diagnosis.unseen) == ((), {})
     assert diagnosis.is_healthy
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.metrics import critical_batch as batch
 from paceline.models import roofline
-from paceline_advisor.formulas import memory, scaling, tiles, transformer
+from paceline_advisor.formulas import network, scaling
 from paceline_advisor.formulas.scaling import Finding, Row, contradicts, inconsistencies, is_superlinear
 
 # Rajbhandari et al., arXiv:1910.02054, table 1: GB per device at stages 1, 2, 3, by parameters and devices.
@@ -33,21 +33,21 @@ def test_zero_gives_table_1_of_its_paper(setting: tuple[float, int], printed: tu
     parameters, devices = setting
     for stage, gigabytes in enumerate(printed, start=1):
         # Printed with two or three digits, cut off rather than rounded.
-        assert memory.zero_bytes(parameters, stage, devices) / 1e9 == pytest.approx(gigabytes, rel=0.025)
+        assert network.zero_bytes(parameters, stage, devices) / 1e9 == pytest.approx(gigabytes, rel=0.025)
 
 
 @pytest.mark.parametrize(("stage", "billions"), [(0, 2), (1, 7.6), (2, 14.4), (3, 128)])
 def test_zero_gives_table_2_of_its_paper(stage: int, billions: float) -> None:
-    assert memory.zero_largest_parameters(32e9, stage, 64) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert network.zero_largest_parameters(32e9, stage, 64) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_zero_knows_no_fifth_stage() -> None:
     with pytest.raises(ValueError, match="0, 1, 2 and 3"):
-        memory.zero_bytes(1, 4)
+        network.zero_bytes(1, 4)
 
 
 def test_the_allocator_rounds_each_tensor_up() -> None:
-    assert memory.allocated_bytes((4, 512, 513, 0)) == 512 + 512 + 1024
+    assert network.allocated_bytes((4, 512, 513, 0)) == 512 + 512 + 1024
 
 
 # Korthikanti et al., arXiv:2205.05198, tables 3 and 5: hidden, layers, batch, GPUs, seconds, MFU and HFU in %.
@@ -63,44 +63,44 @@ KORTHIKANTI = {
 def test_gpt_utilisation_is_as_the_paper_prints_it(model: str) -> None:
     hidden, layers, samples, devices, seconds, in_model, in_hardware = KORTHIKANTI[model]
     sizes = (samples, 2048, hidden, layers, 51200)
-    for count, printed in ((transformer.iteration_flops, in_model), (transformer.hardware_flops, in_hardware)):
+    for count, printed in ((network.iteration_flops, in_model), (network.hardware_flops, in_hardware)):
         assert 100 * roofline.utilisation(count(*sizes), seconds, 312e12, devices) == pytest.approx(printed, abs=0.3)
 
 
 def test_recomputing_attention_costs_what_the_paper_says() -> None:
-    assert transformer.selective_recompute_overhead(2048, 12288) == pytest.approx(0.027, abs=5e-4)
-    assert transformer.selective_recompute_overhead(2048, 20480, 105) == pytest.approx(0.016, abs=5e-4)
-    assert transformer.selective_recompute_saving(128, 2048, 20480) == pytest.approx(0.65, abs=0.005)
+    assert network.selective_recompute_overhead(2048, 12288) == pytest.approx(0.027, abs=5e-4)
+    assert network.selective_recompute_overhead(2048, 20480, 105) == pytest.approx(0.016, abs=5e-4)
+    assert network.selective_recompute_saving(128, 2048, 20480) == pytest.approx(0.65, abs=0.005)
 
 
 def test_activation_memory_follows_the_papers_table() -> None:
     sizes = (2048, 1, 12288, 96)
     unit = 2048 * 12288
-    plain = transformer.layer_activation_bytes(*sizes)
+    plain = network.layer_activation_bytes(*sizes)
     assert plain == unit * (34 + 80)
-    assert transformer.layer_activation_bytes(*sizes, 8) == unit * (10 + 24 / 8 + 80 / 8)
-    assert transformer.layer_activation_bytes(*sizes, 8, sequence_parallel=True) == plain / 8
-    assert transformer.layer_activation_bytes(*sizes, 8, recompute="selective") == unit * 13
-    both = transformer.layer_activation_bytes(*sizes, 8, sequence_parallel=True, recompute="selective")
+    assert network.layer_activation_bytes(*sizes, 8) == unit * (10 + 24 / 8 + 80 / 8)
+    assert network.layer_activation_bytes(*sizes, 8, sequence_parallel=True) == plain / 8
+    assert network.layer_activation_bytes(*sizes, 8, recompute="selective") == unit * 13
+    both = network.layer_activation_bytes(*sizes, 8, sequence_parallel=True, recompute="selective")
     assert both == unit * 34 / 8
-    assert transformer.layer_activation_bytes(*sizes, recompute="full") == 2 * unit
-    assert transformer.activation_bytes(*sizes, 96, 8) == 96 * unit * (10 + 24 / 8 + 80 / 8)
+    assert network.layer_activation_bytes(*sizes, recompute="full") == 2 * unit
+    assert network.activation_bytes(*sizes, 96, 8) == 96 * unit * (10 + 24 / 8 + 80 / 8)
 
 
 def test_palm_540b_reaches_its_printed_utilisation() -> None:
     """arXiv:2204.02311, section 4.1: 46.2 % with attention, 45.7 % without, at 238.3 K tokens/s on 6144 TPU v4."""
-    with_attention = transformer.flops_per_token(540.35e9, 118, 48, 256, 2048)
-    assert transformer.mfu(238_300, with_attention, 275e12, 6144) == pytest.approx(0.462, abs=5e-4)
-    assert transformer.mfu(238_300, 6 * 540.35e9, 275e12, 6144) == pytest.approx(0.457, abs=5e-4)
+    with_attention = network.flops_per_token(540.35e9, 118, 48, 256, 2048)
+    assert network.mfu(238_300, with_attention, 275e12, 6144) == pytest.approx(0.462, abs=5e-4)
+    assert network.mfu(238_300, 6 * 540.35e9, 275e12, 6144) == pytest.approx(0.457, abs=5e-4)
 
 
 def test_training_times_of_narayanan() -> None:
     """arXiv:2104.04473, section 5.1: 34 days for GPT-3, 84 for a trillion parameters."""
-    assert transformer.training_days(175e9, 300e9, 1024, 140e12) == pytest.approx(34, abs=0.5)
-    assert transformer.training_days(1e12, 450e9, 3072, 163e12) == pytest.approx(84, abs=1)
-    assert transformer.gpt_parameters(12288, 96) == pytest.approx(174.6e9, rel=0.002)
-    assert transformer.compute_optimal_tokens(67e9) == pytest.approx(1.5e12, rel=0.15)
-    assert transformer.training_flops(175e9, 300e9) == pytest.approx(3.15e23)
+    assert network.training_days(175e9, 300e9, 1024, 140e12) == pytest.approx(34, abs=0.5)
+    assert network.training_days(1e12, 450e9, 3072, 163e12) == pytest.approx(84, abs=1)
+    assert network.gpt_parameters(12288, 96) == pytest.approx(174.6e9, rel=0.002)
+    assert network.compute_optimal_tokens(67e9) == pytest.approx(1.5e12, rel=0.15)
+    assert network.training_flops(175e9, 300e9) == pytest.approx(3.15e23)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_training_times_of_narayanan() -> None:
         (roofline.pooling_intensity(3), 2.25),
         (roofline.gemm_intensity(8192, 128, 8192), 124.1),
         (roofline.ridge_point(125e12, 900e9), 138.9),
-        (tiles.tile_overhead(256, 257), 1.5 * 256 / 257),
-        (1 - tiles.wave_waste(98, 108), 0.907),
-        (tiles.wave_count(tiles.tile_count(1793, 1793, 256, 128), 108), 2),
+        (network.tile_overhead(256, 257), 1.5 * 256 / 257),
+        (1 - network.wave_waste(98, 108), 0.907),
+        (network.wave_count(network.tile_count(1793, 1793, 256, 128), 108), 2),
     ],
 )
 def test_figures_of_nvidias_guides(ours: float, printed: float) -> None:
@@ -134,41 +134,41 @@ def test_convolutions_are_products_of_the_same_work() -> None:
 
 
 def test_alignment_follows_the_guide() -> None:
-    assert [tiles.alignment_bytes_multiple(each) for each in (4, 2, 1)] == [4, 8, 16]
-    assert [tiles.alignment_bytes_multiple(each, 128) for each in (4, 2, 1)] == [32, 64, 128]
-    assert tiles.aligned_sizes(1000, 64) == (960, 1024)
-    assert tiles.aligned_sizes(3, 8) == (8, 8)
+    assert [network.alignment_bytes_multiple(each) for each in (4, 2, 1)] == [4, 8, 16]
+    assert [network.alignment_bytes_multiple(each, 128) for each in (4, 2, 1)] == [32, 64, 128]
+    assert network.aligned_sizes(1000, 64) == (960, 1024)
+    assert network.aligned_sizes(3, 8) == (8, 8)
 
 
 def test_a_better_size_is_found_on_both_sides() -> None:
     # 9 x 12 tiles of 256 x 128 fill one wave of 108; one column more needs a second, or smaller tiles.
-    fits, over = (tiles.best_tiling(2304, n, 256, 108) for n in (1536, 1537))
+    fits, over = (network.best_tiling(2304, n, 256, 108) for n in (1536, 1537))
     assert (fits.tile, fits.waves, fits.slowdown) == ((256, 128), 1, 1)
     assert over.slowdown > 1.2
-    smaller, larger = tiles.better_sizes(2304, 1537, 256, 108)
+    smaller, larger = network.better_sizes(2304, 1537, 256, 108)
     assert smaller == 1536
     assert larger is not None
-    assert tiles.best_tiling(2304, larger, 256, 108).slowdown < 0.95 * over.slowdown
-    assert tiles.better_sizes(4096, 4096, 4096, 128) == (None, None)
+    assert network.best_tiling(2304, larger, 256, 108).slowdown < 0.95 * over.slowdown
+    assert network.better_sizes(4096, 4096, 4096, 128) == (None, None)
 
 
 def test_better_sizes_are_looked_for_nearby_however_large_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    real = tiles.best_tiling
+    real = network.best_tiling
 
-    def counted(m: int, n: int, k: int, multiprocessors: int, count: int = 1) -> tiles.Tiling:
+    def counted(m: int, n: int, k: int, multiprocessors: int, count: int = 1) -> network.Tiling:
         tried.append(n)
         return real(m, n, k, multiprocessors, count)
 
-    monkeypatch.setattr(tiles, "best_tiling", counted)
+    monkeypatch.setattr(network, "best_tiling", counted)
     # As wide as the images of a large batch: fifteen per cent of it would be some hundred thousand sizes.
-    assert tiles.better_sizes(4096, 12_845_056, 4096, 128) == (None, None)
+    assert network.better_sizes(4096, 12_845_056, 4096, 128) == (None, None)
     assert len(tried) <= 1 + 2 * 64
     assert {abs(n - 12_845_056) <= 512 for n in tried} == {True}
 
 
 def test_a_long_sum_is_shared_out() -> None:
-    short, long = tiles.best_tiling(576, 64, 64, 108), tiles.best_tiling(576, 64, 200_704, 108)
+    short, long = network.best_tiling(576, 64, 64, 108), network.best_tiling(576, 64, 200_704, 108)
     assert short.splits == 1
     assert short.wave_waste > 0.8
     assert long.splits > 5

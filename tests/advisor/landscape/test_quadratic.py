@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline_advisor.formulas.landscape import keskar_box, keskar_sharpness, loss_barrier
+from paceline_advisor.formulas.network import keskar_box, keskar_sharpness, loss_barrier
 from paceline_advisor.landscape.measures import (
     STARTS,
     Box,

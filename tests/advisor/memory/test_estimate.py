@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from measured_memory import measured_peak
+from memory_cases import ON_CPU, Case
 
 from paceline.devices import find_device
 from paceline.distributed.device import describe_machine
@@ -17,14 +17,9 @@ from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
-from paceline_advisor.memory.measured import measured_peak
 from paceline_advisor.memory.replay import peak_of
 from paceline_advisor.memory.trace import FIRST, STEP, trace_step, trace_steps
 from paceline_advisor.memory.variants import accumulated
-
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-
-from memory_cases import ON_CPU, Case
 
 CPU = torch.device("cpu")
 H100 = machine_with(find_device("h100"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_memory import measured_peaks
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
@@ -21,7 +22,6 @@ from paceline.telemetry.memory import private_bytes
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
-from paceline_advisor.memory.measured import measured_peaks
 from paceline_advisor.memory.replay import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps, without_collection
 from paceline_advisor.memory.variants import outside, spread_of

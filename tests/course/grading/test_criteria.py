@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from paceline_course.grading import on_run, on_training
+from paceline_course.grading.marks import marking_sheet
 from paceline_course.grading.on_run import Schedule, judge_pace
 from paceline_course.grading.runs import End, Step
-from paceline_course.grading.sheet import marking_sheet
 
 SCHEDULE = Schedule(base_lr=0.05, warmup=3)
 

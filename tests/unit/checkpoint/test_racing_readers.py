@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 from paceline.checkpoint.store import CheckpointStore
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
     """A run that saves and prunes all the time in a process of its own."""
     directory = tmp_path / "run" / "checkpoints"
     variables = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(directory)], env={**os.environ, **variables})
+    writer = fork_server.Popen([sys.executable, "-c", WRITER, str(directory)], env={**os.environ, **variables})
     try:
         while not (directory / "best.json").exists():
             assert writer.poll() is None

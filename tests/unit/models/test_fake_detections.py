@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_memory import measured_peaks
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +22,6 @@ from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import given_batch, largest_together, with_stand_in_data
 from paceline.trainer.fake_step import fake_step
 from paceline.world import World
-from paceline_advisor.memory.measured import measured_peaks
 from paceline_advisor.memory.replay import peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps
 

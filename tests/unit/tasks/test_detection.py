@@ -59,24 +59,24 @@ STEPS = 5
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    recipe = tmp_path / "boxes.yaml"
+def train(runs: Path) -> Iterator[Callable[..., Any]]:
+    recipe = runs / "boxes.yaml"
     recipe.write_text(TINY)
     threads = torch.get_num_threads()
 
     def trainer(name: str, overrides: dict[str, Any] | None = None, task: Any = None) -> Any:
-        return paceline.train(recipe, overrides=overrides or {}, run_dir=tmp_path / name, task=task, quiet=True)
+        return paceline.train(recipe, overrides=overrides or {}, run_dir=runs / name, task=task, quiet=True)
 
     yield trainer
     torch.set_num_threads(threads)
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Callable[..., Detection]:
-    (tmp_path / "boxes.yaml").write_text(TINY)
+def task(runs: Path) -> Callable[..., Detection]:
+    (runs / "boxes.yaml").write_text(TINY)
 
     def maker(overrides: dict[str, Any] | None = None) -> Detection:
-        made = build_task(load_recipe(tmp_path / "boxes.yaml", overrides or {}).recipe)
+        made = build_task(load_recipe(runs / "boxes.yaml", overrides or {}).recipe)
         assert isinstance(made, Detection)
         made.data_facts(World())
         return made
@@ -97,10 +97,10 @@ def batches(
     return found
 
 
-def test_what_is_found_is_written_for_each_picture(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_is_found_is_written_for_each_picture(train: Callable[..., Any], runs: Path) -> None:
     train("run", {"model.options": {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}})
-    path = tmp_path / "found.jsonl"
-    evaluate_target(EvaluationRequest(target=tmp_path / "run", predictions=path))
+    path = runs / "found.jsonl"
+    evaluate_target(EvaluationRequest(target=runs / "run", predictions=path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["id"] for line in lines] == list(range(5))
     assert all(len(line["boxes"]) == len(line["scores"]) == len(line["labels"]) > 0 for line in lines)
@@ -243,11 +243,11 @@ def test_a_network_that_says_the_truth_has_a_map_of_100(task: Callable[..., Dete
 
 
 @pytest.fixture
-def coco(tmp_path: Path) -> Path:
+def coco(runs: Path) -> Path:
     """Four pictures a split, of two sizes; the second file is no image."""
     noise = np.random.default_rng(0)
     for split in ("train", "val"):
-        folder = tmp_path / "coco" / split
+        folder = runs / "coco" / split
         folder.mkdir(parents=True)
         images, boxes = [], []
         for number in range(4):
@@ -258,7 +258,7 @@ def coco(tmp_path: Path) -> Path:
         (folder / "1.png").write_bytes(b"no picture")
         tree = {"images": images, "annotations": boxes, "categories": [{"id": 3, "name": "noise"}]}
         (folder / "annotations.json").write_text(json.dumps(tree))
-    return tmp_path / "coco"
+    return runs / "coco"
 
 
 WITH_BOXES = {"model.name": "small_fasterrcnn", "data.dataset": "coco", "data.detection.generated": None}
@@ -332,12 +332,12 @@ def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Callable[
 
 
 def test_copies_with_what_was_found_do_not_overwrite_one_another(
-    train: Callable[..., Any], coco: Path, tmp_path: Path
+    train: Callable[..., Any], coco: Path, runs: Path
 ) -> None:
     run = train("run", {"train.duration": "2 steps"}).run_dir
-    code = command(["predict", str(run), str(coco / "train"), str(coco / "val"), "--draw", str(tmp_path / "found")])
+    code = command(["predict", str(run), str(coco / "train"), str(coco / "val"), "--draw", str(runs / "found")])
     assert code == 1  # 1.png is no image
-    found = {each.name for each in (tmp_path / "found").iterdir()}
+    found = {each.name for each in (runs / "found").iterdir()}
     assert found == {"0.png", "2.png", "3.png", "0-2.png", "2-2.png", "3-2.png"}
 
 
@@ -433,9 +433,9 @@ def test_trials_of_memory_show_the_largest_pictures(task: Callable[..., Detectio
     assert scored.inputs[0].shape[1:].numel() == made.dataset.validation.sizes.prod(axis=1).max()
 
 
-def test_plans_say_what_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / "boxes.yaml").write_text(TINY)
-    plan = plan_only(load_recipe(tmp_path / "boxes.yaml"), world_size=2)
+def test_plans_say_what_is_not_used(runs: Path) -> None:
+    (runs / "boxes.yaml").write_text(TINY)
+    plan = plan_only(load_recipe(runs / "boxes.yaml"), world_size=2)
     assert plan.higher_is_better == {
         "loss": False,
         **dict.fromkeys(("box_map", "box_map50", "mask_map", "mask_map50"), True),

@@ -39,10 +39,10 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def taught(tmp_path: Path, teacher: Path) -> Callable[..., Any]:
+def taught(runs: Path, teacher: Path) -> Callable[..., Any]:
     def train(name: str, *overrides: str, source: Path = teacher) -> Any:
         asked = [*DIGITS, "task=distillation", f"distillation.teacher={source}", "train.duration=4 steps", *overrides]
-        return paceline.train("digits", overrides=asked, run_dir=tmp_path / name, quiet=True)
+        return paceline.train("digits", overrides=asked, run_dir=runs / name, quiet=True)
 
     return train
 
@@ -89,23 +89,23 @@ def predictor_network(run: Path) -> torch.nn.Module:
     return network.eval()
 
 
-def test_without_labels_a_student_comes_to_agree_with_its_teacher(taught: Callable[..., Any], tmp_path: Path) -> None:
+def test_without_labels_a_student_comes_to_agree_with_its_teacher(taught: Callable[..., Any], runs: Path) -> None:
     done = taught("run", "distillation.weight=1.0", "train.duration=16 epochs", "optimizer.lr=0.3")
     assert done.summary.metrics["top1_accuracy"] > 60
     # Evaluating needs no teacher.
-    report = evaluate_target(EvaluationRequest(target=tmp_path / "run", overrides=["parallel.threads=1"]))
+    report = evaluate_target(EvaluationRequest(target=runs / "run", overrides=["parallel.threads=1"]))
     assert report.metrics["top1_accuracy"] == done.summary.metrics["top1_accuracy"]
 
 
-def test_the_teacher_is_no_part_of_the_run(taught: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_teacher_is_no_part_of_the_run(taught: Callable[..., Any], runs: Path) -> None:
     from paceline.checkpoint.weights import read_weights
 
     taught("run")
     taught("alone", "distillation.weight=0.0")
-    assert set(read_weights(tmp_path / "run").state) == set(predictor_network_keys())
+    assert set(read_weights(runs / "run").state) == set(predictor_network_keys())
     asked = [*DIGITS, "train.duration=4 steps"]
-    plain = paceline.train("digits", overrides=asked, run_dir=tmp_path / "plain", quiet=True)
-    alone = read_weights(tmp_path / "alone").state
+    plain = paceline.train("digits", overrides=asked, run_dir=runs / "plain", quiet=True)
+    alone = read_weights(runs / "alone").state
     assert all(torch.equal(alone[key], value) for key, value in read_weights(plain.run_dir).state.items())
 
 
@@ -129,29 +129,25 @@ def predictor_network_keys() -> list[str]:
     ],
 )
 def test_mistakes(
-    taught: Callable[..., Any], tmp_path: Path, overrides: tuple[str, ...], error: type[Exception], said: str
+    taught: Callable[..., Any], runs: Path, overrides: tuple[str, ...], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error) as caught:
         taught("run", *overrides)
     assert said in str(caught.value)
-    assert not (tmp_path / "run").exists()
+    assert not (runs / "run").exists()
 
 
-def test_a_teacher_without_distillation_is_refused(tmp_path: Path) -> None:
+def test_a_teacher_without_distillation_is_refused(runs: Path) -> None:
     with pytest.raises(RecipeError, match="task=distillation"):
-        paceline.train("digits", overrides=[f"distillation.teacher={tmp_path}"], run_dir=tmp_path / "run", quiet=True)
+        paceline.train("digits", overrides=[f"distillation.teacher={runs}"], run_dir=runs / "run", quiet=True)
 
 
-def test_another_teacher_is_noticed_when_a_run_goes_on(
-    taught: Callable[..., Any], teacher: Path, tmp_path: Path
-) -> None:
-    mine, moved = tmp_path / "teacher.safetensors", tmp_path / "moved.safetensors"
+def test_another_teacher_is_noticed_when_a_run_goes_on(taught: Callable[..., Any], teacher: Path, runs: Path) -> None:
+    mine, moved = runs / "teacher.safetensors", runs / "moved.safetensors"
     shutil.copy(read_weights(teacher).path, mine)
     taught("run", "train.until=2 steps", source=mine)
     shutil.copy(mine, moved)
-    other = paceline.train(
-        "digits", overrides=[*DIGITS, "train.duration=2 steps"], run_dir=tmp_path / "other", quiet=True
-    )
+    other = paceline.train("digits", overrides=[*DIGITS, "train.duration=2 steps"], run_dir=runs / "other", quiet=True)
     shutil.copy(read_weights(other.run_dir).path, mine)
     with pytest.raises(RunDirectoryError, match="began with another teacher"):
         taught("run", source=mine)

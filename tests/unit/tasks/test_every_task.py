@@ -69,15 +69,13 @@ def test_the_table_names_every_task() -> None:
 
 
 @pytest.mark.parametrize("task", TINY)
-def test_a_run_of_it_goes_on_where_it_was_cut_off_and_is_audited_reported_and_evaluated(
-    task: str, tmp_path: Path
-) -> None:
+def test_a_run_of_it_goes_on_where_it_was_cut_off_and_is_audited_reported_and_evaluated(task: str, runs: Path) -> None:
     name, changes = TINY[task]
     overrides = {**_SHORT, **changes}
-    whole = paceline.train(name, overrides=overrides, run_dir=tmp_path / "whole", quiet=True)
+    whole = paceline.train(name, overrides=overrides, run_dir=runs / "whole", quiet=True)
     cut = {**overrides, "train.until": "2 steps"}
-    paceline.train(name, overrides=cut, run_dir=tmp_path / "cut", quiet=True)
-    done = paceline.train(name, overrides=overrides, run_dir=tmp_path / "cut", quiet=True)
+    paceline.train(name, overrides=cut, run_dir=runs / "cut", quiet=True)
+    done = paceline.train(name, overrides=overrides, run_dir=runs / "cut", quiet=True)
     assert done.summary.weights_sha256 == whole.summary.weights_sha256
     assert audit_run(whole.run_dir).passed
     assert (whole.run_dir / "report.html").is_file()
@@ -87,7 +85,12 @@ def test_a_run_of_it_goes_on_where_it_was_cut_off_and_is_audited_reported_and_ev
 
 
 @pytest.mark.parametrize(
-    "task", [pytest.param(each, marks=pytest.mark.thorough if each == "detection" else ()) for each in TINY]
+    "task",
+    [
+        # What tests/advisor/memory says of images, and what takes long.
+        pytest.param(each, marks=pytest.mark.thorough if each in ("detection", "image_classification") else ())
+        for each in TINY
+    ],
 )
 def test_its_memory_is_estimated(task: str) -> None:
     name, changes = TINY[task]

@@ -16,8 +16,7 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.text.pipeline import EVALUATION_SEED, Masking
-from paceline.data.text.rows import NOTHING, chunked_rows
+from paceline.data.text.pipeline import EVALUATION_SEED, NOTHING, Masking, chunked_rows
 from paceline.errors import PacelineError
 from paceline.inference.text import Sampling, load_text_predictor
 from paceline.models.language import build_language_model

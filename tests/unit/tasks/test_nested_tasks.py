@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from measured_memory import measured_peak
 
 import paceline
 from paceline.cli.main import run as run_command_line
@@ -38,7 +39,6 @@ from paceline_advisor.commands import Landscape, NoiseScale, Prove
 from paceline_advisor.landscape.subject import open_run
 from paceline_advisor.memory.batch_trial import Orders, TrialTask
 from paceline_advisor.memory.estimate import estimate_memory
-from paceline_advisor.memory.measured import measured_peak
 from paceline_advisor.prove.notes import alike, content_of
 from paceline_advisor.prove.study import prove
 from paceline_advisor.scaling.network import describe

@@ -85,7 +85,7 @@ def test_keys_without_effect_are_refused(recipe: Path, override: str) -> None:
 def test_sections_go_with_their_data(recipe: Path) -> None:
     with pytest.raises(PacelineError, match="has no effect"):
         load_recipe("digits", ["data.recommendation.rank=3"])
-    with pytest.raises(PacelineError, match="holds no clicks"):
+    with pytest.raises(PacelineError, match="is not a ClickDataset; known are criteo, synthetic_clicks"):
         plan_only(load_recipe(recipe, ["data.dataset=digits"]))
 
 

@@ -54,16 +54,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_public_names_are_there() -> None:
     assert set(paceline.__all__) == {
-        "ImageClassification",
-        "PacelineError",
-        "Recipe",
-        "Task",
-        "TrainResult",
-        "__version__",
-        "find_lr",
-        "load_recipe",
-        "train",
-    }
+        "ImageClassification", "PacelineError", "Recipe", "Task", "TrainResult", "__version__", "find_lr",
+        "load_recipe", "train",
+    }  # fmt: skip
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
     assert set(paceline.__all__) <= set(dir(paceline))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import numpy as np
 from PIL import Image
 
@@ -49,6 +49,6 @@ def test_nothing_is_forked_once_the_network_is_built(tmp_path: Path) -> None:
             for number in range(4):
                 Image.fromarray(noise.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / f"{number}.png")
     arguments = [sys.executable, "-c", RUN, str(tmp_path / "run"), str(tmp_path / "photos")]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = fork_server.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "forks after the network was built: 0" in done.stdout

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.objects import BoxDataset, Objects
+from paceline.data.boxes.pipeline import BoxDataset, Objects
 from paceline.data.image.datasets import MOST_IMAGES, TOO_LARGE, content_digest
 from paceline.data.image.decode import decode, read_file
 from paceline.data.image.source import Image

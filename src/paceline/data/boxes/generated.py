@@ -15,7 +15,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.objects import BoxDataset, Objects
+from paceline.data.boxes.pipeline import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
 from paceline.recipe.data import GeneratedBoxes

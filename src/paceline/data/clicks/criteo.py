@@ -22,16 +22,19 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from paceline.data.clicks.source import ClickRows
-from paceline.data.slices import SampleIds
+from paceline.data.batch import Batch, Progress
+from paceline.data.pipeline import Placement, SimplePipeline
+from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import DataError
 from paceline.files import LeftOut, files_below, has_ending, refuse_odd_kinds
 from paceline.machine import cache_folder
@@ -144,9 +147,9 @@ def _fault(fields: list[bytes]) -> str:
         return f"found {len(fields)} fields between tabs, but there must be {_FIELDS}"
     if fields[0] not in (b"0", b"1"):
         return f"found the label {_shown(fields[0])}, but it must be 0 or 1"
-    for field in fields[1 : 1 + DENSE]:
-        if not re.fullmatch(_NUMBER, field):
-            return f"found {_shown(field)} among the {DENSE} numbers, but each must be a whole one of up to 18 digits"
+    for each in fields[1 : 1 + DENSE]:
+        if not re.fullmatch(_NUMBER, each):
+            return f"found {_shown(each)} among the {DENSE} numbers, but each must be a whole one of up to 18 digits"
     field = next(field for field in fields[1 + DENSE :] if not re.fullmatch(_CATEGORY, field))
     return f"found {_shown(field)} among the {CATEGORIES} categories, but each must be up to 8 hexadecimal digits"
 
@@ -216,7 +219,7 @@ class StoredClicks:
 
 
 class StoredSource:
-    """A range of stored samples; satisfies :class:`~paceline.data.clicks.source.ClickSource`."""
+    """A range of stored samples; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
 
     def __init__(self, clicks: StoredClicks, tables: tuple[int, ...], first: int, last: int) -> None:
         """Take the samples ``first`` to ``last`` (excluded)."""
@@ -381,3 +384,135 @@ def _alone(folder: Path, name: str) -> Iterator[None]:
     with open(folder / name, "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+# Beyond it, rows are read when they are asked for.
+_HELD_BYTES = 2**30
+_READ_AT_ONCE = 2**16
+
+
+class ClickRows(NamedTuple):
+    """Some samples.
+
+    Attributes:
+        dense: Their numbers, float32 [N, dense features].
+        categories: Which row of each feature's table is theirs, int64 [N, categorical features].
+        labels: 1 if clicked on, else 0; uint8 [N].
+    """
+
+    dense: NDArray[np.float32]
+    categories: NDArray[np.int64]
+    labels: NDArray[np.uint8]
+
+
+class ClickSource(Protocol):
+    """One split."""
+
+    def __len__(self) -> int:
+        """Samples."""
+        ...
+
+    def read(self, ids: SampleIds) -> ClickRows:
+        """The samples of these ids, in this order."""
+        ...
+
+    def name(self, sample: int) -> str:
+        """Where a sample comes from, for people."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClickDataset:
+    """Samples that were clicked on or not, in two splits.
+
+    Attributes:
+        name: What the recipe calls it.
+        train: Training samples.
+        validation: Held-out samples.
+        dense_features: Numbers of each sample.
+        tables: Rows of each categorical feature's table.
+        digest: Says whether two runs saw the same data.
+        facts: What else a reader of the plan should know.
+        reasons: Why a value that the recipe left open is what it is, by its dotted key.
+        left_out: What is there and not used, a sentence for each kind.
+    """
+
+    name: str
+    train: ClickSource
+    validation: ClickSource
+    dense_features: int
+    tables: tuple[int, ...]
+    digest: str
+    facts: Mapping[str, int | str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+
+class HeldRows:
+    """Samples that lie in memory; satisfies :class:`ClickSource`."""
+
+    def __init__(self, source: ClickSource) -> None:
+        """Read all of another source."""
+        self._source = source
+        # In pieces: what is read at once takes its size several times over.
+        first = source.read(np.arange(min(_READ_AT_ONCE, len(source))))
+        self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
+        for begin in range(0, len(source), _READ_AT_ONCE):
+            ids = np.arange(begin, min(begin + _READ_AT_ONCE, len(source)))
+            read = source.read(ids)
+            self._rows.dense[ids] = read.dense
+            self._rows.categories[ids] = read.categories
+            self._rows.labels[ids] = read.labels
+
+    def __len__(self) -> int:
+        return len(self._rows.labels)
+
+    def read(self, ids: SampleIds) -> ClickRows:
+        """Copies of the rows."""
+        rows = self._rows
+        return ClickRows(rows.dense[ids], rows.categories[ids], rows.labels[ids])
+
+    def name(self, sample: int) -> str:
+        """As the source has it."""
+        return self._source.name(sample)
+
+
+def held(source: ClickSource) -> ClickSource:
+    """The source itself, or its rows in memory where that takes at most 1 GiB."""
+    if isinstance(source, HeldRows) or len(source) == 0:
+        return source
+    one = source.read(np.zeros(1, dtype=np.int64))
+    return HeldRows(source) if sum(each.nbytes for each in one) * len(source) <= _HELD_BYTES else source
+
+
+class ClickPipeline(SimplePipeline):
+    """Batches of numbers and categories.
+
+    Inputs are ``{"dense": float32 [N, dense features], "categories": int64 [N, categorical features]}``, targets
+    float32 [N], 1 for a click. Sets of up to 1 GiB are held in memory; of others, a thread reads one batch ahead.
+    """
+
+    def __init__(self, *, train: ClickSource, evaluation: ClickSource, placement: Placement) -> None:
+        self._sources = {True: train, False: evaluation}
+        super().__init__(self._rows, evaluation_samples=len(evaluation), placement=placement, prefetch=1)
+
+    def load(self, report: Progress) -> None:
+        """Bring both splits to memory, where there is room."""
+        for training, source in self._sources.items():
+            self._sources[training] = held(source)
+            report(len(source), len(source))
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        """The sample's line, or its set and number."""
+        return self._sources[training].name(sample_id)
+
+    def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
+        self._sources[training] = source = held(self._sources[training])
+        # Pages of a mapped file may have to come from a disk.
+        self._threads = 0 if isinstance(source, HeldRows) else 1
+        return super()._batches(slices, training=training)
+
+    def _rows(self, part: SampleSlice, training: bool) -> tuple[dict[str, Tensor], Tensor]:
+        rows = self._sources[training].read(part.ids)
+        inputs = {"dense": torch.from_numpy(rows.dense), "categories": torch.from_numpy(rows.categories)}
+        return inputs, torch.from_numpy(rows.labels.astype(np.float32))

@@ -17,15 +17,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, StoredSource, stored
-from paceline.data.clicks.source import ClickDataset, ClickRows
+from paceline.data.clicks.criteo import CATEGORIES, DENSE, ClickDataset, ClickRows, StoredSource, stored
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
-from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.errors import DataError, RecipeError
 from paceline.files import LeftOut, visible
 from paceline.recipe.data import Clicks, Data
-from paceline.references import call_reference, is_reference
-from paceline.registry import installed, load
+from paceline.registry import open_dataset
 
 Numbers = NDArray[np.float64]
 
@@ -44,7 +42,7 @@ _MOST_USED = 100_000
 
 
 class SyntheticClicks:
-    """One split; satisfies :class:`~paceline.data.clicks.source.ClickSource`."""
+    """One split; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
 
     def __init__(self, clicks: Clicks, tables: tuple[int, ...], samples: int, *, training: bool) -> None:
         self._clicks = clicks
@@ -177,19 +175,7 @@ def open_clicks(data: Data) -> ClickDataset:
         DataError: If there is no such data set, or it cannot be read.
         RecipeError: If the section does not fit the data set.
     """
-    opener = _OPENERS.get(data.dataset)
-    if opener is not None:
-        return opener(data)
-    if not is_reference(data.dataset) and data.dataset not in installed("datasets"):
-        raise DataError(
-            f"data.dataset is {data.dataset!r}, which holds no clicks; known are {', '.join(_OPENERS)} and "
-            f"'package.module:factory'.{did_you_mean(data.dataset, _OPENERS)}"
-        )
-    factory = load("datasets", data.dataset, DataError)
-    found = call_reference("data.dataset", data.dataset, factory, DataError, data)
-    if not isinstance(found, ClickDataset):
-        raise DataError(f"data.dataset={data.dataset} gave a {type(found).__name__}, not a ClickDataset.")
-    return found
+    return open_dataset(data.dataset, _OPENERS, ClickDataset, data)
 
 
 def open_criteo(data: Data) -> ClickDataset:

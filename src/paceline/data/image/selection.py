@@ -13,7 +13,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -340,33 +340,47 @@ def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
     return replace(dataset, train=SubsetSource(dataset.train, train), holdout=SubsetSource(dataset.train, held_out))
 
 
-def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDataset:
-    chosen = choose_classes(asked, dataset.classes)
-    names = tuple(dataset.classes[number] for number in chosen)
-    splits = {"training": dataset.train, "held-out": dataset.validation, "holdout": dataset.holdout}
-    parts = {
-        name: None if source is None else of_classes(source, chosen, len(dataset.classes))
-        for name, source in splits.items()
-    }
-    train, validation = parts["training"], parts["held-out"]
-    assert train is not None
-    assert validation is not None
+def take_classes(
+    asked: Sequence[int | str],
+    classes: Sequence[str],
+    splits: Mapping[str, SampleSource],
+    key: str = "data.only_classes",
+) -> tuple[tuple[str, ...], dict[str, SubsetSource]]:
+    """Take the images of some classes out of every split; return the classes' names and the parts.
+
+    Args:
+        asked: Names or numbers of the classes.
+        classes: All that the data has.
+        splits: The images by what they are called to people, training images first.
+        key: Where the classes are asked for, for the message.
+
+    Raises:
+        RecipeError: If there is no such class, or a split that had images, or a class to train on, would be left empty.
+    """
+    chosen = choose_classes(asked, classes, key)
+    names = tuple(classes[number] for number in chosen)
+    parts = {name: of_classes(source, chosen, len(classes)) for name, source in splits.items()}
     for name, part in parts.items():
-        had = splits[name]
-        if part is not None and had is not None and len(part) == 0 < len(had):
-            raise RecipeError(
-                f"data.only_classes={list(asked)} leaves no {name} images: none is of these classes; take others."
-            )
+        if len(part) == 0 < len(splits[name]):
+            raise RecipeError(f"{key}={list(asked)} leaves no {name} images: none is of these classes; take others.")
+    train = next(iter(parts.values()))
     if empty := sorted(set(range(len(chosen))) - set(train.labels.tolist())):
-        raise RecipeError(
-            f"data.only_classes names {names[empty[0]]!r}, of which there is no training image: leave it out."
-        )
+        raise RecipeError(f"{key} names {names[empty[0]]!r}, of which there is no training image: leave it out.")
+    return names, parts
+
+
+def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDataset:
+    splits = {"training": dataset.train, "held-out": dataset.validation}
+    if dataset.holdout is not None:
+        splits["holdout"] = dataset.holdout
+    names, parts = take_classes(asked, dataset.classes, splits)
+    train = parts["training"]
     taken = f"{len(names):,} of {len(dataset.classes):,} classes: {', '.join(names[:_NAMED])}"
     return replace(
         dataset,
         train=train,
-        validation=validation,
-        holdout=parts["holdout"],
+        validation=parts["held-out"],
+        holdout=parts.get("holdout"),
         classes=names,
         digest=digest_of(dataset.digest, "only classes", names, train.ids),
         selection={**dataset.selection, "only_classes": list(names)},

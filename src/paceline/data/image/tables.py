@@ -10,16 +10,17 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.source import FileSource, Ids, Names
+from paceline.data.splits import TRAIN, WORDS, split_of
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below, has_ending, odd_kind
 from paceline.recipe.data import Data
@@ -123,12 +124,55 @@ def _index(label: int | str, path: str) -> int:
     return int(label)
 
 
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
-_WORDS = {
-    TRAIN: ("train", "training"),
-    VALIDATION: ("val", "valid", "validation", "dev"),
-    TEST: ("test", "testing"),
-}
+def number_rows(
+    values: Sequence[object],
+    parts: Sequence[Ids],
+    name: Callable[[int], str],
+    path: str,
+    feature: object = None,
+) -> tuple[tuple[str, ...], list[Ids]]:
+    """Name the classes of a table's rows, and number their labels.
+
+    Args:
+        values: What the column of labels holds, one for each row.
+        parts: Rows of the training images, and of the held-out ones if there are any.
+        name: Names a row for people.
+        path: The table, for the message.
+        feature: What Hugging Face's library says of the column; it may name the classes.
+
+    Raises:
+        DataError: If a row has no label, or one of no class.
+    """
+    found = [[_label_of(values[row], row, name) for row in part.tolist()] for part in parts]
+    named = feature.get("names", ()) if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else ()
+    classes = tuple(map(str, named))
+    if not classes:
+        return number_classes(found, path)
+    numbers: dict[int | str, int] = {name: number for number, name in enumerate(classes)}
+    numbered = []
+    for part in found:
+        # A class may be written by its name; other text is never a number.
+        said = [numbers.get(label, label) for label in part]
+        odd = next((each for each in said if isinstance(each, str) or each >= len(classes)), None)
+        if odd is not None:
+            raise DataError(
+                f"{path!r} has the label {odd!r}, but its classes are 0 … {len(classes) - 1}, or their names: make the "
+                "table again."
+            )
+        numbered.append(np.array(said, dtype=np.int64))
+    return classes, numbered
+
+
+def _label_of(value: object, row: int, name: Callable[[int], str]) -> int | str:
+    if value is None or value == "" or value == -1:  # -1 as Hugging Face's library writes what is not known
+        raise DataError(
+            f"{name(row)} has no label ({value!r}): give one, leave the row out, or name another column in "
+            "data.label_column."
+        )
+    # A yes or no is a class like any other.
+    return str(value).lower() if isinstance(value, bool) else as_label(value, name(row))
+
+
 _USUAL = {
     "image": (
         *("image", "img", "images", "path", "file", "file_name", "filename", "filepath", "file_path"),
@@ -137,22 +181,9 @@ _USUAL = {
     "label": ("label", "labels", "class", "target", "category", "class_name", "label_name", "fine_label", "class_id"),
     "split": ("split", "set", "subset", "partition"),
 }
+_TYPES = {"image": "Image", "label": "ClassLabel"}  # as Hugging Face's library calls them
 # As the hub names the pieces of a split.
 _OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the recipe says of columns: a name, ``auto``, or, of the split, None for none."""
-
-    image: str = "auto"
-    label: str = "auto"
-    split: str | None = "auto"
-
-    @classmethod
-    def of(cls, data: Data) -> Asked:
-        """What a recipe's section says."""
-        return cls(image=data.image_column, label=data.label_column, split=data.split_column)
 
 
 class Found(NamedTuple):
@@ -163,30 +194,41 @@ class Found(NamedTuple):
     split: str | None
 
 
-def find_columns(asked: Asked, columns: Sequence[str], where: str) -> Found:
-    """Find the columns by the names asked for, or by usual names in either case.
+def find_columns(
+    data: Data, columns: Sequence[str], where: str, features: Mapping[str, Any] = MappingProxyType({})
+) -> Found:
+    """Find the columns that the recipe names, or those of the right type, or else of a usual name in either case.
 
     Args:
-        asked: What the recipe says.
+        data: The recipe's section.
         columns: What the table has.
         where: The table, for the message.
+        features: What Hugging Face's library says of each column, if it has written the table.
 
     Raises:
-        DataError: If one is not there.
+        DataError: If one is not there, or several could be meant.
     """
     lowered = {name.strip().lower(): name for name in reversed(columns)}
+    kinds = {name: said.get("_type") for name, said in features.items() if isinstance(said, dict)}
 
     def find(what: str, name: str | None) -> str | None:
-        if name == "auto":
-            return next((lowered[usual] for usual in _USUAL[what] if usual in lowered), None)
         if name is None or name in columns:
             return name
-        raise DataError(
-            f"{where} has no column {name!r} (data.{what}_column), but {', '.join(columns)}."
-            f"{did_you_mean(name, columns)}"
-        )
+        if name != "auto":
+            raise DataError(
+                f"{where} has no column {name!r} (data.{what}_column), but {', '.join(columns)}."
+                f"{did_you_mean(name, columns)}"
+            )
+        typed = [each for each in columns if kinds.get(each) == _TYPES.get(what, "")]
+        if len(typed) == 1:
+            return typed[0]
+        usual = next((lowered[usual] for usual in _USUAL[what] if usual in lowered), None)
+        if typed and (usual is None or what == "image"):
+            names = ", ".join(typed)
+            raise DataError(f"{where} has {len(typed)} columns of {what}s ({names}): name one in data.{what}_column.")
+        return usual
 
-    image, label, split = find("image", asked.image), find("label", asked.label), find("split", asked.split)
+    image, label = find("image", data.image_column), find("label", data.label_column)
     if image is None or label is None:
         what = "image" if image is None else "label"
         raise DataError(
@@ -195,7 +237,7 @@ def find_columns(asked: Asked, columns: Sequence[str], where: str) -> Found:
         )
     if image == label:
         raise DataError(f"{where}: data.image_column and data.label_column are both {image!r}: name two columns.")
-    return Found(image, label, split)
+    return Found(image, label, find("split", data.split_column))
 
 
 class Parts(NamedTuple):
@@ -231,7 +273,7 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
     if splits is None:
         return Parts(np.arange(count), None, "")
     words = np.array([each.strip().lower() for each in splits])
-    known = [word for names in _WORDS.values() for word in names]
+    known = [word for names in WORDS.values() for word in names]
     for word in np.unique(words).tolist():
         if word not in known:
             row = int(np.flatnonzero(words == word)[0])
@@ -239,7 +281,7 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
                 f"{where} says {word!r} of the split of an image (the {row + 1:,}. row), but a split is train, val or "
                 f"test: correct it, or set data.split_column=off.{did_you_mean(word, known)}"
             )
-    train, validation, test = (np.flatnonzero(np.isin(words, names)) for names in _WORDS.values())
+    train, validation, test = (np.flatnonzero(np.isin(words, names)) for names in WORDS.values())
     if len(train) == 0:
         raise DataError(f"{where} has no row whose split is train: correct it, or set data.split_column=off.")
     if len(validation):
@@ -269,7 +311,7 @@ def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
     Raises:
         DataError: If some are called train, and another might be anything.
     """
-    said = [_split_named(path.relative_to(base)) for path in paths]
+    said = [split_of(path.relative_to(base)) for path in paths]
     if TRAIN not in said:
         return [split or TRAIN for split in said]
     found = []
@@ -282,22 +324,6 @@ def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
             )
         found.append(split or (hub[1] if hub else TRAIN))
     return found
-
-
-def _split_named(path: Path) -> str | None:
-    for part in reversed(path.parts):
-        words = re.split(r"[^a-z]+", part.lower())
-        for split, names in _WORDS.items():
-            if any(name in words for name in names):
-                return split
-    return None
-
-
-def told_unread(splits: Sequence[str]) -> str:
-    """What is said of splits that are there and are not read; empty if there are none."""
-    if not splits:
-        return ""
-    return f"{', '.join(splits)} {'is' if len(splits) == 1 else 'are'} not read"
 
 
 # Normalising a path, as of a table in a folder, takes one of the slashes away.
@@ -341,8 +367,7 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     parts = [part[sizes[part] >= 0] for part in parts]
     if not all(len(part) for part in parts):
         raise DataError(f"{table!r} names no image that is there: correct the paths in it.")
-    labels = [[_label(rows.labels[row], rows.where(row)) for row in part.tolist()] for part in parts]
-    classes, numbered = number_classes(labels, table)
+    classes, numbered = number_rows(rows.labels, parts, rows.where, table)
     names = [os.fsencode(each) for each in rows.paths]
     listed = [Names.of(names[row] for row in part.tolist()) for part in parts]
     whole = [FileSource(rows.root, each, label, 3) for each, label in zip(listed, numbered, strict=True)]
@@ -403,9 +428,3 @@ def _size(path: str) -> int | None:
     except (OSError, ValueError):  # a name with a zero byte in it
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-
-def _label(value: object, name: str) -> int | str:
-    if value is None or value == "":
-        raise DataError(f"{name} has no label: give one, or remove the line.")
-    return as_label(value, name)

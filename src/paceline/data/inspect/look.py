@@ -201,7 +201,16 @@ def read_header(content: Content) -> Header | None:
             with Image.open(io.BytesIO(content)) as image:
                 return _header(image, content)
     except Image.DecompressionBombError:
-        return Header("", "", LARGEST_PIXELS + 1, False, False, False, False, False)  # noqa: FBT003
+        return Header(
+            file_format="",
+            mode="",
+            pixels=LARGEST_PIXELS + 1,
+            turned=False,
+            sixteen_bit=False,
+            transparent=False,
+            several_frames=False,
+            progressive=False,
+        )
     except Exception:  # noqa: BLE001 (Pillow's plugins raise anything)
         return None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
@@ -16,22 +16,22 @@ from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.mapped import MappedSource
-from paceline.data.image.selection import choose_classes, digest_of, first_of_all, of_classes
+from paceline.data.image.selection import digest_of, first_of_all, take_classes
 from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
 from paceline.data.image.sets.huggingface import find_files
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
 from paceline.data.image.sets.parquet import ParquetSource
 from paceline.data.image.source import ArraySource, FileSource, SampleSource, SubsetSource, encoded_source
-from paceline.data.image.tables import Asked
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
 from paceline.files import is_ignored, refuse_odd_kinds
-from paceline.recipe.data import Data, check_part
+from paceline.recipe.data import Data
 
 _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
 _ARCHIVES = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by what their names begin with
 
+_TOLD = {"train": "training", "validation": "held-out"}  # splits as messages call them
 _WEIGHED = 1024
 _LOOKED_AT = 16
 
@@ -94,67 +94,24 @@ class OpenedOrigin:
         return sum(len(split.source) for split in self.splits.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What of a source is to be packed.
-
-    Attributes:
-        columns: Which columns of a table hold what.
-        only_classes: Names or numbers of the classes; None for all.
-        subset: How many of the training images, or which share of them; None for all.
-    """
-
-    columns: Asked = field(default_factory=Asked)
-    only_classes: tuple[int | str, ...] | None = None
-    subset: int | str | None = None
-
-
-def wanted_part(
-    *,
-    image_column: str,
-    label_column: str,
-    split_column: str,
-    only_classes: tuple[str, ...] | None,
-    subset: str | None,
-) -> Wanted:
-    """What of a source is to be packed, as a command line says it.
-
-    Raises:
-        DataError: If the subset is neither a number nor a share.
-    """
-    columns = Asked(image=image_column, label=label_column, split=None if split_column == "off" else split_column)
-    part: int | str | None = int(subset) if subset is not None and subset.isdecimal() else subset
-    try:
-        return Wanted(columns=columns, only_classes=only_classes, subset=None if part is None else check_part(part))
-    except ValueError as error:
-        raise DataError(f"--subset: {error}.") from None
-
-
-def open_origin(path: str, kind: str | None = None, part: Wanted | None = None) -> OpenedOrigin:
+def open_origin(path: str, kind: str | None = None, part: Data | None = None) -> OpenedOrigin:
     """Open a source.
 
     Args:
         path: A file, a folder, or a pattern of tars.
         kind: What it is, by the name of the data set that opens it; None to look.
-        part: What of it; None for all.
+        part: Which columns hold what, which classes and how many images to take; None for all.
 
     Raises:
         DataError: If there is none, or it is not what it should be.
         RecipeError: If what is wanted of it leaves nothing, or a class empty.
     """
-    kind, wanted, root = kind or detect(path), part or Wanted(), Path(path).expanduser()
-    entry, asked = find_dataset(kind), wanted.columns
-    for name in ("image", "label", "split"):
-        if getattr(asked, name) != "auto" and (entry is None or f"{name}_column" not in entry.keys):
-            raise DataError(f"--{name}-column has no effect on a source of the kind {kind}: leave it out.")
-    data = Data(
-        dataset=kind,
-        path=path,
-        validation_fraction=0,
-        image_column=asked.image,
-        label_column=asked.label,
-        split_column=asked.split,
-    )
+    kind, part, root = kind or detect(path), part or Data(), Path(path).expanduser()
+    entry = find_dataset(kind)
+    for name in ("image_column", "label_column", "split_column"):
+        if getattr(part, name) != "auto" and (entry is None or name not in entry.keys):
+            raise DataError(f"--{name.replace('_', '-')} has no effect on a source of the kind {kind}: leave it out.")
+    data = replace(part, dataset=kind, path=path, validation_fraction=0)
     stored = open_stored(DatasetRequest(data=data, in_any_order=False))
     sources: dict[str, SampleSource] = {"train": stored.train, "validation": stored.validation}
     if stored.is_split_off:
@@ -177,24 +134,16 @@ def open_origin(path: str, kind: str | None = None, part: Wanted | None = None) 
         splits={name: OriginSplit(source=source, root=within) for name, source in sources.items()},
         left_out=stored.left_out,
     )
-    if wanted.only_classes is not None:
-        opened = _of_classes(opened, wanted.only_classes)
-    if wanted.subset is not None:
-        first = first_of_all(opened.splits["train"].source, wanted.subset, "--subset")
+    if part.only_classes is not None:
+        splits = {_TOLD[name]: split.source for name, split in opened.splits.items()}
+        names, parts = take_classes(part.only_classes, opened.classes, splits, "--only-classes")
+        taken = {name: parts[_TOLD[name]] for name in opened.splits}
+        ids = [each.ids for each in parts.values()]
+        opened = replace(_with_parts(opened, taken, "only classes", names, *ids), classes=names)
+    if part.subset is not None:
+        first = first_of_all(opened.splits["train"].source, part.subset, "--subset")
         opened = _with_parts(opened, {"train": first}, "subset", first.ids)
     return opened
-
-
-def _of_classes(opened: OpenedOrigin, asked: Sequence[int | str]) -> OpenedOrigin:
-    chosen = choose_classes(asked, opened.classes, "--only-classes")
-    names = tuple(opened.classes[number] for number in chosen)
-    parts = {name: of_classes(split.source, chosen, len(opened.classes)) for name, split in opened.splits.items()}
-    for name, part in parts.items():
-        missing = sorted(set(range(len(chosen))) - set(part.labels.tolist()))
-        if missing and (name == "train" or len(part) == 0):
-            raise DataError(f"--only-classes names {names[missing[0]]!r}, of which there is no {name} image.")
-    ids = [part.ids for part in parts.values()]
-    return replace(_with_parts(opened, parts, "only classes", names, *ids), classes=names)
 
 
 def _with_parts(opened: OpenedOrigin, parts: Mapping[str, SubsetSource], *why: object) -> OpenedOrigin:

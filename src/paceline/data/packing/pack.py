@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,13 @@ from paceline.data.image.sets.packed import (
     open_packed,
 )
 from paceline.data.image.tables import require_pyarrow
-from paceline.data.packing.origins import OpenedOrigin, Wanted, mean_bytes, open_origin
-from paceline.data.packing.processes import Progress, make_shards
+from paceline.data.packing.origins import OpenedOrigin, mean_bytes, open_origin
 from paceline.data.packing.shards import (
+    Progress,
     Work,
     hashed_file,
     is_made,
+    make_shards,
     read_part,
     reporting_disk_errors,
     stored,
@@ -56,6 +57,7 @@ from paceline.data.packing.shards import (
 )
 from paceline.errors import DataError
 from paceline.plain_json import load_json
+from paceline.recipe.data import Data
 from paceline.units import format_bytes, format_count
 
 _SHOWN = 10
@@ -271,7 +273,7 @@ class Request:
         shard_bytes: About how long a shard is to be; None for one to suit.
         workers: Processes.
         skip_broken: Whether images that cannot be read are left out.
-        wanted: What of the source, and which columns of a table hold it.
+        part: What of the source, and which columns of a table hold it, as a recipe says it; None for all.
     """
 
     source: str
@@ -284,7 +286,7 @@ class Request:
     shard_bytes: int | None = None
     workers: int = 1
     skip_broken: bool = False
-    wanted: Wanted = field(default_factory=Wanted)
+    part: Data | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,7 +317,7 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Pa
     require_pyarrow()
     root = request.destination
     _check_apart(request)
-    opened = open_origin(request.source, request.kind, request.wanted)
+    opened = open_origin(request.source, request.kind, request.part)
     form = choose_form(request, opened)
     say(_described(request, opened, form))
     for sentence in opened.left_out:

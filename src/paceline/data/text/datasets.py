@@ -16,14 +16,14 @@ import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
 from paceline.data.image.tables import mapped, require_pyarrow
+from paceline.data.splits import held_out_among
 from paceline.data.text.corpus import MANIFEST, Documents, TextDataset, encoded, open_tokens
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
 from paceline.recipe.data import Data, Text
-from paceline.references import call_reference, is_reference
-from paceline.registry import installed, load
+from paceline.registry import open_dataset
 
 
 def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> tuple[Documents, Documents | None, str]:
@@ -98,7 +98,6 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
         raise DataError(f"{file}: the column {column!r} holds {kind}, and no text; name another (data.text.column).")
 
 
-_VALIDATION = ("val", "validation", "valid", "test")
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
@@ -108,18 +107,7 @@ def open_text(data: Data) -> TextDataset:
     Raises:
         DataError: If there is no such text, or it cannot be read.
     """
-    if data.dataset in OPENERS:
-        return OPENERS[data.dataset](data)
-    if not is_reference(data.dataset) and data.dataset not in installed("datasets"):
-        raise DataError(
-            f"data.dataset is {data.dataset!r}, but of text there are {', '.join(OPENERS)} and "
-            f"'package.module:factory'.{did_you_mean(data.dataset, OPENERS)}"
-        )
-    factory = load("datasets", data.dataset, DataError)
-    dataset = call_reference("data.dataset", data.dataset, factory, DataError, data)
-    if not isinstance(dataset, TextDataset):
-        raise DataError(f"data.dataset={data.dataset} gave a {type(dataset).__name__}, which is no TextDataset.")
-    return dataset
+    return open_dataset(data.dataset, OPENERS, TextDataset, data)
 
 
 def python_documentation() -> Documents:
@@ -244,8 +232,9 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
         raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
         return (*split_by_name(_texts(root, left_out), fraction), None)
-    found = next((name for name in _VALIDATION if (root / name).is_dir()), None)
-    for entry in visible(root):
+    entries = visible(root)
+    found = held_out_among([entry.name for entry in entries if is_folder(entry)])
+    for entry in entries:
         if entry.name not in ("train", found):
             left_out.add(f"{'folders' if is_folder(entry) else 'files'} outside train/", entry.name)
     train = _texts(root / "train", left_out)

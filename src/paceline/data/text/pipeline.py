@@ -4,11 +4,18 @@ Masking is BERT's (Devlin et al., "BERT: Pre-training of Deep Bidirectional Tran
 80 % is hidden, 10 % replaced by any token, and 10 % left as it is. How many tokens are asked for is a function of the
 sample's length alone, so that every process knows what a whole global step asks for; the places are keyed by the
 sample.
+
+A row table says of each row what it holds, so that its size is known before a token is read. Whole documents are packed
+into rows by best-fit decreasing over a histogram of lengths (after Krell et al. 2021, "Efficient Sequence Packing
+without Cross-contamination"): what counts is how many pieces have each length, not how many pieces there are. So a
+million documents take about as long as their sorting.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,7 +27,6 @@ from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
 from paceline.data.text.corpus import TokenCorpus
-from paceline.data.text.rows import NOTHING, RowTable, read_row
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 
 # Held-out samples are hidden alike in every run and epoch; these are no run's own draws.
@@ -135,3 +141,330 @@ class TextPipeline(SimplePipeline):
             counts = [self._tokenizer.bytes_of(row[row != NOTHING]) for row in targets]
             inputs["bytes"] = torch.tensor(counts, dtype=torch.int64)
         return inputs, torch.from_numpy(targets)
+
+
+Whole = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowTable:
+    """What each row holds: pieces of documents, in order.
+
+    Attributes:
+        documents: The document of each piece, int64 [pieces].
+        begins: Its first token, int64 [pieces].
+        ends: The token after its last, int64 [pieces].
+        starts: Each row's first piece, and where the last row's end; int64 [rows + 1].
+        tokens: Tokens in each row, int64 [rows].
+        targets: Tokens of each row that have one after them, which can be asked for; int64 [rows].
+        context: Most tokens that a row may hold.
+        separate: Whether the documents in a row know nothing of one another; else they are one stream, in which what
+            follows a row's last token is the next row's first.
+    """
+
+    documents: Whole
+    begins: Whole
+    ends: Whole
+    starts: Whole
+    tokens: Whole
+    targets: Whole
+    context: int
+    separate: bool
+
+    @classmethod
+    def of_separate(
+        cls, documents: Whole, begins: Whole, ends: Whole, starts: Whole, *, lengths: Whole, context: int
+    ) -> Self:
+        """A table of rows whose documents know nothing of one another.
+
+        Args:
+            documents: The document of each piece.
+            begins: Its first token.
+            ends: The token after its last.
+            starts: Each row's first piece, and the number of pieces.
+            lengths: Tokens of each document, int64 [documents].
+            context: Most tokens that a row may hold.
+        """
+        sizes = ends - begins
+        asked = sizes - (ends == lengths[documents])  # a document's last token has none after it
+        return cls(
+            documents=documents,
+            begins=begins,
+            ends=ends,
+            starts=starts,
+            tokens=_summed(sizes, starts),
+            targets=_summed(asked, starts),
+            context=context,
+            separate=True,
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def pieces(self, row: int) -> list[tuple[int, int, int]]:
+        """A row's pieces: document, first token, and the token after the last."""
+        part = slice(self.starts[row], self.starts[row + 1])
+        return list(
+            zip(self.documents[part].tolist(), self.begins[part].tolist(), self.ends[part].tolist(), strict=True)
+        )
+
+    def next_piece(self, row: int) -> tuple[int, int] | None:
+        """Where the stream goes on after a row: document and token; None at its end."""
+        index = self.starts[row + 1]
+        return None if index == len(self.documents) else (int(self.documents[index]), int(self.begins[index]))
+
+
+def chunked_rows(lengths: Whole, context: int) -> RowTable:
+    """Documents one after the other in one stream, cut every ``context`` tokens; a single token at its end is left out.
+
+    Args:
+        lengths: Tokens of each document, int64 [documents].
+        context: Tokens in a row.
+    """
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    total = int(offsets[-1])
+    rows = max(0, -(-(total - 1) // context))
+    # A piece begins where a document or a row does.
+    cuts = np.unique(np.concatenate([offsets, np.arange(0, total, context, dtype=np.int64)]))
+    first, after = cuts[:-1], cuts[1:]
+    documents = np.searchsorted(offsets, first, side="right") - 1
+    starts = np.searchsorted(first, np.arange(rows + 1, dtype=np.int64) * context)
+    bounds = np.minimum(np.arange(rows + 1, dtype=np.int64) * context, total)
+    tokens = np.diff(bounds)
+    return RowTable(
+        documents=documents,
+        begins=first - offsets[documents],
+        ends=after - offsets[documents],
+        starts=starts,
+        tokens=tokens,
+        targets=tokens - (bounds[1:] == total),
+        context=context,
+        separate=False,
+    )
+
+
+def single_rows(lengths: Whole, context: int) -> RowTable:
+    """One document per row, or a part of one that is longer; a single token at a document's end is left out.
+
+    Args:
+        lengths: Tokens of each document, int64 [documents].
+        context: Most tokens in a row.
+    """
+    parts = np.maximum(0, -(-(lengths - 1) // context))
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int64), parts)
+    number = np.arange(len(documents), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
+    begins = number * context
+    ends = np.minimum(begins + context, lengths[documents])
+    starts = np.arange(len(documents) + 1, dtype=np.int64)
+    return RowTable.of_separate(documents, begins, ends, starts, lengths=lengths, context=context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row, read.
+
+    Attributes:
+        tokens: Ids, int64 [T].
+        following: The id after each, -100 where there is none; int64 [T].
+        positions: Place of each in its document's piece, or in the row where documents are one stream; int64 [T].
+        documents: Number of its document within the row, int64 [T]; 0 where documents are one stream.
+    """
+
+    tokens: TokenIds
+    following: TokenIds
+    positions: Whole
+    documents: Whole
+
+
+NOTHING = -100
+"""A target that is not asked for, as torch's cross-entropy knows it."""
+
+
+def read_row(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
+    """Read a row's tokens and what follows each."""
+    pieces = table.pieces(row)
+    if table.separate:
+        stops = [min(end + 1, int(corpus.lengths[document])) for document, _, end in pieces]
+        read = [corpus.read(document, begin, stop) for (document, begin, _), stop in zip(pieces, stops, strict=True)]
+        sizes = [end - begin for _, begin, end in pieces]
+        after = [np.append(ids[1:], [NOTHING] * (1 + n - len(ids))) for ids, n in zip(read, sizes, strict=True)]
+        return Row(
+            tokens=np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)]),
+            following=np.concatenate(after).astype(np.int64),
+            positions=np.concatenate([np.arange(n, dtype=np.int64) for n in sizes]),
+            documents=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
+        )
+    parts, following = [corpus.read(*piece) for piece in pieces], table.next_piece(row)
+    at_end = np.array([NOTHING])
+    parts.append(at_end if following is None else corpus.read(following[0], following[1], following[1] + 1))
+    stream = np.concatenate(parts)
+    size = len(stream) - 1
+    return Row(
+        tokens=stream[:-1],
+        following=stream[1:],
+        positions=np.arange(size, dtype=np.int64),
+        documents=np.zeros(size, dtype=np.int64),
+    )
+
+
+def _summed(values: Whole, starts: Whole) -> Whole:
+    """Sums of consecutive values, from each start to the next."""
+    before = np.concatenate([[0], np.cumsum(values)])
+    return np.diff(before[starts])
+
+
+Integers = NDArray[np.int64]
+
+# Keys the draws apart from those of an epoch's order, which begin at epoch 0.
+_PACKING = 2**63 + 0x9AC4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pieces:
+    """Pieces of documents, in the order in which they stand in the rows.
+
+    Attributes:
+        document: Which document each is of, int64 [pieces].
+        begin: Its first token in that, int64 [pieces].
+        end: The one after its last, int64 [pieces].
+        row: The row it stands in, ascending, int64 [pieces].
+    """
+
+    document: Integers
+    begin: Integers
+    end: Integers
+    row: Integers
+
+
+def pack(lengths: Integers, context: int, seed: int) -> Pieces:
+    """Pack documents into rows of at most ``context`` tokens.
+
+    A longer document is cut into pieces of ``context`` tokens and a rest; no other is cut. A single token at a
+    document's end is left out: it has none after it, and a row of such would ask for nothing. Which of equally long
+    pieces go together, and their order within a row, is drawn: long ones stand first no more often than last.
+
+    Args:
+        lengths: Tokens of each document, at least 0, int64 [documents]; those of fewer than two stand nowhere.
+        context: Tokens of a row, at least 1.
+        seed: Keys the draws.
+
+    Returns:
+        Each token that is not left out, once.
+    """
+    document, begin, end = cut(lengths, context)
+    drawn = np.random.Philox(key=[seed, _PACKING]).random_raw(2 * len(document))
+    sizes = end - begin
+    by_length = np.lexsort((drawn[: len(document)], -sizes))
+    row = np.empty(len(document), dtype=np.int64)
+    row[by_length] = _rows(np.bincount(sizes, minlength=context + 1), context)
+    order = np.lexsort((drawn[len(document) :], row))
+    return Pieces(document=document[order], begin=begin[order], end=end[order], row=row[order])
+
+
+def packed_rows(lengths: Integers, context: int, seed: int) -> RowTable:
+    """Rows of whole documents, filled up as :func:`pack` does; their documents know nothing of one another.
+
+    Args:
+        lengths: Tokens of each document, int64 [documents].
+        context: Tokens of a row.
+        seed: Keys the draws.
+    """
+    pieces = pack(lengths, context, seed)
+    rows = int(pieces.row[-1]) + 1 if len(pieces.row) else 0
+    return RowTable.of_separate(
+        pieces.document,
+        pieces.begin,
+        pieces.end,
+        np.searchsorted(pieces.row, np.arange(rows + 1)),
+        lengths=lengths,
+        context=context,
+    )
+
+
+def cut(lengths: Integers, context: int) -> tuple[Integers, Integers, Integers]:
+    """Cut documents into pieces of at most ``context`` tokens: (document, begin, end), each int64 [pieces].
+
+    A single token that would be the last piece is left out, as :func:`~paceline.data.text.pipeline.single_rows` does.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    count = np.maximum(0, -(-(lengths - 1) // context))
+    document = np.repeat(np.arange(len(lengths)), count)
+    first = np.repeat(np.cumsum(count) - count, count)
+    begin = (np.arange(len(document)) - first) * context
+    return document, begin, np.minimum(begin + context, lengths[document])
+
+
+def _rows(counts: Integers, context: int) -> Integers:
+    """The row of each piece, the longest first, int64 [pieces].
+
+    Args:
+        counts: How many pieces have each length, from 0 to ``context``.
+        context: Tokens of a row.
+    """
+    shelves = _Shelves(context)
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        shelves.put(length, int(counts[length]))
+    return np.concatenate(shelves.placed) if shelves.placed else np.empty(0, dtype=np.int64)
+
+
+class _Shelves:
+    """Rows by the room that is left in them, and where pieces went.
+
+    Rows are numbered as they are begun. Those with the same room lie in ranges (first, end): a few, however many rows.
+
+    Attributes:
+        placed: Rows of the pieces so far, in the order in which these came.
+    """
+
+    def __init__(self, context: int) -> None:
+        self.placed: list[Integers] = []
+        self._context = context
+        self._rows = 0
+        self._rooms: list[int] = []  # ascending
+        self._ranges: dict[int, list[tuple[int, int]]] = {}
+
+    def put(self, length: int, count: int) -> None:
+        """Put ``count`` pieces of one length where they leave the least room, each in turn; lengths must not grow."""
+        while count:
+            at = bisect_left(self._rooms, length)
+            if at == len(self._rooms):
+                self._begin(-(-count // (self._context // length)))
+                continue
+            count -= self._fill(self._rooms[at], length, count)
+
+    def _begin(self, rows: int) -> None:
+        self._give_back(self._context, (self._rows, self._rows + rows))
+        self._rows += rows
+
+    def _fill(self, room: int, length: int, count: int) -> int:
+        """Fill a range of rows that have the same room, each to its end before the next; returns the pieces put."""
+        first, end = self._take(room)
+        each = room // length
+        full = min(end - first, count // each)
+        rest = count - full * each if full < end - first else 0  # fewer than ``each``
+        if full:
+            self.placed.append(np.repeat(np.arange(first, first + full), each))
+            self._give_back(room - each * length, (first, first + full))
+        after = first + full
+        if rest:
+            self.placed.append(np.full(rest, after))
+            self._give_back(room - rest * length, (after, after + 1))
+            after += 1
+        self._give_back(room, (after, end))
+        return full * each + rest
+
+    def _take(self, room: int) -> tuple[int, int]:
+        ranges = self._ranges[room]
+        taken = ranges.pop()
+        if not ranges:
+            del self._ranges[room]
+            self._rooms.remove(room)
+        return taken
+
+    def _give_back(self, room: int, rows: tuple[int, int]) -> None:
+        if rows[0] == rows[1] or room == 0:
+            return
+        if room not in self._ranges:
+            self._ranges[room] = []
+            insort(self._rooms, room)
+        self._ranges[room].append(rows)

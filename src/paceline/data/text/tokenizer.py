@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -141,11 +140,6 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
     if kind == "huggingface":
         return HuggingFaceTokenizer.from_tree(tree, where)
     raise DataError(f"{where}: found a tokenizer of kind {kind!r}, but known are 'bytes' and 'huggingface'.")
-
-
-def write_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """Write a tokenizer to a JSON file."""
-    path.write_text(json.dumps(tokenizer.to_tree()) + "\n", encoding="utf-8")
 
 
 def text_digest(*parts: bytes) -> str:

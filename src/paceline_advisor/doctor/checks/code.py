@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from paceline_advisor.doctor.calls import Loader
+from paceline_advisor.doctor.behaviour import Loader
 from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, Advice, Finding, Place
 from paceline_advisor.doctor.subject import Subject, named
 

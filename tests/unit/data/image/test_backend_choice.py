@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data.batch import SampleSlice
 from paceline.data.image import pipeline as backend_choice
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import available_backends, choose_backend, choose_workers, open_backend
@@ -24,6 +23,7 @@ from paceline.data.image.transforms import View
 from paceline.data.loaders.dali import why_unavailable
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
+from paceline.data.slices import SampleSlice
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Data, Jitter, Progressive
 from paceline.world import World

@@ -102,5 +102,5 @@ def test_columns_are_named(tmp_path: Path, whole: Any, files: list[str]) -> None
     with pytest.raises(DataError, match=r"has 2 columns of images.*data.image_column"):
         opened(tmp_path / "c")
     assert same(opened(tmp_path / "c", image_column="thumbnail", validation_fraction=0).train, whole)
-    with pytest.raises(DataError, match=r"has no column 'thumb' of the type Image .* Did you mean 'thumbnail'"):
+    with pytest.raises(DataError, match=r"has no column 'thumb' \(data.image_column\).* Did you mean 'thumbnail'"):
         opened(tmp_path / "c", image_column="thumb")

@@ -21,22 +21,8 @@ from paceline.recipe.data import Data
 pa = pytest.importorskip("pyarrow")
 
 LOOK_LIKE_NUMBERS = (
-    "007",
-    "07",
-    "7",
-    "0x10",
-    "10",
-    "1:30",
-    "1_000",
-    "1e3",
-    "-1",
-    "NaN",
-    "nan",
-    "none",
-    "on",
-    "true",
-    "ü",
-)
+    "007", "07", "7", "0x10", "10", "1:30", "1_000", "1e3", "-1", "NaN", "nan", "none", "on", "true", "ü",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,7 @@ from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.sets import parquet as parquet_source
 from paceline.data.image.source import SubsetSource, encoded_source
-from paceline.data.image.tables import Asked
-from paceline.data.packing.origins import Wanted, open_origin
+from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -79,7 +78,7 @@ def test_structs_splits_and_dictionaries(tmp_path: Path) -> None:
     assert found.train.path(3) == f"5.png in {path}"
     assert found.validation.labels.tolist() == [0, 1]
     assert found.reasons["validation"] == "the rows whose split is val; 2 rows of test are not read"
-    packed = open_origin(str(path), "parquet", Wanted(columns=Asked(image="picture")))
+    packed = open_origin(str(path), "parquet", Data(image_column="picture"))
     assert [len(split.source) for split in packed.splits.values()] == [5, 2]
 
 
@@ -153,7 +152,7 @@ def test_grey_images_have_one_channel(tmp_path: Path) -> None:
             },
             r"row 0 \(counted from 0\) names a file, 'a.png', in place of holding an image",
         ),
-        ({"image": images(range(2)), "label": [0, None]}, r"row 1 .* has no label in column 'label' \(None\)"),
+        ({"image": images(range(2)), "label": [0, None]}, r"row 1 .* has no label \(None\): .* data.label_column"),
         ({"image": images(range(2)), "label": [0.5, 1.0]}, "has the label 0.5"),
         (
             {"image": images(range(2)), "label": [0, 1], "split": [0, 1]},

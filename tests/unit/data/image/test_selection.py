@@ -17,7 +17,7 @@ from paceline.data.image.dataset import stratified_order
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.mapped import MappedBytes, MappedSource, PlacedNames, Places
 from paceline.data.image.source import Names, SampleSource, hashed_names, sample_names
-from paceline.data.packing.origins import Wanted, open_origin
+from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
 
@@ -284,7 +284,7 @@ def test_names_within_files_do_not_depend_on_the_locale(monkeypatch: pytest.Monk
 
 def test_a_part_of_a_source_is_packed_with_its_names(folder: Path) -> None:
     whole = open_origin(str(folder))
-    part = open_origin(str(folder), None, Wanted(only_classes=("bee", "cow"), subset=10))
+    part = open_origin(str(folder), None, Data(only_classes=("bee", "cow"), subset=10))
     source, name = part.splits["train"].source, part.splits["train"].name
     assert (part.classes, part.total, counts(source, 2)) == (("bee", "cow"), 10, [8, 2])
     assert part.origin.digest != whole.origin.digest
@@ -292,6 +292,6 @@ def test_a_part_of_a_source_is_packed_with_its_names(folder: Path) -> None:
         assert source.path(sample).endswith(name(sample))
         assert name(sample).split("/")[0] == part.classes[source.labels[sample]]
     with pytest.raises(RecipeError, match="--subset=2 is 2 of 49 images"):
-        open_origin(str(folder), None, Wanted(subset=2))
+        open_origin(str(folder), None, Data(subset=2))
     with pytest.raises(RecipeError, match="--only-classes names 'be'"):
-        open_origin(str(folder), None, Wanted(only_classes=("be", "cow")))
+        open_origin(str(folder), None, Data(only_classes=("be", "cow")))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.batch import Batch, SampleSlice
+from paceline.data.batch import Batch
 from paceline.data.image.source import FileSource
+from paceline.data.slices import SampleSlice
 
 
 def _make_source(root: Path, sizes: Iterable[tuple[int, int]], suffix: str = "png", channels: int = 3) -> FileSource:

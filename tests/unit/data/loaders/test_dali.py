@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.data.batch import Batch, SampleSlice
+from paceline.data.batch import Batch
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, repeated
 from paceline.data.image.transforms import View
 from paceline.data.loaders.dali import DaliBackend, Graph, GraphSettings, define, why_unavailable
 from paceline.data.loaders.pytorch import PytorchBackend
+from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, TrainingError
 from paceline.recipe.data import Augment, Progressive
 

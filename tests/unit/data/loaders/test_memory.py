@@ -13,10 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data.batch import Batch, SampleSlice
+from paceline.data.batch import Batch
 from paceline.data.image.source import ArraySource, FileSource, SubsetSource
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.data.loaders.memory import MemoryBackend
+from paceline.data.slices import SampleSlice
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive
 

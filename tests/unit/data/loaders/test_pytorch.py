@@ -19,11 +19,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.data.batch import Batch, SampleSlice
+from paceline.data.batch import Batch
 from paceline.data.image.source import FileSource, repeated
 from paceline.data.image.transforms import View
 from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.loaders.pytorch import PytorchBackend, worker_deaths_told
+from paceline.data.slices import SampleSlice
 from paceline.errors import LostWorkerError, TrainingError
 from paceline.recipe.data import Augment, Progressive
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import fork_server
 import pytest
 
 from paceline.data.image.source import FileSource
@@ -31,7 +32,7 @@ RUN = textwrap.dedent(
     import numpy as np
 
     from paceline.data.loaders.pytorch import PytorchBackend
-    from paceline.data.batch import SampleSlice
+    from paceline.data.slices import SampleSlice
     from paceline.data.image.source import FileSource
     from paceline.data.image.transforms import View
 
@@ -104,7 +105,7 @@ def start(tmp_path: Path, make_source: MakeSource) -> Iterator[Callable[[str], R
     runs = []
 
     def starter(mode: str) -> Run:
-        process = subprocess.Popen(
+        process = fork_server.Popen(
             [sys.executable, "-W", "error", "-c", RUN, str(images), mode],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

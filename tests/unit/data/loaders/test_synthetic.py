@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from paceline.data.batch import SampleSlice
 from paceline.data.image.sets.synthetic import SyntheticSource
 from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
 from paceline.data.loaders.memory import SyntheticBackend
+from paceline.data.slices import SampleSlice
 
 Slices = Callable[..., list[SampleSlice]]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import fork_server
 import numpy as np
 import pytest
 from PIL import Image
@@ -50,15 +51,15 @@ def run_pack() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         *words: str | Path, environment: Mapping[str, str] = MappingProxyType({}), **options: object
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        done: subprocess.CompletedProcess[str] = fork_server.run(
             [sys.executable, "-m", "paceline", "pack", *map(str, words)],
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCES), **environment},
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1", **environment},
             text=True,
             capture_output=True,
-            check=False,
             timeout=120,
-            **options,  # type: ignore[call-overload]
+            **options,
         )
+        return done
 
     return run
 

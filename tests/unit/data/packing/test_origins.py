@@ -10,13 +10,14 @@ import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from image_sets import opened_set
 from PIL import Image
 
-from paceline.cli.pack import KINDS as KINDS_OF_THE_COMMAND
+from paceline.cli.pack import Kind
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.packed import read_manifest
 from paceline.data.packing.origins import detect, open_origin
@@ -71,7 +72,7 @@ def tars(folder: Path, photos: Path) -> Path:
 
 
 def test_the_command_knows_every_kind() -> None:
-    assert {*KINDS_OF_THE_COMMAND, "torchvision:NAME"} == set(DatasetsUsing("path"))
+    assert {*get_args(Kind), "torchvision:NAME"} == set(DatasetsUsing("path"))
 
 
 def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:

@@ -23,10 +23,9 @@ from PIL import Image
 from paceline.data.image.decode import decode
 from paceline.data.image.sets.packed import MANIFEST, open_packed, read_manifest
 from paceline.data.image.source import EncodedSource, SampleSource, as_array
-from paceline.data.image.tables import Asked
-from paceline.data.packing.origins import Wanted
 from paceline.data.packing.pack import Packed, Request, pack, verify
 from paceline.errors import DataError
+from paceline.recipe.data import Data
 
 pytest.importorskip("pyarrow")
 
@@ -336,7 +335,7 @@ def test_a_packed_dataset_can_be_packed_again(photos: Path, tmp_path: Path) -> N
         ({"mode": "jpeg", "size": 10}, "--size 10 has no effect with --mode jpeg: .* use --mode raw"),
         ({"mode": "raw", "size": 10, "max_side": 20}, "give one of them"),
         (
-            {"wanted": Wanted(columns=Asked(label="x"))},
+            {"part": Data(label_column="x")},
             "--label-column has no effect on a source of the kind image_folder",
         ),
     ],
@@ -409,7 +408,7 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run, run_pack_here:
     assert "Missing argument 'DEST'" in done.stderr
     done = run_pack_here(tmp_path / "dest", "--verify", "--shard-size", "5")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--shard-size has no effect here: without DEST nothing is written" in done.stderr
+    assert "--shard-size has no effect here: without DEST it says nothing" in done.stderr
     done = run_pack_here(tmp_path / "nothing", tmp_path / "dest")
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: there is no ")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 
@@ -75,8 +76,10 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
     kills, total = 0, len(list((runs / "whole").glob("*-*.arrow")))
     assert total > 5
     while True:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], env={"PYTHONPATH": str(SOURCES)}, start_new_session=True
+        process = fork_server.Popen(
+            [sys.executable, "-c", program],
+            env={"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         target = made(root) + int(draws.integers(1, 3))
         while process.poll() is None and made(root) < target:
@@ -203,9 +206,9 @@ def test_a_disk_that_fails_is_told_by_a_process_too(
 
 
 def test_a_process_that_dies_is_told(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.data.packing import processes
+    from paceline.data.packing import shards
 
-    make = processes.make_shard
+    make = shards.make_shard
 
     def dies(work: Work, shard: Shard, note: Callable[[int], None]) -> None:
         if (shard.split, shard.number) == ("validation", 0):
@@ -213,7 +216,7 @@ def test_a_process_that_dies_is_told(photos: Path, tmp_path: Path, monkeypatch: 
         make(work, shard, note)
 
     with monkeypatch.context() as patched:
-        patched.setattr(processes, "make_shard", dies)
+        patched.setattr(shards, "make_shard", dies)
         with pytest.raises(PackingError, match="a process that made shards has died, perhaps for want of memory"):
             packed(photos, tmp_path / "dest", workers=2, shard_bytes=5000)
     assert not (tmp_path / "dest" / MANIFEST).exists()
@@ -234,9 +237,9 @@ sys.exit(run(sys.argv[1:]))
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_asked_to_end_it_ends_with_its_processes(photos: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The processes are in the middle of a shard, and need not finish it."""
-    process = subprocess.Popen(
+    process = fork_server.Popen(
         [sys.executable, "-c", SLOW, "pack", photos, tmp_path / "dest", "--workers", "2"],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCES)},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from paceline.cli.pack import command as pack
+from paceline.cli.derive import click_command
+from paceline.cli.pack import Pack
 from paceline.data.text.corpus import open_tokens, write_tokens
 from paceline.data.text.datasets import held_out, open_text, python_documentation
-from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer, write_tokenizer
+from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -40,7 +41,7 @@ def test_bytes_and_back() -> None:
 
 
 def test_a_tokenizer_is_written_and_read_back(tmp_path: Path) -> None:
-    write_tokenizer(BYTES, tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(BYTES.to_tree()))
     assert open_tokenizer(str(tmp_path / "tokenizer.json")).digest == BYTES.digest
     (tmp_path / "tokenizer.json").write_text('{"kind": "magic"}')
     with pytest.raises(DataError, match="of kind 'magic', but known are"):
@@ -107,7 +108,7 @@ def test_which_files_are_documents(books: Path, tmp_path: Path) -> None:
         "links to folders that are read already: 2 left out ('again', 'circle')",
         "files that do not end in .txt: 1 left out ('notes.md')",
     )
-    done = CliRunner().invoke(pack, ["--text", str(books), str(tmp_path / "packed"), "--json"])
+    done = CliRunner().invoke(click_command(Pack), ["--text", str(books), str(tmp_path / "packed"), "--json"])
     assert json.loads(done.output)["left_out"] == list(told)
 
 
@@ -132,7 +133,7 @@ def test_a_byte_order_mark_is_no_text(books: Path) -> None:
         file.write_text("größer", encoding=encoding)
         with pytest.raises(DataError, match=rf"3\.txt is in {encoding.upper()}"):
             open_text(data)
-    write_tokenizer(BYTES, books / "tokenizer.json")
+    (books / "tokenizer.json").write_text(json.dumps(BYTES.to_tree()))
     (books / "tokenizer.json").write_bytes(codecs.BOM_UTF8 + (books / "tokenizer.json").read_bytes())
     assert open_tokenizer(str(books / "tokenizer.json")).digest == BYTES.digest
 
@@ -172,7 +173,9 @@ def test_where_the_text_went_is_told(tmp_path: Path) -> None:
     data = Data(dataset="text_folder", path=str(tmp_path / "one"), validation_fraction=0.5)
     with pytest.raises(DataError, match=r"all 1 document\(s\) fell into the held-out share"):
         open_text(data)
-    done = CliRunner().invoke(pack, ["--text", data.path, str(tmp_path / "packed"), "--validation-fraction=0.5"])
+    done = CliRunner().invoke(
+        click_command(Pack), ["--text", data.path, str(tmp_path / "packed"), "--validation-fraction=0.5"]
+    )
     assert isinstance(done.exception, DataError)
     assert not (tmp_path / "packed").exists()
     assert len(open_text(dataclasses.replace(data, validation_fraction=0)).train.lengths) == 1

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.data.text.pipeline import Masking, masked_count
-from paceline.data.text.rows import NOTHING
+from paceline.data.text.pipeline import NOTHING, Masking, masked_count
 
 MASKING = Masking(seed=3, fraction=0.15, mask=257, vocabulary=259, context=64)
 TOKENS = np.arange(64, dtype=np.int64)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.text.rows import Pieces, pack, packed_rows
+from paceline.data.text.pipeline import Pieces, pack, packed_rows
 
 
 def fill(pieces: Pieces, context: int) -> float:

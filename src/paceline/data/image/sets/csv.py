@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.data.image.dataset import DatasetRequest, StoredImages
 from paceline.data.image.sets import IMAGENET, TABLE
-from paceline.data.image.tables import Asked, PathRows, find_columns, open_paths, parts_of
+from paceline.data.image.tables import PathRows, find_columns, open_paths, parts_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import text_of_cell
@@ -27,7 +27,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
     """
     file = request.path
     header, rows, lines = _read(file)
-    columns = find_columns(Asked.of(request.data), header, repr(str(file)))
+    columns = find_columns(request.data, header, repr(str(file)))
     image, label = header.index(columns.image), header.index(columns.label)
     splits = None if columns.split is None else [row[header.index(columns.split)] for row in rows]
 

@@ -11,24 +11,32 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
-from paceline.data.image.mapped import MappedBytes, MappedSource, PlacedNames, Places, mapped_files
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places, mapped_files
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import open_parquet, read_schema
 from paceline.data.image.source import Ids, Names
-from paceline.data.image.tables import files_ending_in, mapped, require_pyarrow, splits_of_files, told_unread
+from paceline.data.image.tables import (
+    Found,
+    files_ending_in,
+    find_columns,
+    mapped,
+    number_rows,
+    require_pyarrow,
+    splits_of_files,
+)
+from paceline.data.splits import held_out_among, unread_splits
 from paceline.dataset_registry import dataset
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError
 from paceline.files import LeftOut, files_below
 from paceline.plain_json import load_json
 
-_HELD_OUT = ("validation", "val", "test")
-_USUAL_LABELS = ("label", "labels", "fine_label")
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
@@ -47,14 +55,6 @@ class HuggingFaceFiles:
     splits: Mapping[str, Sequence[Path]]
     is_parquet: bool
     features: Mapping[str, Any]
-
-
-class Columns(NamedTuple):
-    """The columns in use, and the names of the classes that labels stand for."""
-
-    image: str
-    label: str
-    classes: tuple[str, ...]
 
 
 def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFaceFiles | None:
@@ -123,43 +123,11 @@ def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
             f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none that is called train: save it "
             "again with one."
         )
-    held_out = next((name for name in _HELD_OUT if name in files.splits), None)
+    held_out = held_out_among(files.splits)
     if held_out is None:
         return "train", None, ""
-    unread = told_unread([name for name in files.splits if name not in ("train", held_out)])
+    unread = unread_splits([name for name in files.splits if name not in ("train", held_out)])
     return "train", held_out, "; ".join(each for each in (f"the split {held_out}", unread) if each)
-
-
-def choose_columns(files: HuggingFaceFiles, label_column: str = "auto", image_column: str = "auto") -> Columns:
-    """Find the columns with images and labels.
-
-    Raises:
-        DataError: If there is no such column, or more than one could be meant.
-    """
-    kinds = {name: said.get("_type") for name, said in files.features.items() if isinstance(said, dict)}
-    images, labels = ([name for name, kind in kinds.items() if kind == each] for each in ("Image", "ClassLabel"))
-    where, columns = repr(str(files.root)), ", ".join(kinds) or "none with a known type"
-    for asked, found, kind in ((image_column, images, "Image"), (label_column, labels, "ClassLabel")):
-        if asked != "auto" and asked not in found:
-            raise DataError(
-                f"{where} has no column {asked!r} of the type {kind} (columns: {columns}).{did_you_mean(asked, found)}"
-            )
-    if image_column != "auto":
-        images = [image_column]
-    if len(images) != 1:
-        raise DataError(
-            f"{where} has {len(images)} columns of images, and one is expected (columns: {columns}): save it again "
-            "with one column of the type Image, or name one (data.image_column)."
-        )
-    if not labels:
-        raise DataError(f"{where} has no column of the type ClassLabel (columns: {columns}): save it again with one.")
-    usual = [name for name in _USUAL_LABELS if name in labels] or labels
-    if label_column == "auto" and len(labels) > 1 and usual is labels:
-        raise DataError(
-            f"{where} has the labels {', '.join(labels)}: name the one to learn (data.label_column, --label-column)."
-        )
-    label = usual[0] if label_column == "auto" else label_column
-    return Columns(images[0], label, tuple(str(name) for name in files.features[label].get("names", ())))
 
 
 @dataset("huggingface", keys=TABLE, size=IMAGENET)
@@ -173,22 +141,30 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     files = find_files(request.path, left_out)
     if files is None:
         raise _not_there(request.path)
-    columns = choose_columns(files, request.data.label_column, request.data.image_column)
+    data = replace(request.data, split_column=None)
     train_split, held_out_split, held_out = choose_splits(files)
     if files.is_parquet:
-        named = replace(request.data, image_column=columns.image, label_column=columns.label, split_column=None)
-        return open_parquet(replace(request, data=named))
-    digest = hashlib.sha256(json.dumps([columns.image, columns.label, columns.classes]).encode())
-    splits = [train_split] if held_out_split is None else [train_split, held_out_split]
-    sources = [_read_split(files, columns, split, digest) for split in splits]
-    return file_splits(
-        request,
-        sources,
-        held_out,
-        classes=columns.classes,
-        digest=digest.hexdigest(),
-        left_out=left_out.told(),
+        return open_parquet(replace(request, data=data))
+    where, names = str(files.root), list(files.features)
+    columns = find_columns(data, names, repr(where), files.features)
+    splits = [_read_split(files, columns, name) for name in (train_split, held_out_split) if name is not None]
+    ends = np.cumsum([0, *(len(each.values) for each in splits)])
+    classes, labels = number_rows(
+        [value for each in splits for value in each.values],
+        [np.arange(begin, end) for begin, end in pairwise(ends.tolist())],
+        PlacedNames(Names.of(name for each in splits for name in each.names), (where,)),
+        where,
+        files.features.get(columns.label),
     )
+    digest = hashlib.sha256(json.dumps([columns.image, columns.label, classes]).encode())
+    sources = []
+    for each, numbers in zip(splits, labels, strict=True):
+        placed = Names.of(each.names)
+        for part in (each.places.length, numbers, placed.ends, placed.blob):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        content = MappedBytes(each.files, each.places)
+        sources.append(MappedSource(content, numbers, 3, PlacedNames(placed, (where,))))
+    return file_splits(request, sources, held_out, classes=classes, digest=digest.hexdigest(), left_out=left_out.told())
 
 
 def _not_there(path: Path) -> DataError:
@@ -205,37 +181,47 @@ def _not_there(path: Path) -> DataError:
     )
 
 
-def _read_split(files: HuggingFaceFiles, columns: Columns, split: str, digest: Any) -> MappedSource:
-    """Read where the images of a split lie, and add that and their labels and names to a digest."""
-    mapped_ones = mapped_files(files.splits[split])
-    rows = [_rows(Path(file.path), columns) for file in mapped_ones]
-    begin, length, labels = (np.concatenate([each[column] for each in rows]) for column in range(3))
-    said = [name for each in rows for name in each[3]]
-    names = Names.of(name or f"{split}[{row}]" for row, name in enumerate(said))
-    where = f"The split {split} of {str(files.root)!r}"
-    if len(labels) == 0:
-        raise DataError(f"{where} is empty.")
-    if labels.min() < 0 or labels.max() >= len(columns.classes):  # the library writes -1 for what is not known
-        odd = int(labels.min()) if labels.min() < 0 else int(labels.max())
-        raise DataError(
-            f"{where} has the label {odd} in column {columns.label!r}, but its classes are "
-            f"0 … {len(columns.classes) - 1}: save it again without that split, or with its labels."
-        )
-    for part in (length, labels, names.ends, names.blob):
-        digest.update(np.ascontiguousarray(part).tobytes())
-    places = Places(file=np.repeat(np.arange(len(rows)), [len(each[0]) for each in rows]), begin=begin, length=length)
-    return MappedSource(MappedBytes(mapped_ones, places), labels, 3, PlacedNames(names, (str(files.root),)))
+class _Split(NamedTuple):
+    """What the files of a split hold: where each image lies, what its row says of it, and what it is called."""
+
+    files: Sequence[MappedFile]
+    places: Places
+    values: list[object]
+    names: list[str]
 
 
-def _rows(path: Path, columns: Columns) -> tuple[Ids, Ids, Ids, list[str | None]]:
-    """Where the images of a file lie in it (first byte, length), their labels (-1 for none) and their names."""
+def _read_split(files: HuggingFaceFiles, columns: Found, split: str) -> _Split:
+    found = mapped_files(files.splits[split])
+    rows = [_rows(Path(file.path), columns) for file in found]
+    names = [name for each in rows for name in each[3]]
+    if not names:
+        raise DataError(f"The split {split} of {str(files.root)!r} is empty.")
+    return _Split(
+        files=found,
+        places=Places(
+            file=np.repeat(np.arange(len(rows)), [len(each[0]) for each in rows]),
+            begin=np.concatenate([each[0] for each in rows]),
+            length=np.concatenate([each[1] for each in rows]),
+        ),
+        values=[value for each in rows for value in each[2]],
+        names=[name or f"{split}[{row}]" for row, name in enumerate(names)],
+    )
+
+
+def _rows(path: Path, columns: Found) -> tuple[Ids, Ids, list[object], list[str | None]]:
+    """Where the images of a file lie in it (first byte, length), what the rows say of their labels, and their names."""
     arrow = require_pyarrow()
     nothing = np.zeros(0, dtype=np.int64)
-    begin, length, labels, names = [nothing], [nothing], [nothing], list[str | None]()
+    begin, length, labels, names = [nothing], [nothing], list[object](), list[str | None]()
     with mapped(path) as file:
         whole = file.read_buffer()
         for batch in arrow.ipc.open_stream(whole):
             images = batch.column(batch.schema.get_field_index(columns.image))
+            if not arrow.types.is_struct(images.type) or images.type.get_field_index("bytes") < 0:
+                raise DataError(
+                    f"{str(path)!r}: column {columns.image!r} is of the type {images.type}, but images are a struct "
+                    "with bytes and path: name another in data.image_column."
+                )
             content = images.field("bytes")
             if images.null_count:
                 row = len(names) + images.is_null().to_numpy(zero_copy_only=False).argmax()
@@ -258,8 +244,6 @@ def _rows(path: Path, columns: Columns) -> tuple[Ids, Ids, Ids, list[str | None]
                 )
             begin.append(ends[:-1])
             length.append(np.diff(ends))
-            said = batch.column(batch.schema.get_field_index(columns.label)).to_numpy(zero_copy_only=False)
-            # Arrow hands out integers of which some are missing as floats.
-            labels.append((np.nan_to_num(said, nan=-1) if said.dtype.kind == "f" else said).astype(np.int64))
+            labels += batch.column(batch.schema.get_field_index(columns.label)).to_pylist()
             names += images.field("path").to_pylist()
-    return np.concatenate(begin), np.concatenate(length), np.concatenate(labels), names
+    return np.concatenate(begin), np.concatenate(length), labels, names

@@ -24,28 +24,24 @@ from paceline.data.image.mapped import EncodedImages, MappedFile, mapped_files
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.source import Ids, Names, SubsetSource
 from paceline.data.image.tables import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    Asked,
     Parts,
     PathRows,
-    as_label,
     files_ending_in,
     find_columns,
     mapped,
-    number_classes,
+    number_rows,
     open_paths,
     parts_of,
     require_pyarrow,
     splits_of_files,
-    told_unread,
 )
+from paceline.data.splits import TEST, TRAIN, VALIDATION, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import LeftOut, refuse_odd_kinds
 from paceline.plain_json import load_json
+from paceline.recipe.data import Data
 from paceline.units import format_bytes
 
 # Kept in each process that reads; hub datasets have groups of 100 images.
@@ -267,7 +263,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
         DataError: If there is no such table, or a column or a label is missing.
     """
     left_out = LeftOut()
-    table = _Table(request.path, Asked.of(request.data), left_out)
+    table = _Table(request.path, request.data, left_out)
     parts = table.parts
     if table.kind == "path":
         images = open_paths(table.path_rows(), str(table.root), request)
@@ -296,7 +292,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
 class _Table:
     """Parquet files of one table, of which all columns in use were read but the images."""
 
-    def __init__(self, root: Path, asked: Asked, left_out: LeftOut) -> None:
+    def __init__(self, root: Path, data: Data, left_out: LeftOut) -> None:
         if root.is_dir():
             paths = files_ending_in("parquet", root, left_out)
         elif glob.has_magic(str(root)):
@@ -309,7 +305,7 @@ class _Table:
         self.root, self.paths = root, paths
         self.name = repr(str(root))
         self.schema, self.features = read_schema(paths[0])
-        self.columns = find_columns(self._as_hub(asked), self.schema.names, self.name)
+        self.columns = find_columns(data, self.schema.names, self.name, self.features)
         self.kind = self._kind()
         self.unread, named = "", [TRAIN] * len(paths)
         if self.columns.split is None:
@@ -324,15 +320,6 @@ class _Table:
     def leaf(self) -> str:
         """Where in the image column the bytes are."""
         return f"{self.columns.image}.bytes" if self.kind == "struct" else self.columns.image
-
-    def _as_hub(self, asked: Asked) -> Asked:
-        """Take for ``auto`` the one column that Hugging Face's library calls an image, or a label."""
-        kinds = {name: said.get("_type") for name, said in self.features.items() if isinstance(said, dict)}
-        for key, kind in (("image", "Image"), ("label", "ClassLabel")):
-            named = [name for name, each in kinds.items() if each == kind and name in self.schema.names]
-            if getattr(asked, key) == "auto" and len(named) == 1:
-                asked = replace(asked, **{key: named[0]})
-        return asked
 
     def _kind(self) -> str:
         """What the column of images holds: ``bytes``, a ``struct`` with bytes, or a ``path``."""
@@ -356,7 +343,7 @@ class _Table:
         base = self.root if self.root.is_dir() else Path(os.path.commonpath([each.parent for each in self.paths]))
         named = splits_of_files(self.paths, base) if len(self.paths) > 1 else [TRAIN]
         known = {TRAIN, VALIDATION, TEST}
-        self.unread = told_unread(sorted(set(named) - known))
+        self.unread = unread_splits(sorted(set(named) - known))
         self.paths = [path for path, split in zip(self.paths, named, strict=True) if split in known]
         return [split for split in named if split in known]
 
@@ -412,43 +399,17 @@ class _Table:
 
     def labels(self) -> tuple[tuple[str, ...], Ids]:
         """Class names, and a label for each row; -1 for rows that are not read."""
-        column = self.columns.label
-        labels = np.full(sum(self.counts), -1, dtype=np.int64)
-        found = [[self._label(row) for row in part.tolist()] for part in self.parts.splits]
-        said = self.features.get(column)
-        named = said.get("names", ()) if isinstance(said, dict) and said.get("_type") == "ClassLabel" else ()
-        classes = tuple(map(str, named))
-        if not classes:
-            classes, numbered = number_classes(found, str(self.root))
-        else:
-            numbers: dict[int | str, int] = {name: number for number, name in enumerate(classes)}
-            numbered = [np.array([self._number(label, numbers) for label in each], np.int64) for each in found]
-            largest = max(int(each.max()) for each in numbered)
-            if largest >= len(classes):
-                raise DataError(
-                    f"{self.name} has the label {largest} in column {column!r}, but its classes are 0 … "
-                    f"{len(classes) - 1}: make the table again."
-                )
+        column, labels = self.columns.label, np.full(sum(self.counts), -1, dtype=np.int64)
+
+        def name(row: int) -> str:
+            return f"row {row:,} (counted from 0) of {self.root!s}"
+
+        classes, numbered = number_rows(
+            self.rows[column], self.parts.splits, name, str(self.root), self.features.get(column)
+        )
         for part, each in zip(self.parts.splits, numbered, strict=True):
             labels[part] = each
         return classes, labels
-
-    def _label(self, row: int) -> int | str:
-        value, name = self.rows[self.columns.label][row], f"row {row:,} (counted from 0) of {self.root!s}"
-        if value is None or value == -1 or value == "":
-            raise DataError(
-                f"{name!r} has no label in column {self.columns.label!r} ({value!r}): leave such rows out, or name "
-                "another column in data.label_column."
-            )
-        # A yes or no is a class like any other.
-        return str(value).lower() if isinstance(value, bool) else as_label(value, name)
-
-    def _number(self, label: int | str, numbers: dict[int | str, int]) -> int:
-        """The number of a class, which may be written by its name; text is never a number."""
-        number = numbers.get(label, label)
-        if isinstance(number, str):
-            raise DataError(f"{self.name} has the label {label!r}, which is none of its classes: make the table again.")
-        return number
 
     def names(self) -> list[str]:
         """What each row is called: its path, if it names one, or else its place in its split."""

@@ -27,6 +27,7 @@ from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Pl
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
 from paceline.data.image.tables import as_label, files_ending_in, number_classes
+from paceline.data.splits import TRAIN, held_out_among, split_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.files import LeftOut, has_ending, is_ignored_member
@@ -136,7 +137,6 @@ def _damaged(file: MappedFile, reason: object) -> DataError:
 
 _LABELS = ("label", "cls")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_HELD_OUT = ("val", "validation", "test")
 _DOTTED = "images with a dot in their names, where the name of a WebDataset sample ends (rename them)"
 _OTHER = "members that are neither an image nor a label of one"
 
@@ -205,21 +205,19 @@ def _splits(root: Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]
         raise DataError(f"{str(root)!r} has no .tar files in it: correct the path.")
     by_split: dict[str, list[Path]] = {}
     for tar in tars:
-        words = re.split(r"[^a-z]+", tar.relative_to(root).as_posix().removesuffix(".tar").lower())
-        by_split.setdefault(next((word for word in ("train", *_HELD_OUT) if word in words), ""), []).append(tar)
+        by_split.setdefault(split_of(tar.relative_to(root)) or "", []).append(tar)
     if set(by_split) == {""}:
         return tars, [], ""
-    held_out = next((name for name in _HELD_OUT if name in by_split), None)
-    if "train" not in by_split or "" in by_split:
-        odd = by_split[""][0].name if "" in by_split else ""
-        reason = f"{odd!r} says neither train nor {' nor '.join(_HELD_OUT)}" if odd else "no tar is named train"
+    if TRAIN not in by_split or "" in by_split:
+        reason = f"{by_split[''][0].name!r} says neither train nor val nor test" if "" in by_split else "none is train"
         raise DataError(
             f"{str(root)!r} has tars of several splits, but {reason}: rename the tars (train-000.tar, val-000.tar), or "
             "give a pattern of those to train on."
         )
-    unread = [name for name in _HELD_OUT if name in by_split and name != held_out]
+    held_out = held_out_among(by_split)
+    unread = [name for name in by_split if name not in (TRAIN, held_out)]
     told = f"the {held_out} tars{f'; those of {unread[0]} are not read' if unread else ''}" if held_out else ""
-    return by_split["train"], by_split.get(held_out or "", []), told
+    return by_split[TRAIN], by_split.get(held_out or "", []), told
 
 
 def _tars(pattern: str) -> list[Path]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.errors import RecipeError
 from paceline.plan import DataFacts, MachineFacts, Plan, make
-from paceline.plan.compute import Sizes
+from paceline.plan.compute import evaluation_sizes, training_sizes
 from paceline.recipe.load import stored_recipe
 from paceline.world import World
 
@@ -50,13 +50,6 @@ def test_sizes_are_those_that_the_order_deals_out(
 ) -> None:
     ranks = parts * world
     geometry = StepGeometry(seed=0, samples=samples, global_batch_size=ranks * size, logical_ranks=ranks)
-    sizes = Sizes(
-        train_samples=samples,
-        global_batch_size=ranks * size,
-        logical_ranks=ranks,
-        evaluation_samples=held_out,
-        evaluation_batch_size=batch,
-    )
     worlds = [World(rank=rank, local_rank=rank, world_size=world, local_world_size=world) for rank in range(world)]
     dealt = [
         len(each.ids)
@@ -64,9 +57,9 @@ def test_sizes_are_those_that_the_order_deals_out(
         for each in geometry.stream(0, geometry.epochs.phases[0].steps_per_epoch, one)
         if not each.phantom
     ]
-    assert sorted(sizes.of_training().elements()) == sorted(dealt)
+    assert sorted(training_sizes(samples, ranks * size, ranks).elements()) == sorted(dealt)
     scored = [len(each.ids) for one in worlds for each in evaluation_slices(held_out, batch, one)]
-    assert sorted(sizes.of_evaluation().elements()) == sorted(scored)
+    assert sorted(evaluation_sizes(held_out, batch).elements()) == sorted(scored)
 
 
 def test_nothing_is_compiled_unasked() -> None:

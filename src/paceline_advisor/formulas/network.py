@@ -1,0 +1,491 @@
+"""Rules about a network: a transformer's activations and FLOPs, tiles of its products, memory and loss barriers.
+
+Activations are by Korthikanti et al., FLOPs and their utilisation by the papers' counts. ``t`` is the size of tensor
+parallelism, ``recompute`` what is computed again in the backward pass instead of kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline_advisor.memory.allocator import rounded
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def attention_factor(heads: int, sequence: int, hidden: int) -> float:
+    """5 a s / h: the part of a layer's activations that softmax, its dropout and the product with it keep.
+
+    Source:
+        Korthikanti et al., Reducing activation recomputation in large transformer models, arXiv:2205.05198, equation 1.
+    """
+    return 5 * heads * sequence / hidden
+
+
+def layer_activation_bytes(
+    sequence: int,
+    micro_batch: int,
+    hidden: int,
+    heads: int,
+    tensor_parallel: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+) -> float:
+    """Bytes of activations that one layer keeps on a device in 16-bit training.
+
+    Source:
+        Korthikanti et al., arXiv:2205.05198, table 2.
+    """
+    unit = sequence * micro_batch * hidden
+    if recompute == "full":
+        return 2 * unit / (tensor_parallel if sequence_parallel else 1)
+    attention = 0.0 if recompute == "selective" else attention_factor(heads, sequence, hidden)
+    if sequence_parallel:
+        return unit * (34 + attention) / tensor_parallel
+    return unit * (10 + (24 + attention) / tensor_parallel)
+
+
+def activation_bytes(
+    sequence: int,
+    micro_batch: int,
+    hidden: int,
+    heads: int,
+    layers: int,
+    tensor_parallel: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+) -> float:
+    """Bytes of activations that all layers keep on the first of the pipeline's devices.
+
+    As many micro-batches are under way there as the pipeline has stages, so that it holds for any number of them.
+
+    Source:
+        Korthikanti et al., arXiv:2205.05198, equation 5.
+    """
+    return layers * layer_activation_bytes(
+        *(sequence, micro_batch, hidden, heads, tensor_parallel),
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+    )
+
+
+def selective_recompute_saving(heads: int, sequence: int, hidden: int) -> float:
+    """Share of a layer's activations that need not be kept if attention is computed again, in [0, 1).
+
+    Source:
+        Korthikanti et al., arXiv:2205.05198, section 5 (GPT-3: 70 %).
+    """
+    attention = attention_factor(heads, sequence, hidden)
+    return attention / (34 + attention)
+
+
+def selective_recompute_overhead(sequence: int, hidden: int, layers: int = 96, vocabulary: int = 51200) -> float:
+    """Share by which computing attention again adds to a step's FLOPs.
+
+    Source:
+        Korthikanti et al., arXiv:2205.05198, section 5 and appendix A (GPT-3: 2.7 %).
+    """
+    one = iteration_flops(1, sequence, hidden, layers, vocabulary)
+    return hardware_flops(1, sequence, hidden, layers, vocabulary) / one - 1
+
+
+def iteration_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
+    """FLOPs of the model itself in one iteration of a GPT: forward and backward pass.
+
+    Source:
+        Korthikanti et al., arXiv:2205.05198, appendix A.
+    """
+    return _flops(batch, sequence, hidden, layers, vocabulary, attention=1)
+
+
+def hardware_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
+    """FLOPs that are carried out in one iteration of a GPT with selective recomputation.
+
+    Source:
+        Korthikanti et al., arXiv:2205.05198, appendix A.
+    """
+    return _flops(batch, sequence, hidden, layers, vocabulary, attention=2)
+
+
+def _flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int, *, attention: int) -> float:
+    rest = attention * sequence / (6 * hidden) + vocabulary / (12 * hidden * layers)
+    return 72 * batch * layers * sequence * hidden**2 * (1 + rest)
+
+
+def full_recompute_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
+    """FLOPs that are carried out in one iteration of a GPT if every layer's forward pass is computed again.
+
+    Source:
+        Narayanan et al., Efficient large-scale language model training on GPU clusters, arXiv:2104.04473, equation 3.
+    """
+    rest = sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    return 96 * batch * sequence * layers * hidden**2 * (1 + rest)
+
+
+def gpt_parameters(hidden: int, layers: int, vocabulary: int = 51200, sequence: int = 2048) -> float:
+    """Parameters of a GPT.
+
+    Source:
+        Narayanan et al., arXiv:2104.04473, equation 2.
+    """
+    return 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocabulary + sequence) / (12 * layers * hidden))
+
+
+def flops_per_token(
+    parameters: float,
+    layers: int = 0,
+    heads: int = 0,
+    head_size: int = 0,
+    sequence: int = 0,
+    embedding_parameters: float = 0,
+) -> float:
+    """FLOPs of training on one token: 6 for each parameter, and attention's 12 · layers · heads · head_size · sequence.
+
+    Args:
+        parameters: Number of parameters.
+        layers: Number of layers; 0 leaves attention out.
+        heads: Attention heads of a layer.
+        head_size: Size of a head's queries and keys, and of its values.
+        sequence: Tokens in a sequence.
+        embedding_parameters: Of these, those that are only looked up. torchtitan leaves them out, PaLM does not.
+
+    Source:
+        Chowdhery et al., PaLM, arXiv:2204.02311, appendix B; torchtitan, torchtitan/models/utils.py.
+    """
+    return 6 * (parameters - embedding_parameters) + 12 * layers * heads * head_size * sequence
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float, devices: int = 1) -> float:
+    """Model FLOPs utilisation, in [0, 1]: the model's own FLOPs beside the devices' dense peak.
+
+    Source:
+        Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
+    """
+    return tokens_per_second * flops_per_token / (peak_flops_per_second * devices)
+
+
+def training_flops(parameters: float, tokens: float) -> float:
+    """FLOPs of training on so many tokens: 6 N D.
+
+    Source:
+        Kaplan et al., Scaling laws for neural language models, arXiv:2001.08361, section 2.1.
+    """
+    return 6 * parameters * tokens
+
+
+def compute_optimal_tokens(parameters: float, tokens_per_parameter: float = 20) -> float:
+    """Tokens that make the best of a budget of FLOPs: about 20 for each parameter.
+
+    Source:
+        Hoffmann et al., Training compute-optimal large language models, arXiv:2203.15556, table 3 (67 B: 1.5 T).
+    """
+    return parameters * tokens_per_parameter
+
+
+def training_days(
+    parameters: float, tokens: float, devices: int, flops_per_second: float, *, recompute: bool = True
+) -> float:
+    """Days of training at a sustained rate per device: 8 N D with full recomputation, 6 N D without.
+
+    Source:
+        Narayanan et al., arXiv:2104.04473, equation 4 (GPT-3 on 1024 A100 at 140 TFLOP/s: 34 days).
+    """
+    return (8 if recompute else 6) * parameters * tokens / (devices * flops_per_second) / 86400
+
+
+# Thread-block tiles that cuBLAS has, the most efficient first, as the guide lists them.
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
+
+# What a tile costs beside its products, per row and column: a small one reads more for what it computes. It makes the
+# smallest a quarter less efficient than the largest: an assumption, for the guide shows the effect and gives no law.
+_EDGE = 16
+
+# Sizes tried to each side: 512 columns in steps of 8 are two of the widest tiles, and waves come round sooner.
+_MOST_TRIED = 64
+
+# A tile's sum is worth sharing out among multiprocessors if each gets so many terms at least.
+_LEAST_TERMS = 512
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut, and what that wastes.
+
+    Attributes:
+        tile: Rows and columns of a tile.
+        tiles: Tiles of the product.
+        splits: Multiprocessors that share one tile's sum.
+        waves: Rounds in which they are worked off.
+        tile_waste: Share of the computed elements that are thrown away, in [0, 1).
+        wave_waste: Share of the multiprocessors' time that stands idle, in [0, 1).
+        waste: Both together.
+        slowdown: Time beside that of tiles of the most efficient size without any waste, at least 1.
+    """
+
+    tile: tuple[int, int]
+    tiles: int
+    splits: int
+    waves: int
+    tile_waste: float
+    wave_waste: float
+    waste: float
+    slowdown: float
+
+
+def tile_count(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> int:
+    """Tiles that cover a product of m rows and n columns.
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization".
+    """
+    return math.ceil(m / tile_m) * math.ceil(n / tile_n)
+
+
+def tile_waste(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> float:
+    """Share of the computed elements that lie outside the product, in [0, 1).
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization".
+    """
+    return 1 - m * n / (tile_count(m, n, tile_m, tile_n) * tile_m * tile_n)
+
+
+def tile_overhead(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> float:
+    """Elements computed for each that is wanted, at least 1.
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization" (1.5 times the arithmetic for 0.39 %
+        more columns).
+    """
+    return tile_count(m, n, tile_m, tile_n) * tile_m * tile_n / (m * n)
+
+
+def wave_count(tiles: int, multiprocessors: int, tiles_at_once: int = 1) -> int:
+    """Rounds in which the multiprocessors work off the tiles, each taking ``tiles_at_once``.
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization".
+    """
+    return math.ceil(tiles / (multiprocessors * tiles_at_once))
+
+
+def wave_waste(tiles: int, multiprocessors: int, tiles_at_once: int = 1) -> float:
+    """Share of the multiprocessors' time in which they have no tile, in [0, 1).
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization".
+    """
+    places = multiprocessors * tiles_at_once
+    return 1 - tiles / (wave_count(tiles, multiprocessors, tiles_at_once) * places)
+
+
+def aligned_sizes(size: int, multiple: int) -> tuple[int, int]:
+    """The nearest sizes that ``multiple`` divides: at most and at least this one; the lower is ``multiple`` at least.
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements".
+    """
+    return max(multiple, size // multiple * multiple), math.ceil(size / multiple) * multiple
+
+
+def alignment_bytes_multiple(bytes_per_element: float, alignment_bytes: int = 16) -> int:
+    """Elements whose number should divide a dimension so that rows begin at multiples of ``alignment_bytes``.
+
+    16 bytes are 4 numbers of TF32, 8 of FP16, 16 of INT8; the 128 bytes that A100 does best with 32, 64, 128.
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements", table 1.
+    """
+    return int(alignment_bytes / bytes_per_element)
+
+
+def best_tiling(m: int, n: int, k: int, multiprocessors: int, count: int = 1) -> Tiling:
+    """The fastest of the guide's tilings: large tiles reuse more, small ones fit better; long sums are shared out.
+
+    With ``count``, so many products of this size are computed at once.
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization" and "Wave Quantization"; sharing
+        out a tile's sum: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA", parallelized reductions.
+    """
+    tilings = (_tiling((m, n, k, count), each, multiprocessors) for each in TILES)
+    return min(tilings, key=lambda each: round(each.slowdown, 9))
+
+
+def _tiling(sizes: tuple[int, int, int, int], tile: tuple[int, int], multiprocessors: int) -> Tiling:
+    m, n, k, count = sizes
+    tiles = tile_count(m, n, *tile) * count
+    splits = max(1, min(multiprocessors // tiles, k // _LEAST_TERMS))
+    of_tiles, of_waves = tile_waste(m, n, *tile), wave_waste(tiles * splits, multiprocessors)
+    return Tiling(
+        tile=tile,
+        tiles=tiles,
+        splits=splits,
+        waves=wave_count(tiles * splits, multiprocessors),
+        tile_waste=of_tiles,
+        wave_waste=of_waves,
+        waste=1 - (1 - of_tiles) * (1 - of_waves),
+        slowdown=_cost(tile) / _cost(TILES[0]) / ((1 - of_tiles) * (1 - of_waves)),
+    )
+
+
+def _cost(tile: tuple[int, int]) -> float:
+    """Of one element of a tile."""
+    return 1 + _EDGE * (1 / tile[0] + 1 / tile[1])
+
+
+def better_sizes(
+    m: int, n: int, k: int, multiprocessors: int, count: int = 1, multiple: int = 8, within: float = 0.15
+) -> tuple[int | None, int | None]:
+    """The nearest smaller and larger n that take clearly less for each column, by 5 %; None where none is that near.
+
+    No more than 64 sizes to each side are looked at, however large n is.
+
+    Source:
+        NVIDIA, Matrix Multiplication Background User's Guide, "Dimension Quantization Effects".
+    """
+    limit = 0.95 * best_tiling(m, n, k, multiprocessors, count).slowdown
+    lower, upper = aligned_sizes(n, multiple)
+    below = range(lower if lower < n else lower - multiple, max(1, math.ceil(n * (1 - within))) - 1, -multiple)
+    above = range(upper if upper > n else upper + multiple, math.floor(n * (1 + within)) + 1, multiple)
+
+    def first(sizes: range) -> int | None:
+        for each in sizes[:_MOST_TRIED]:
+            if best_tiling(m, each, k, multiprocessors, count).slowdown <= limit:
+                return each
+        return None
+
+    return first(below), first(above)
+
+
+def zero_bytes(
+    parameters: float,
+    stage: int,
+    devices: int = 1,
+    parameter_bytes: float = 2,
+    gradient_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> float:
+    """Bytes per device of weights, gradients and optimizer state under ZeRO.
+
+    Args:
+        parameters: Number of parameters.
+        stage: 0 none is shared out; 1 the optimizer state; 2 gradients too; 3 weights too (FSDP's full sharding).
+        devices: Over how many they are shared out.
+        parameter_bytes: Bytes of a weight that the passes use.
+        gradient_bytes: Bytes of a gradient.
+        optimizer_bytes: Bytes of optimizer state for a parameter; Adam in mixed precision has an fp32 copy of the
+            weight and two fp32 moments.
+
+    Raises:
+        ValueError: If there is no such stage.
+
+    Source:
+        Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5, figure 1 and table 1.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage={stage}: ZeRO has the stages 0, 1, 2 and 3")
+    kinds = (optimizer_bytes, gradient_bytes, parameter_bytes)
+    return parameters * sum(each / devices if index < stage else each for index, each in enumerate(kinds))
+
+
+def zero_largest_parameters(memory_bytes: float, stage: int, devices: int = 1, optimizer_bytes: float = 12) -> float:
+    """Parameters whose training state just fills a device's memory, activations left out.
+
+    Source:
+        Rajbhandari et al., ZeRO, arXiv:1910.02054, table 2.
+    """
+    return memory_bytes / zero_bytes(1, stage, devices, optimizer_bytes=optimizer_bytes)
+
+
+def zero_communication(parameters: float, stage: int) -> float:
+    """Numbers that a device sends in a step: twice the parameters, three times if weights are shared out too.
+
+    Source:
+        Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.
+    """
+    return (3 if stage == 3 else 2) * parameters
+
+
+def adam_mixed_precision_bytes(parameters: float) -> float:
+    """Bytes of weights, gradients and Adam's state in mixed precision: 16 for each parameter.
+
+    Source:
+        Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1.
+    """
+    return zero_bytes(parameters, stage=0)
+
+
+def training_state_bytes(parameters: float, states: int, bytes_per_element: float = 4, *, ema: bool = False) -> float:
+    """Bytes of weights, gradients, ``states`` optimizer states (SGD 0, momentum 1, Adam 2) and a moving average.
+
+    Source:
+        Kingma and Ba, Adam, arXiv:1412.6980, algorithm 1, for the two moments; counting for the rest.
+    """
+    return parameters * bytes_per_element * (2 + states + ema)
+
+
+def allocated_bytes(tensor_bytes: Sequence[float]) -> int:
+    """Bytes that torch's CUDA allocator counts for tensors of these sizes: each is rounded up to 512.
+
+    Source:
+        PyTorch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize).
+    """
+    return sum(rounded(math.ceil(each)) for each in tensor_bytes)
+
+
+def checkpointing_layers(layers: int) -> int:
+    """Segments of equal layers for which keeping only their borders takes least: the root of their number.
+
+    Source:
+        Chen et al., Training deep nets with sublinear memory cost, arXiv:1604.06174, section 4.
+    """
+    return max(1, round(math.sqrt(layers)))
+
+
+def keskar_sharpness(largest_loss: float, loss: float) -> float:
+    """How much the loss can rise in a small box around the weights, in percent of one plus the loss there.
+
+    Source:
+        Keskar et al., On large-batch training for deep learning, arXiv:1609.04836, Metric 2.1.
+    """
+    if loss <= -1:
+        raise ValueError(f"a loss of {loss:g} is not above -1")
+    return 100 * (largest_loss - loss) / (1 + loss)
+
+
+def keskar_box(weight: float, epsilon: float = 1e-3) -> float:
+    """How far a weight may move to each side in that box.
+
+    Source:
+        Keskar et al., arXiv:1609.04836, equation 3; they take 1e-3 and 5e-4 for epsilon.
+    """
+    return epsilon * (abs(weight) + 1)
+
+
+def loss_barrier(shares: Sequence[float], losses: Sequence[float]) -> float:
+    """How far the loss rises above the straight line between two networks' losses, on the way from one to the other.
+
+    Args:
+        shares: Where each loss was measured: 0 is the first network, 1 the second; both must be among them.
+        losses: The losses there.
+
+    Returns:
+        NaN if a loss on the way is none, or one of the two networks' is not finite.
+
+    Source:
+        Goodfellow et al., Qualitatively characterizing neural network optimization problems, arXiv:1412.6544, section
+        3, for the way; Frankle et al., Linear mode connectivity, arXiv:1912.05671, equation 1, for the barrier, here
+        against the line between the two losses and not their mean.
+    """
+    at = dict(zip(shares, losses, strict=True))
+    if 0 not in at or 1 not in at:
+        raise ValueError("both networks (0 and 1) must be among the shares")
+    rises = [loss - ((1 - share) * at[0] + share * at[1]) for share, loss in at.items() if 0 <= share <= 1]
+    # The largest of numbers and NaN would be whichever stands first.
+    return math.nan if any(math.isnan(rise) for rise in rises) else max(rises)
