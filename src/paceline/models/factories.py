@@ -103,3 +103,19 @@ def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.
             f"model.name={model.name}: the factory returned a {type(network).__name__}, not a torch.nn.Module."
         )
     return network
+
+
+def mix_in(modules: Iterable[nn.Module], mixin: type[nn.Module], **attributes: Any) -> None:
+    """Put a class in front of the modules' own, in place: parameters, buffers, names and copies stay as they are.
+
+    Args:
+        modules: Those of one class get one new class, and so are compiled as one kind.
+        mixin: Overrides their methods.
+        attributes: Of the new classes.
+    """
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in modules:
+        kind = type(module)
+        if kind not in classes:
+            classes[kind] = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, **attributes})
+        module.__class__ = classes[kind]

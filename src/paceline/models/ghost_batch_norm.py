@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
+from paceline.models.factories import mix_in
 
 
 class _Ghosts(nn.Module):
@@ -68,11 +69,5 @@ def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> int:
             f"model.ghost_batch_norm={samples}: model.name={name} has SyncBatchNorm ({synced[0]}), which normalises by "
             "the samples of all processes together; take one of the two out."
         )
-    classes: dict[type[Any], type[Any]] = {}
-    for _, module in norms:
-        kind = type(module)
-        if kind not in classes:
-            said = {"_ghost_samples": samples, "__module__": kind.__module__}
-            classes[kind] = type(kind.__name__, (_Ghosts, kind), said)
-        module.__class__ = classes[kind]
+    mix_in((module for _, module in norms), _Ghosts, _ghost_samples=samples)
     return len(norms)

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from paceline.errors import ModelError
+from paceline.models.factories import mix_in
 
 Recompute = Literal["full", "selective"]
 
@@ -58,20 +59,14 @@ def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled:
             f"model.activation_checkpointing={how}: {name} has no repeated blocks (modules of several layers in a "
             "Sequential, ModuleList or ModuleDict) that could be computed again; leave it out."
         )
-    classes: dict[type[Any], type[Any]] = {}
-    for path in paths:
-        block = network.get_submodule(path)
+    blocks = [network.get_submodule(path) for path in paths]
+    for path, block in zip(paths, blocks, strict=True):
         _check(block, path, how, compiled=compiled)
-        # One for all blocks of a kind: so they are compiled as one kind too.
-        kind = type(block)
-        if kind not in classes:
-            said = {"_recompute": how, "__module__": kind.__module__}
-            classes[kind] = type(kind.__name__, (_Recomputed, kind), said)
-        block.__class__ = classes[kind]
         # Activations must not write over what they are given: it may be a result that is kept.
         for module in block.modules() if how == "selective" else ():
             if getattr(module, "inplace", False) is True:
                 module.inplace = False  # type: ignore[assignment]  # a flag, not a module
+    mix_in(blocks, _Recomputed, _recompute=how)
     return paths
 
 

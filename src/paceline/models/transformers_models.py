@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.models.factories import mix_in
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 
@@ -285,14 +286,13 @@ def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
 
 
 def _as_language_model(network: nn.Module, objective: Objective) -> nn.Module:
-    kind = type(network)
-    said = {
-        "__module__": kind.__module__,
-        "objective": objective,
-        "arguments": frozenset(inspect.signature(kind.forward).parameters),
-        "positions_from": _positions_from(network),
-    }
-    network.__class__ = type(kind.__name__, (LanguageModel, kind), said)
+    mix_in(
+        [network],
+        LanguageModel,
+        objective=objective,
+        arguments=frozenset(inspect.signature(type(network).forward).parameters),
+        positions_from=_positions_from(network),
+    )
     return network
 
 

@@ -65,7 +65,7 @@ class Run:
         saved_name: Its folder; empty before the first.
         file_metadata: What each weights file says about itself.
         mirroring: Copies checkpoints to an address, on the first rank; None if the recipe asks for no copy.
-        utilisation: What the throughput is held against; None where the device is not known, and on other ranks.
+        utilisation: What the throughput is compared with; None where the device is not known, and on other ranks.
     """
 
     recipe: Recipe
@@ -167,7 +167,7 @@ class Run:
         return self.clock.span(phase)
 
     def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
-        """Share of the devices' peak that a throughput comes to, as records say it; empty where it is not known."""
+        """Share of the devices' peak that a throughput reaches, as records have it; empty where it is not known."""
         return {} if self.utilisation is None else self.utilisation.for_record(samples_per_second)
 
     def models(self) -> dict[str, nn.Module]:

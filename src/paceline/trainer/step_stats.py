@@ -290,7 +290,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """What a run's throughput is held against.
+    """What a run's throughput is compared with.
 
     Attributes:
         device: The device of each process.
@@ -331,7 +331,7 @@ class Utilisation:
         return {} if self.flops_per_sample is None else {"mfu": self.mfu(samples_per_second)}
 
     def event(self, here: dict[str, Any]) -> MeasurementEvent:
-        """What is said of it at the run's start."""
+        """The record at the run's start."""
         whole, peak = self.flops_per_sample, self.peak
         if whole is None or peak is None:
             message, metrics = f"mfu is not recorded: {self.why_not}", {}
