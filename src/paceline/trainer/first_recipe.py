@@ -157,7 +157,10 @@ def why_no_weights(name: str) -> str:
     import timm
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
-    hub = timm.get_pretrained_cfg(name).hf_hub_id
+    known = timm.get_pretrained_cfg(name)
+    hub = known.hf_hub_id if known is not None else None
+    if hub is None:
+        return f"timm has no published weights of {name}"
     if isinstance(try_to_load_from_cache(hub, _WEIGHTS), str):
         return ""
     why = "HF_HUB_OFFLINE is set"
