@@ -101,7 +101,8 @@ class _LazyGroup(click.Group):
 def cli() -> None:
     """Train neural networks at the pace of the hardware, from one recipe.
 
-    Start with `paceline train digits`; every command explains itself with --help.
+    Start with `paceline train digits`, or with your own images: `paceline train photos/`. Every command explains
+    itself with --help.
     """
 
 
