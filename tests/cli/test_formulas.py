@@ -14,7 +14,7 @@ def test_all_formulas_are_listed_with_their_sources(paceline_here: Callable[...,
     assert len(listed) > 80
     assert all(each["summary"] and each["source"] for each in listed)
     text = paceline_here("formulas").out
-    assert "\nmemory\n" in text
+    assert "\nnetwork\n" in text
     assert "  zero_bytes\n" in text
 
 

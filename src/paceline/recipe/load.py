@@ -67,10 +67,10 @@ def shipped_recipes() -> dict[str, Path]:
 
 def is_data(source: str | Path) -> bool:
     """Whether a RECIPE is data to learn from: a folder that is no run's, or a table of paths and labels."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return not (path / "recipe.yaml").is_file()
-    return path.suffix.lower() in TABLES and path.is_file()
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        return not os.path.isfile(os.path.join(path, "recipe.yaml"))
+    return os.path.splitext(path)[1].lower() in TABLES and os.path.isfile(path)
 
 
 def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:

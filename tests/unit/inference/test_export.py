@@ -12,10 +12,15 @@ from safetensors.torch import load_file
 from paceline.checkpoint.format import Part
 from paceline.checkpoint.sharded import ShardedSave
 from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import CheckpointError
-from paceline.inference.export import export_safetensors
+from paceline.inference.export import ExportRequest, export
 
 WEIGHTS = {"weight": torch.arange(12.0).reshape(4, 3).t(), "steps": torch.tensor(3)}
+
+
+def export_safetensors(target: Path, output: Path, weights: str = "auto") -> SavedWeights:
+    return export(ExportRequest(target=target, output=output, weights=weights)).saved
 
 
 @pytest.fixture
