@@ -16,6 +16,7 @@ import pytest
 from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.memory import peak_private_of, peak_resident_of, private_bytes
+from paceline_advisor.commands import FindBatch
 from paceline_advisor.memory.find_batch import Trial, TrialGround, find_batch, shortened
 from paceline_advisor.memory.variants import outside
 
@@ -88,8 +89,9 @@ def test_a_trial_is_the_recipe_s_step_and_learns_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_the_global_batch_and_the_rate_stay() -> None:
-    small = load_recipe("digits", {"model.options": {"width": 8, "stages": 1}, "parallel.device": "cpu"})
-    found = find_batch(small, processes=1, memory=None, say=lambda _: None)
+    asked = ("model.options={width: 8, stages: 1}", "parallel.device=cpu")
+    small = load_recipe("digits", asked)
+    found = find_batch(FindBatch(recipe="digits", overrides=asked, processes=1), lambda _: None)
     assert (found.largest, found.refused) == (64, None)
     assert found.micro_size * found.accumulation_steps == 64
     assert found.recipe.optimizer == small.recipe.optimizer
