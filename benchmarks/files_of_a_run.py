@@ -93,7 +93,7 @@ def traced(root: Path) -> dict[str, set[str]]:
         paceline.train("image_folder", overrides=asked, run_dir=root / "run", quiet=True)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)  # type: ignore[arg-type]  # which ends it; the types do not say so
     return seen
 
 

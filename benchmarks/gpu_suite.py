@@ -1,8 +1,8 @@
 """Run everything that waits for a GPU, in order of worth, within a number of minutes.
 
-Each part is a command of its own with a limit of its own, so that one that fails or hangs costs no other. What a part
-prints goes to ``OUT/PART.log``, and the result files that it writes in ``benchmarks/results`` are copied to OUT. A part
-whose log says that it is done is not run again, so that a suite that was cut goes on where it was.
+Each part is a separate command with its own time limit, so that one that fails or hangs does not affect the others.
+Its output goes to ``OUT/PART.log``, and the result files that it writes in ``benchmarks/results`` are copied to OUT. A
+part whose log says that it is done is not run again: a suite that was interrupted continues there.
 
     python benchmarks/gpu_suite.py OUT [--minutes 10] [--only PART …] [--cifar10 PATH] [--record PROGRAM] [--tiny]
 

@@ -1,4 +1,4 @@
-"""How fast does Paceline train on a GPU, beside loops written by hand for the very same network and batches?
+"""Measure training throughput on a GPU against hand-written loops for the same network and batch size.
 
 Both train in one process and take turns, a block of steps each (A B A B …); the device is waited for at the end of a
 block, so that each block has its own work in it. Paceline runs as it always does: step records, TensorBoard, ledger and

@@ -305,7 +305,7 @@ def table_row(number: int, found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials, write the result files; 1 if a trial differs."""
-    global PROCESSES  # noqa: PLW0603
+    global PROCESSES  # noqa: PLW0603  # what every launch and victim of this program is counted by
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the lots: the steps, and the order of who is killed")

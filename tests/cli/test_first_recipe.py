@@ -119,6 +119,15 @@ def test_a_run_that_is_there_keeps_what_was_chosen(
     assert json.loads(Path("run/summary.json").read_text())["step"] == 4
 
 
+def test_ones_own_network_goes_on(photos: Path, tmp_path: Path, paceline_here: Callable[..., Any]) -> None:
+    body = "return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 256, num_classes))"
+    (tmp_path / "own_net.py").write_text(f"from torch import nn\ndef make(num_classes, in_channels): {body}\n")
+    asked = (*SHORT, "model.name=own_net:make", "data.image_size=16", "train.duration=2 steps", "data.workers=0")
+    for _ in range(2):  # the second time it is complete, and its recipe names code
+        done = paceline_here("train", "photos", *asked, "--run-dir", "run")
+        assert done.code == 0, done.err
+
+
 def test_a_folder_without_images_is_refused(tmp_path: Path, paceline_here: Callable[..., Any]) -> None:
     (tmp_path / "empty").mkdir()
     done = paceline_here("train", "empty", "--plan-only")

@@ -99,9 +99,9 @@ def command(
     if not plan_only:
         make_optional(sys.stdout)
     overrides += until_override()
-    recipe, overrides = _chosen(recipe, overrides, run_dir, quiet=as_json)
     # To train a recipe is to run what it names; its plan alone is read as other commands read it.
     with contextlib.nullcontext() if plan_only else trusting_code():
+        recipe, overrides = _chosen(recipe, overrides, run_dir, quiet=as_json)
         loaded = load_recipe(recipe, overrides)
     if plan_only:
         _show_plan(loaded, processes, run_dir, as_json=as_json)

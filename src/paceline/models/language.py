@@ -222,7 +222,7 @@ def transformer(vocabulary: int, context: int, causal: bool, **options: Any) -> 
 
 
 # Shows which options there are; functions have no such attribute for mypy.
-transformer.__signature__ = inspect.signature(Shape, eval_str=True)  # type: ignore[attr-defined]
+transformer.__signature__ = inspect.signature(Shape, eval_str=True)  # type: ignore[attr-defined]  # read by inspect
 
 
 def _norm(shape: Shape) -> nn.Module:

@@ -62,7 +62,6 @@ class FirstRecipe:
         recipe: A shipped recipe.
         overrides: What of it is changed, and then what the user asked for, which decides.
         reasons: Each choice with the reason, for people.
-        command: What is typed to train the same by name.
     """
 
     recipe: str
@@ -102,25 +101,30 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     machine = f"a {device.type} device" if on_gpu else f"{format_count(available_cores())} CPU cores"
     held_out, classes = format_count(len(images.validation)), format_count(len(images.classes))
     reasons = [f"{format_count(count)} images to train on and {held_out} held out, of {classes} classes; {machine}"]
-    pretrained, preset = False, _PRESETS[False, on_gpu]
-    if given & {"model.name", "model.pretrained", "model.initialize_from"}:
-        pretrained = tried.model.pretrained or tried.model.initialize_from is not None
-        preset = _PRESETS[pretrained, on_gpu]
+    is_network_given = bool(given & {"model.name", "model.pretrained", "model.initialize_from"})
+    if is_network_given:
+        pretrained, missing = tried.model.pretrained or tried.model.initialize_from is not None, ""
     else:
         missing = why_no_weights(_PRESETS[True, on_gpu].model)
         pretrained = not missing
-        preset = _PRESETS[pretrained, on_gpu]
+    preset = _PRESETS[pretrained, on_gpu]
+    if not is_network_given:
         reasons.append(
             f"{preset.model}: its published weights, trained on ImageNet, are a far better start than none"
             if pretrained
             else f"{preset.model}, from scratch: {missing}"
         )
-    words = _words(preset, count, images.image_size, given, pretrained=pretrained)
-    reasons.append(
-        f"{words['data.image_size']} pixels and {words['train.duration']}, for about {format_count(preset.images)} "
-        f"images seen with {machine}"
-    )
+    words = _words(preset, count, images.image_size, pretrained=pretrained)
     chosen = tuple(f"{key}={value}" for key, value in words.items() if key not in given)
+    for key, why in (
+        ("data.image_size", f"at most {preset.size} for this network and machine, and no image is enlarged"),
+        (
+            "train.duration",
+            f"about {format_count(preset.images)} images seen, in {preset.epochs[0]} to {preset.epochs[1]} epochs",
+        ),
+    ):
+        if key not in given:
+            reasons.append(f"{key}={words[key]}: {why}")
     options = tuple(each for each in preset.options if "model.name" not in given and "model.options" not in given)
     return FirstRecipe(
         recipe="fine_tune" if pretrained else "image_folder",
@@ -129,7 +133,7 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     )
 
 
-def _words(preset: _Preset, count: int, native: int, given: set[str], *, pretrained: bool) -> dict[str, Any]:
+def _words(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:
     """The overrides of a preset for so many images."""
     fewest, most = preset.epochs
     epochs = min(most, max(fewest, round(preset.images / max(count, 1))))

@@ -26,7 +26,7 @@ _RESULT = 1e-5
 
 
 def ends(runs: Runs) -> Finding:
-    """Does every run end by itself, whatever the number of processes?"""
+    """Check that every run ends by itself at any number of processes."""
     for name in ("one", "two", "three", "batchnorm"):
         run = runs.get(name)
         if run is None:
@@ -51,7 +51,7 @@ def ends(runs: Runs) -> Finding:
 
 
 def clean_exit(runs: Runs) -> Finding:
-    """Is the exit code 0 and the process group destroyed?"""
+    """Check that the exit code is 0 and the process group is destroyed."""
     found = runs.complete("one", "two", "three", "batchnorm")
     for run in found.values():
         codes = sorted({code for code in run.exit_codes if code > 0})
@@ -65,7 +65,7 @@ def clean_exit(runs: Runs) -> Finding:
 
 
 def one_writer(runs: Runs) -> Finding:
-    """Does one rank alone write to the output directory?"""
+    """Check that only one rank writes to the output directory."""
 
     for name in ("two", "three"):  # also where that is what made the program fail
         tried = runs.get(name)
@@ -87,7 +87,7 @@ def _some_writer(run: Run) -> Finding:
 
 
 def resume(runs: Runs) -> Finding:
-    """Does a run that was killed in its second epoch go on from the checkpoint of the first, to the same weights?"""
+    """Check that a run killed in its second epoch resumes from the first's checkpoint, to the same weights."""
     whole, resumed = runs.complete("two").get("two"), runs.get("resumed")
     if whole is None or resumed is None:
         return Finding("This could not be seen: the run with 2 processes did not train to its end.")
@@ -122,7 +122,7 @@ def resume(runs: Runs) -> Finding:
 
 
 def atomic(runs: Runs) -> Finding:
-    """Is there still a whole checkpoint when a rank is killed while it writes the next?"""
+    """Check that a whole checkpoint remains when a rank is killed while it writes the next."""
     whole, resumed, again = runs.get("two"), runs.get("resumed"), runs.get("again")
     if whole is None or resumed is None or not resumed.steps:
         return Finding("This could not be seen: the program did not go on after a kill.")
@@ -142,7 +142,7 @@ def atomic(runs: Runs) -> Finding:
 
 
 def inside(runs: Runs) -> Finding:
-    """Does it write in its own directory only?"""
+    """Check that it writes only in its own directory."""
     paths = [path for run in runs.by_name.values() for rank in run.ranks for path in rank.refused]
     return Finding(f"It tried to write to {listing(sorted(set(paths)))}, and was not let.") if paths else Finding()
 
@@ -197,7 +197,7 @@ def _is_same(first: Vector, second: Vector) -> bool:
 
 @on_several
 def once(run: Run) -> Finding:
-    """Is every sample of the training set used exactly once per epoch, over all ranks?"""
+    """Check that every training sample is used exactly once per epoch, over all ranks."""
     for epoch in range(run.epochs):
         used = Counter(s for rank in run.ranks for step in run.epoch_steps(epoch) for s in rank.steps[step].samples)
         where = f"In epoch {epoch} {with_processes(run)}"
@@ -219,7 +219,7 @@ def once(run: Run) -> Finding:
 
 @on_several
 def disjoint(run: Run) -> Finding:
-    """Do ranks share the samples of an epoch among them? A few that are repeated to fill up are for `once`."""
+    """Check that ranks divide an epoch's samples. A few that are repeated to fill up are left to `once`."""
     for epoch in range(run.epochs):
         used = [{s for step in run.epoch_steps(epoch) for s in rank.steps[step].samples} for rank in run.ranks]
         for second in range(run.processes):
@@ -235,7 +235,7 @@ def disjoint(run: Run) -> Finding:
 
 @on_several
 def order(run: Run) -> Finding:
-    """Is the order another one in each epoch?"""
+    """Check that the order changes from epoch to epoch."""
     epochs = [
         [frozenset(s for rank in run.ranks for s in rank.steps[step].samples) for step in run.epoch_steps(epoch)]
         for epoch in range(run.epochs)
@@ -280,7 +280,7 @@ class Schedule:
 
 @on_several
 def scaled(run: Run, schedule: Schedule) -> Finding:
-    """Is the learning rate proportional to the global batch, whatever the number of processes?"""
+    """Check that the learning rate is proportional to the global batch at any number of processes."""
     expected = schedule.peak(run.batch)
     found = _peak(run, schedule)
     for step in range(min(schedule.warmup + 1, run.steps - 1), run.steps):
@@ -303,7 +303,7 @@ def scaled(run: Run, schedule: Schedule) -> Finding:
 
 @on_several
 def warmup(run: Run, schedule: Schedule) -> Finding:
-    """Does the learning rate rise evenly over the first steps? Compared with what it rises to, right or not."""
+    """Check that the learning rate rises evenly over the first steps, to whatever it reaches, right or not."""
     peak = _peak(run, schedule)
     for step in range(min(schedule.warmup, run.steps)):
         expected = (step + 1) / schedule.warmup
@@ -317,7 +317,7 @@ def warmup(run: Run, schedule: Schedule) -> Finding:
 
 
 def throughput(runs: Runs) -> Finding:
-    """Do steps come at least half as fast as those of a bare loop? Not judged on a machine too noisy to tell."""
+    """Check that steps are at least half as fast as a bare loop's. Not judged on a machine too noisy to tell."""
     programs = runs.complete("batchnorm", *AGAIN)
     if "batchnorm" not in programs:
         return Finding("This could not be seen: the run of the network with BatchNorm was not trained to its end.")

@@ -37,12 +37,12 @@ _STEP = 2e-4  # relative, of the norm; float32 itself is a tenth of it
 
 @on_several
 def initial(run: Run) -> Finding:
-    """Do all ranks start from the same weights?"""
+    """Check that all ranks start from the same weights."""
     return _same_on_ranks(run, [rank.steps[0].weights for rank in run.ranks], "before step 0")
 
 
 def one_process(runs: Runs) -> Finding:
-    """Is the result with several processes that of one process with the same global batch?"""
+    """Check that several processes give the result of one process with the same global batch."""
     alone = runs.complete("one").get("one")
     if alone is None:
         return Finding("This could not be seen: the run with 1 process did not train to its end.")
@@ -84,7 +84,7 @@ def explain_gradient(found: Vector, expected: Vector, before: Vector | None, pro
 
 @on_several
 def gradient(run: Run) -> Finding:
-    """Is each step made with the gradient of the mean loss over the global batch?"""
+    """Check that each step uses the gradient of the mean loss over the global batch."""
     worst = 0.0
     for step in range(run.steps):
         shares = step_shares(run, step)
@@ -109,7 +109,7 @@ def gradient(run: Run) -> Finding:
 
 @on_several
 def optimizer(run: Run) -> Finding:
-    """Does each step change weights as SGD with momentum 0.9 does, given its gradients and its learning rate?"""
+    """Check that each step changes weights as SGD with momentum 0.9, given its gradients and its learning rate."""
     steps = run.ranks[0].steps
     velocity = np.zeros(len(steps[0].weights))
     for number, (step, after) in enumerate(pairwise(steps)):
@@ -138,7 +138,7 @@ def _where(run: Run, step: int, found: list[Vector]) -> str:
 
 @on_several
 def same_weights(run: Run) -> Finding:
-    """Do all ranks end with the same weights, and are they those in the file?"""
+    """Check that all ranks end with the same weights, and that these are in the file."""
     finding = _same_on_ranks(run, [_final(run, rank) for rank in range(run.processes)], "at the end")
     if finding.reason:
         return finding
@@ -184,7 +184,7 @@ _HALF_A_SAMPLE = 50 / VALIDATION_SAMPLES
 
 
 def validation(runs: Runs) -> Finding:
-    """Is every sample of the validation set counted once, and the accuracy in the log the one of these weights?"""
+    """Check that each validation sample is counted once, and that the logged accuracy is that of these weights."""
     every = runs.complete("one", "two", "three")
     if not runs.complete("two", "three"):
         return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
@@ -193,7 +193,7 @@ def validation(runs: Runs) -> Finding:
 
 
 def batchnorm(runs: Runs) -> Finding:
-    """Are the statistics of BatchNorm the same on all ranks when it counts?"""
+    """Check that BatchNorm's statistics are the same on all ranks when it counts."""
     run = runs.complete("batchnorm").get("batchnorm")
     if run is None:
         return Finding("This could not be seen: the run of the network with BatchNorm was not trained to its end.")
@@ -226,7 +226,7 @@ def batchnorm(runs: Runs) -> Finding:
 
 
 def accuracy(runs: Runs) -> Finding:
-    """Does the network with BatchNorm reach the target?"""
+    """Check that the network with BatchNorm reaches the target."""
     run = runs.get("batchnorm")
     found = accuracy_of_state(run.weights) if run is not None and run.weights else None
     if found is None or found < TARGET_ACCURACY:
@@ -238,7 +238,7 @@ def accuracy(runs: Runs) -> Finding:
 
 @on_several
 def loss(run: Run) -> Finding:
-    """Is the loss in the log the mean over all samples of the epoch?"""
+    """Check that the logged loss is the mean over all samples of the epoch."""
     for epoch in range(run.epochs):
         total, count = 0.0, 0
         for step in run.epoch_steps(epoch):
@@ -289,7 +289,7 @@ def _validation(run: Run) -> Finding:
 
 @on_several
 def validation_shared(run: Run) -> Finding:
-    """Do all ranks take part in validation?"""
+    """Check that all ranks take part in validation."""
     looked = [sum(len(seen.samples) for seen in rank.validations) for rank in run.ranks]
     idle = [rank for rank, count in enumerate(looked) if count == 0]
     if idle:

@@ -72,7 +72,7 @@ class Supervisor:
         return "time" if now - self._begin > self.limits.seconds else ""
 
     def _is_idle(self, look: _Look) -> bool:
-        """Has next to nothing been done for as long as that may be?
+        """Return whether next to nothing has been done for as long as that may be.
 
         Threads that watch over others wake now and then, for a moment each, and may be seen awake: so what counts is
         how much was done, and how often somebody was at work.
