@@ -256,7 +256,7 @@ def _plan_of(result: TrainResult) -> Mapping[str, Any]:
 
 
 def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: Path | None, *, as_json: bool) -> None:
-    from paceline.trainer.train import plan_only
+    from paceline.trainer.train import forecast_only, plan_only
 
     # Among several ranks the plan is that of their world, unless it is asked for another.
     in_world = processes is None and is_one_of_several(None)
@@ -267,11 +267,14 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
         notices.append(chosen.notice)
     if not is_first_process():
         return
+    expected = forecast_only(loaded) if chosen is not None and chosen.count == 1 else None
     if as_json:
-        print_json({"plan": plan.to_tree(), "recipe": to_tree(loaded.recipe), "notices": notices})
+        figures = dict(expected.metrics) if expected is not None else {}
+        print_json({"plan": plan.to_tree(), **figures, "recipe": to_tree(loaded.recipe), "notices": notices})
         return
     echo(f"Plan of {loaded.name}")
-    print_pairs(_plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
+    told = {} if expected is None else {"expected": expected.message.removeprefix("expected: ")}
+    print_pairs(told | _plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
     echo("\nLearning rate")
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)
