@@ -210,10 +210,16 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         later = ", with a later --until or train.until or none," * (summary.details.get("ending") == "until")
         echo(f"Run the same command{later} with --run-dir {run_dir} to go on.")
         return
+    plan, trust = _plan_of(result), " --trust-code" * names_code
     echo("Next:")
-    if _plan_of(result).get("evaluation_samples") != 0:
-        echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
+    if plan.get("sample_name") == "images":
+        echo(f"  {program()} predict {run_dir} photo.jpg{trust}")
+    if plan.get("evaluation_samples") != 0:
+        echo(f"  {program()} evaluate {run_dir}{trust}")
+    echo(f"  {program()} export {run_dir} --format safetensors --output model.safetensors{trust}")
     echo(f"  {program()} audit {run_dir}")
+    if (run_dir / "report.html").is_file():
+        echo(f"  open {run_dir / 'report.html'} in a browser")
 
 
 def _figures(result: TrainResult) -> dict[str, Any]:

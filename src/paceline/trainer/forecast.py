@@ -248,12 +248,12 @@ class _Costs:
 
 def _growth(plan: Plan, position: int, end: int) -> float:
     """Mean pixels of the training images from ``position`` to ``end``, over those of the images at ``position``."""
-    sizes = {int(epoch): size for epoch, size in plan.data.get("image_size_from_epoch", {}).items()} or {0: 1}
+    sizes: dict[int, int] = {int(epoch): size for epoch, size in plan.data.get("image_size_from_epoch", {0: 1}).items()}
     begins = [plan.epochs.first_step(epoch) for epoch in sizes]
     spans = zip(begins, [*begins[1:], plan.total_steps], sizes.values(), strict=True)
     pixels = [(max(0, min(last, end) - max(first, position)), size**2) for first, last, size in spans]
     now = next(size for steps, size in pixels if steps)
-    return float(sum(steps * size for steps, size in pixels)) / (end - position) / now
+    return sum(steps * size for steps, size in pixels) / ((end - position) * now)
 
 
 def _evaluations(run: Run, end: int) -> int:

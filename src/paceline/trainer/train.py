@@ -428,7 +428,14 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
     run.display.start(
-        RunProgress(plan.total_steps, run.progress.step, plan.epochs, plan.sample_name),
+        RunProgress(
+            plan.total_steps,
+            run.progress.step,
+            plan.epochs,
+            plan.sample_name,
+            headline=run.best_metric().name,
+            has_ema=run.ema is not None,
+        ),
         title=f"{loaded.name} in {run.directory.root}",
         lines=_plan_in_words(run),
     )
