@@ -273,7 +273,10 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
         notices.append(chosen.notice)
     if not is_first_process():
         return
-    expected = forecast_only(loaded) if chosen is not None and chosen.count == 1 else None
+    expected = None
+    if chosen is not None and chosen.count == 1:
+        with contextlib.suppress(PacelineError):  # data or weights that the plan itself can do without
+            expected = forecast_only(loaded)
     if as_json:
         figures = dict(expected.metrics) if expected is not None else {}
         print_json({"plan": plan.to_tree(), **figures, "recipe": to_tree(loaded.recipe), "notices": notices})
