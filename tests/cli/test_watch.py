@@ -80,7 +80,7 @@ def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, 
     places = [f"step {each['step']}/600 " for each in told if each["event"] == "step"]
     assert [place for place in places if not any(place in line for line in lines)] == []
     assert any("resumed from step-" in line for line in lines)
-    assert lines[-1] == "run: completed, step 600/300"
+    assert lines[-1] == "run: completed, step 600/600"
 
 
 def test_a_terminal_shows_curves_and_is_left_with_ctrl_c(tmp_path: Path, tiny: tuple[str, ...]) -> None:
