@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.schema import Recipe
-from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
+from paceline.records.events import FinishEvent, MeasurementEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import Summary, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.storage.addresses import is_address
@@ -37,6 +38,7 @@ from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
 from paceline.trainer.meta_network import network_to_plan
 from paceline.trainer.mirroring import (
@@ -150,6 +152,18 @@ def plan_only(
     plan = plan_network(partial(make_plan, notes=notes), network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
     return plan
+
+
+def forecast_only(loaded: LoadedRecipe) -> MeasurementEvent | None:
+    """Expected time and memory of a run on this machine, from a few passes of one process; None if not worth it.
+
+    Raises:
+        PacelineError: For every mistake in the recipe or the data.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        options = Options(run_dir=Path(scratch) / "run", resume="never")
+        with opened_run(loaded, options) as run:
+            return measure(run, ReadAhead(run.train_batches()), cautious=True)
 
 
 def _limits(plan: Plan, recipe: Recipe) -> dict[str, str]:
@@ -414,7 +428,14 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
     run.display.start(
-        RunProgress(plan.total_steps, run.progress.step, plan.epochs, plan.sample_name),
+        RunProgress(
+            plan.total_steps,
+            run.progress.step,
+            plan.epochs,
+            plan.sample_name,
+            headline=run.best_metric().name,
+            has_ema=run.ema is not None,
+        ),
         title=f"{loaded.name} in {run.directory.root}",
         lines=_plan_in_words(run),
     )
