@@ -273,9 +273,7 @@ class Plan(Cluster):
     """
 
     deadline: Annotated[
-        TimeSpan | None,
-        Shape(metavar="TIME", parse=TimeSpan.parse),
-        "When training must be over: 8h, 90 minutes, 2d.",
+        TimeSpan | None, Shape(metavar="TIME", parse=TimeSpan.parse), "When training must be over: 8h, 90 minutes, 2d."
     ] = None
     budget: Annotated[float | None, Gt(0), Shape(metavar="DOLLARS"), "What it may cost."] = None
     most_gpus: Annotated[int, Ge(1), "Most GPUs to consider."] = 256
@@ -348,9 +346,7 @@ class Doctor:
         "Judge for this device (a100, t4, cpu, …), whether or not it is here (default: the one here).",
     ] = None
     processes: Annotated[
-        int | None,
-        Ge(1),
-        "Judge a run of N processes (default: 1, or 2 where parallel.strategy needs several).",
+        int | None, Ge(1), "Judge a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
     ] = None
     measure: Annotated[bool, "Measure the gain of each change, in short bursts in turns."] = False
     rounds: Annotated[int, Ge(4), Shape(only="measure"), "Turns of each change with --measure."] = 8
@@ -384,9 +380,7 @@ def _batch_size(word: str) -> int:
 
 
 @command(
-    "recipe",
-    runs="paceline_advisor.bench.report:bench",
-    files=("benchmark.json", "benchmark.md", "benchmark.html"),
+    "recipe", runs="paceline_advisor.bench.report:bench", files=("benchmark.json", "benchmark.md", "benchmark.html")
 )
 @dataclass(frozen=True, kw_only=True)
 class Bench:
@@ -593,9 +587,7 @@ class Landscape:
         "Whose loss. Training samples are processed as held-out ones are, without augmentation.",
     ] = "train"
     samples: Annotated[
-        int | None,
-        Shape(metavar="N|all", parse=_samples),
-        "Most samples of each split, always the same for a seed.",
+        int | None, Shape(metavar="N|all", parse=_samples), "Most samples of each split, always the same for a seed."
     ] = 1024
     batch_norm: Annotated[
         Literal["recomputed", "stored"] | None,

@@ -129,10 +129,7 @@ def _described(asked: Bench) -> tuple[str, Recipe]:
 def _saved(asked: Bench, device: torch.device, precision: str) -> _Subject:
     predictor = load_predictor(Path(asked.recipe), weights=asked.weights, trust_code=is_code_trusted(), device=device)
     return _Subject(
-        answer=predictor.probabilities,
-        shape=predictor.shape,
-        device=device,
-        precision=_resolved(precision, device),
+        answer=predictor.probabilities, shape=predictor.shape, device=device, precision=_resolved(precision, device)
     )
 
 
@@ -156,10 +153,7 @@ def _untrained(recipe: Recipe, device: torch.device, precision: str) -> _Subject
 
     size = int(facts["evaluation_size"])
     return _Subject(
-        answer=answer,
-        shape=(int(facts["channels"]), size, size),
-        device=device,
-        precision=_resolved(precision, device),
+        answer=answer, shape=(int(facts["channels"]), size, size), device=device, precision=_resolved(precision, device)
     )
 
 

@@ -291,11 +291,7 @@ def write_dawnbench(
             "hardware": run.hardware,
             **({} if price is None else {"costPerHour": price}),
             "timestamp": time.strftime("%Y-%m-%d"),
-            "misc": {
-                "recipe": loaded.name,
-                "seed": run.seed,
-                "target": f"{target.metric} {target.value:g}",
-            },
+            "misc": {"recipe": loaded.name, "seed": run.seed, "target": f"{target.metric} {target.value:g}"},
         }
         path = folder / f"{stem}-{number}.json"
         write_json(path, entry)

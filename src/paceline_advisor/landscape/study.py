@@ -169,10 +169,7 @@ def _trajectory(run: Opened, weights: Tensor, request: Landscape, notes: list[st
 
     def assemble(found: list[Any]) -> Trajectory:
         return Trajectory(
-            steps=tuple(steps),
-            coordinates=plane.coordinates,
-            explained=plane.explained,
-            surface=job.assemble(found),
+            steps=tuple(steps), coordinates=plane.coordinates, explained=plane.explained, surface=job.assemble(found)
         )
 
     return Job(job.parts, assemble)

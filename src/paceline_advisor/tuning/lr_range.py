@@ -353,11 +353,7 @@ def measure(asked: FindLr, log: Log) -> RangeTest:
 
 
 def range_test(
-    loaded: LoadedRecipe,
-    sweep: Sweep,
-    *,
-    task: TaskMaker | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    loaded: LoadedRecipe, sweep: Sweep, *, task: TaskMaker | None = None, say: Callable[[str], None] = lambda _: None
 ) -> RangeTest:
     """Do a range test of a recipe; a collective of all processes of the world this one finds itself in.
 
