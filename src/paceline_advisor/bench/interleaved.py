@@ -8,11 +8,11 @@ round in the other order. What slows the machine for a while slows all of them, 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from paceline.metrics.intervals import Interval, paired_ratio, rate_interval
 from paceline.recipe.load import to_yaml
@@ -23,7 +23,6 @@ from paceline.units import Duration, TimeSpan
 from paceline_advisor.bench.interleaved_members import Member, MemberError
 from paceline_advisor.launches import check_alone
 
-T = TypeVar("T")
 Part = Literal["together", "compute", "data"]
 PARTS: tuple[Part, ...] = ("together", "compute", "data")
 
@@ -186,44 +185,31 @@ def run_bursts(
         name: each if isinstance(each, Variant) else Variant(recipe=each, processes=processes)
         for name, each in variants.items()
     }
-    pace = _Pace(rounds=rounds, block_seconds=block_seconds, say=say)
-    found = _in_turns(asked, pace)
+    found = _in_turns(asked, rounds, block_seconds, say)
     for name, each in found.items():
         if each.out_of_memory and len(asked) > 1:
             say(f"{name}: once more by itself, as with the others there was not enough memory")
-            found[name] = replace(_in_turns({name: asked[name]}, pace)[name], alone=True)
+            alone = _in_turns({name: asked[name]}, rounds, block_seconds, say)
+            found[name] = replace(alone[name], alone=True)
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pace:
-    rounds: int
-    block_seconds: float
-    say: Callable[[str], None]
-
-    @property
-    def limit_seconds(self) -> float:
-        """What takes longer than this does not come back."""
-        return _BLOCK_SECONDS + 20 * self.block_seconds
 
 
 class _Player:
     """One variant that takes turns."""
 
-    def __init__(self, variant: Variant, scratch: Path, index: int, pace: _Pace) -> None:
+    def __init__(self, variant: Variant, scratch: Path, index: int, block_seconds: float) -> None:
         self.measured = Measured(variant=variant)
-        self._pace = pace
-        self._steps = 1
+        self._block_seconds, self._steps = block_seconds, 1
+        self._member: Member | None = None
         folder = scratch / str(index)
         folder.mkdir()
         recipe = folder / "recipe.yaml"
         recipe.write_text(to_yaml(for_bursts(variant.recipe)), encoding="utf-8")
-        self._member: Member | None = None
-        self._try(lambda: self._start(recipe, scratch))
 
-    def _start(self, recipe: Path, scratch: Path) -> None:
-        variant = self.measured.variant
-        self._member = Member(recipe, variant.part, processes=variant.processes, folder=recipe.parent, scratch=scratch)
+        def start() -> None:
+            self._member = Member(recipe, variant.part, processes=variant.processes, folder=folder, scratch=scratch)
+
+        self.attempt(start)
 
     @property
     def member(self) -> Member:
@@ -231,19 +217,8 @@ class _Player:
         assert self._member is not None
         return self._member
 
-    def open(self) -> None:
-        """Wait for its run."""
-        self._try(self._open)
-
-    def warm_up(self) -> None:
-        """Take the first steps, and find out how many make a block."""
-        self._try(self._warm_up)
-
-    def play(self) -> None:
-        """Take one turn."""
-        self._try(self._play)
-
-    def _try(self, act: Callable[[], None]) -> None:
+    def attempt(self, act: Callable[[], None]) -> None:
+        """Do something unless the variant has failed; a failure is noted, and ends its processes."""
         if self.measured.trouble:
             return
         try:
@@ -262,74 +237,66 @@ class _Player:
         if self._member is not None:
             self._member.leave()
 
-    def _open(self) -> None:
+    def open(self) -> None:
+        """Wait for its run."""
         self.measured.facts = self.member.opened(limit_seconds=_OPEN_SECONDS)
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
+        """Take the first steps, and find out how many make a block."""
         measured, steps = self.measured, 1
         while True:
             block = self._turn(0, steps)
             measured.warm_up_steps += steps
             measured.warm_up_seconds += block.seconds
-            if measured.warm_up_steps > WARMUP_STEPS and measured.warm_up_seconds >= self._pace.block_seconds:
+            if measured.warm_up_steps > WARMUP_STEPS and measured.warm_up_seconds >= self._block_seconds:
                 break
             # The first steps are slow, and say little of how many there is time for.
-            left = max(0.0, self._pace.block_seconds - measured.warm_up_seconds) / block.step_seconds
+            left = max(0.0, self._block_seconds - measured.warm_up_seconds) / block.step_seconds
             steps = WARMUP_STEPS if measured.warm_up_steps == 1 else max(1, min(int(left) + 1, _MOST_WARM_STEPS))
-        self._steps = max(1, round(self._pace.block_seconds / block.step_seconds))
+        self._steps = max(1, round(self._block_seconds / block.step_seconds))
 
-    def _play(self) -> None:
-        self.measured.rounds.append(self._turn(min(self._held, self._steps), self._steps))
-
-    @property
-    def _held(self) -> int:
-        """Batches that may lie ready after a pause, and one for caches that others have filled."""
+    def play(self) -> None:
+        """Take one turn."""
         facts, part = self.measured.facts, self.measured.variant.part
-        return 1 if part == "compute" else int(facts["workers"] or 0) * int(facts["prefetch"]) + 1
+        # Batches that may lie ready after a pause, and one for caches that others have filled.
+        held = 1 if part == "compute" else int(facts["workers"] or 0) * int(facts["prefetch"]) + 1
+        self.measured.rounds.append(self._turn(min(held, self._steps), self._steps))
 
     def _turn(self, lead: int, steps: int) -> Round:
-        answer = self.member.turn(lead=lead, steps=steps, limit_seconds=self._pace.limit_seconds)
+        # What takes longer than this does not come back.
+        limit = _BLOCK_SECONDS + 20 * self._block_seconds
+        answer = self.member.turn(lead=lead, steps=steps, limit_seconds=limit)
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
         return Round(**answer)
 
 
-def _in_turns(variants: Mapping[str, Variant], pace: _Pace) -> dict[str, Measured]:
+def _in_turns(
+    variants: Mapping[str, Variant], rounds: int, block_seconds: float, say: Callable[[str], None]
+) -> dict[str, Measured]:
     with ExitStack() as held:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="paceline-b")))
         players: dict[str, _Player] = {}
         for index, (name, variant) in enumerate(variants.items()):
-            players[name] = _Player(variant, scratch, index, pace)
+            players[name] = _Player(variant, scratch, index, block_seconds)
             held.callback(players[name].kill)
-        pace.say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
+        say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
         for each in players.values():
-            each.open()
+            each.attempt(each.open)
         for name, each in players.items():
-            each.warm_up()
-            pace.say(f"{name}: {_in_words(each.measured)}")
-        _play(list(players.values()), pace)
+            each.attempt(each.warm_up)
+            found = each.measured
+            warm = f"warm after {found.warm_up_steps} steps, {found.warm_up_seconds:.1f} s"
+            say(f"{name}: {found.trouble or warm}")
+        for number in range(rounds):
+            if all(each.measured.trouble for each in players.values()):
+                break
+            say(f"round {number + 1} of {rounds}")
+            # The last ones first in every second, so that a drift favours nobody.
+            for each in list(players.values())[:: -1 if number % 2 else 1]:
+                each.attempt(each.play)
         for each in players.values():
             each.leave()
         return {name: each.measured for name, each in players.items()}
-
-
-def _play(players: Sequence[_Player], pace: _Pace) -> None:
-    for number in range(pace.rounds):
-        if all(each.measured.trouble for each in players):
-            return
-        pace.say(f"round {number + 1} of {pace.rounds}")
-        for each in in_order(players, number):
-            each.play()
-
-
-def in_order(players: Sequence[T], number: int) -> Sequence[T]:
-    """Who has a turn after whom in a round: the last ones first in every second, so that a drift favours nobody."""
-    return players if number % 2 == 0 else players[::-1]
-
-
-def _in_words(measured: Measured) -> str:
-    if measured.trouble:
-        return measured.trouble
-    return f"warm after {measured.warm_up_steps} steps, {measured.warm_up_seconds:.1f} s"
 
 
 def for_bursts(recipe: Recipe) -> Recipe:
