@@ -415,7 +415,10 @@ def estimate_memory(
     ways = processes if processes > 1 else SUPPOSED
     memory = machine.memory_bytes
     allocator, unheeded = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
-    with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=True) as step:
+    with (
+        without_collection(),
+        fake_step(recipe, processes=processes, machine=machine, scores=True) as step,
+    ):
         steps = trace_steps(step)
         job = Job(step, steps, machine, ways=ways, allocator=allocator)
         largest, verified = (None, None) if memory is None else _largest(job, steps, memory)

@@ -139,7 +139,7 @@ class TrialGround:
             told = said(launch) if code else ""
             refused = any(each in launch.err for each in _REFUSED) or code in (-9, 137)
         peak = self._peak(run_dir, seen) if code == 0 or why else None
-        if not why and code == 0:
+        if not why and code == 0 and self._is_over(peak):
             why = self._over(peak)
         if not why and code:
             if not refused:
@@ -153,20 +153,21 @@ class TrialGround:
         while launch.process.poll() is None:
             for pid in launch.ranks() if self.device_type == "cpu" else ():
                 seen[pid] = max(seen.get(pid, 0), peak_private_of(pid))
-            if why := self._over(max(seen.values(), default=0)):
+            if self._is_over(max(seen.values(), default=0)):
                 launch.kill()
-                return why
+                return self._over(max(seen.values()))
             if time.monotonic() > deadline:
                 launch.kill()
                 raise TrainingError(f"a trial had not ended after {_LIMIT_SECONDS:.0f} s, and was ended")
             time.sleep(_LOOK_SECONDS)
         return ""
 
+    def _is_over(self, peak: int | None) -> bool:
+        # A GPU refuses what is too much by itself.
+        return self.device_type == "cpu" and self.memory is not None and (peak or 0) > self.memory
+
     def _over(self, peak: int | None) -> str:
-        """Say that a process took more than it may; a GPU refuses what is too much by itself."""
-        if self.device_type != "cpu" or self.memory is None or (peak or 0) <= self.memory:
-            return ""
-        return f"a process took {format_bytes(peak or 0)} of its {format_bytes(self.memory)}"
+        return f"a process took {format_bytes(peak or 0)} of its {format_bytes(self.memory or 0)}"
 
     def _peak(self, run_dir: Path, seen: dict[int, int]) -> int | None:
         if self.device_type == "cpu":
@@ -350,9 +351,6 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
     found = replace(loaded.recipe, batch=replace(loaded.recipe.batch, micro_size=micro))
     if asked.apply is not None:
         write_new(asked.apply, to_yaml(found))
-    estimated = None
-    if job is not None:  # of a CPU all that a process has, of a GPU what PyTorch allocates
-        estimated = job.needed(low) if job.plan.device == "cpu" else job.peak(low).allocated
     return FoundBatch(
         name=loaded.name,
         recipe=found,
@@ -364,7 +362,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
         micro_size=micro,
         accumulation_steps=recipe.batch.global_size // (micro * processes),
         memory=memory,
-        estimated=estimated,
+        estimated=None if job is None else _as_measured(job, low),
         why_not=why_not,
         applied=asked.apply,
     )
@@ -422,6 +420,11 @@ def _start(job: Job | None, memory: int | None, share: int) -> int:
     return 1 if job is None or memory is None else max(1, min(job.largest(memory, roughly=True), share) // 4)
 
 
+def _as_measured(job: Job, micro_batch: int) -> int:
+    """Bytes of a trial's peak: on a CPU all that a process has, on a GPU what PyTorch allocates."""
+    return job.needed(micro_batch) if job.plan.device == "cpu" else job.peak(micro_batch).allocated
+
+
 def _share(recipe: Recipe, processes: int) -> int:
     """Samples of a process in every step, which micro-batches must divide."""
     whole = replace(recipe, batch=replace(recipe.batch, micro_size="auto"))
@@ -430,10 +433,14 @@ def _share(recipe: Recipe, processes: int) -> int:
 
 
 def _available(processes: int) -> int | None:
-    """Return the bytes of main memory that each process can have without taking it from others."""
-    limits = [memory_limit()]
+    """Bytes of main memory that each of so many processes can have without taking it from others."""
+    limits = [each for each in (memory_limit(), _free()) if each is not None]
+    return min(limits) // processes if limits else None
+
+
+def _free() -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    known = [each for each in limits if each is not None]
-    return min(known) // processes if known else None
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -38,19 +38,25 @@ def unknown_kernels(network: nn.Module) -> str:
 
 
 def cpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
-    """Return the bytes an operation takes besides arguments and results, and for what; 0 for those not known."""
+    """Bytes that an operation takes beside what it is given and returns, and for what; none of those not known."""
+    return _taken(operation, args, answer), "workspace"
+
+
+def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
     if operation == "convolution.default":
-        images, weight, output, copies = args[0], args[1], answer, 1
+        images, weight, output = args[0], args[1], answer
+        copies = 1
     elif operation == "convolution_backward.default":
-        output, images, weight, copies = *args[:3], 2
+        output, images, weight = args[:3]
+        copies = 2
     else:
-        return 0, "workspace"
+        return 0
     if weight.ndim != 4 or images.device.type != "cpu":
-        return 0, "workspace"
-    filters = copies * weight.nbytes
-    if not any(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight)):
-        return filters + output.nbytes + (images.nbytes if copies > 1 else 0), "workspace"
-    return max(filters, _padded(weight, output)) if copies > 1 else filters, "workspace"
+        return 0
+    filters = copies * _size(weight)
+    if not _is_channels_last(images, weight):
+        return filters + _size(output) + (_size(images) if copies > 1 else 0)
+    return max(filters, _padded(weight, output)) if copies > 1 else filters
 
 
 def _padded(weight: Tensor, output: Tensor) -> int:
@@ -60,6 +66,14 @@ def _padded(weight: Tensor, output: Tensor) -> int:
     if not is_depthwise or (side <= _LARGEST_OWN_KERNEL and side <= min(output.shape[2:])):
         return 0
     return _PADDED * weight.numel() * 4
+
+
+def _is_channels_last(images: Tensor, weight: Tensor) -> bool:
+    return any(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 ROOM = "room for kernels"
@@ -99,5 +113,5 @@ def _convolution(images: Tensor, weight: Tensor, output: Tensor) -> int:
     if images.ndim == 4 and images.is_contiguous(memory_format=torch.channels_last):
         channels = images.shape[1]
         is_padded = channels % _CHANNELS != 0 and images.dtype in _HALVES
-        return filters + (images.nbytes * -(-channels // _CHANNELS) * _CHANNELS // channels if is_padded else 0)
-    return filters + images.nbytes + output.nbytes
+        return filters + (_size(images) * -(-channels // _CHANNELS) * _CHANNELS // channels if is_padded else 0)
+    return filters + _size(images) + _size(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ class _Device:
     def __init__(self, step: StepTrace, allocator: CachingAllocator | None) -> None:
         self.allocated = 0
         self._allocations, self._allocator = step.allocations, allocator
-        self._live: dict[int, tuple[int, Block | None]] = {}
+        self._live: dict[int, Block | None] = {}
 
     def see(self, event: int) -> None:
         """Let a storage be made, or go.
@@ -72,21 +72,27 @@ class _Device:
             DoesNotFitError: If the device has no room for it.
         """
         number = max(event, ~event)
-        each = self._allocations[number]
         if number in self._live:
-            size, block = self._live.pop(number)
-            self.allocated -= size
-            if self._allocator is not None:
-                self._allocator.free(block)
-        if event < 0:
-            return
-        size, block = each.size, None
-        if self._allocator is not None:
-            # Batches are copied and normalised beside the step, on a stream of their own.
-            block = self._allocator.allocate(each.size, 1 if each.cause == "batch" else 0)
-            size = block.size if block is not None and each.cause != ROOM else 0
-        self._live[number] = size, block
-        self.allocated += size
+            self._let_go(number)
+        if event >= 0:
+            self._make(number)
+
+    def _make(self, number: int) -> None:
+        each = self._allocations[number]
+        if self._allocator is None:
+            self._live[number] = None
+            self.allocated += each.size
+        else:
+            block = self._live[number] = self._allocator.allocate(each.size, _stream(each.cause))
+            self.allocated += block.size if block is not None and each.cause != ROOM else 0
+
+    def _let_go(self, number: int) -> None:
+        block, each = self._live.pop(number), self._allocations[number]
+        if self._allocator is None:
+            self.allocated -= each.size
+        else:
+            self.allocated -= block.size if block is not None and each.cause != ROOM else 0
+            self._allocator.free(block)
 
 
 def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> Peak:
@@ -127,13 +133,13 @@ def fits(step: StepTrace, room: int, *, caching: bool, allocator: Settings = PLA
     return True
 
 
+def _stream(cause: str) -> int:
+    # Batches are copied and normalised beside the step, on a stream of their own.
+    return 1 if cause == "batch" else 0
+
+
 def _described(step: StepTrace, at: int, most: int, reserved: int | None, parts: Mapping[str, int]) -> Peak:
-    live: set[int] = set()
-    for event in step.events[: at + 1]:
-        if event < 0:
-            live.discard(~event)
-        else:
-            live.add(event)
+    live = _live(step.events[: at + 1])
     causes = Counter[str]()
     layers = Counter[str]()
     for number in live:
@@ -155,3 +161,13 @@ def _described(step: StepTrace, at: int, most: int, reserved: int | None, parts:
         largest=tuple(layers.most_common(_LARGEST)),
         parts=dict(parts),
     )
+
+
+def _live(events: Iterable[int]) -> set[int]:
+    live: set[int] = set()
+    for event in events:
+        if event < 0:
+            live.discard(~event)
+        else:
+            live.add(event)
+    return live
