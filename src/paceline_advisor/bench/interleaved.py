@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from paceline.distributed.local_launch import rank_variables
 from paceline.machine import available_cores
@@ -33,6 +33,7 @@ from paceline.units import Duration, TimeSpan
 from paceline_advisor.bench.interleaved_process import Orders, command_line
 from paceline_advisor.launches import check_alone
 
+T = TypeVar("T")
 Part = Literal["together", "compute", "data"]
 PARTS: tuple[Part, ...] = ("together", "compute", "data")
 
@@ -418,12 +419,16 @@ def _in_turns(
             if all(each.measured.trouble for each in players.values()):
                 break
             say(f"round {number + 1} of {rounds}")
-            # The last ones first in every second, so that a drift favours nobody.
-            for each in list(players.values())[:: -1 if number % 2 else 1]:
+            for each in in_order(list(players.values()), number):
                 each.attempt(each.play)
         for each in players.values():
             each.leave()
         return {name: each.measured for name, each in players.items()}
+
+
+def in_order(players: Sequence[T], number: int) -> Sequence[T]:
+    """Return who has a turn after whom in a round: reversed in every second, so that a drift favours nobody."""
+    return players if number % 2 == 0 else players[::-1]
 
 
 def for_bursts(recipe: Recipe) -> Recipe:

@@ -112,7 +112,8 @@ def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Reci
             resolved = resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
             if is_saved:
                 predictor = load_predictor(target, weights=asked.weights, trust_code=is_code_trusted(), device=device)
-                answer, shape = predictor.probabilities, predictor.shape
+                answer: Answer = predictor.probabilities
+                shape = predictor.shape
             else:
                 answer, shape = _untrained(recipe, device)
         except PacelineError as error:

@@ -62,6 +62,11 @@ class Choice:
         """Whether it fits into memory, as far as that is known."""
         return self.room is None or self.room.fits
 
+    @property
+    def gpus(self) -> int:
+        """How many."""
+        return self.row.prediction.devices
+
     def excess(self, wanted: Plan) -> float:
         """Return how many times as long, or as dear, as it may be."""
         late = 0.0 if wanted.deadline_hours is None else self.high_hours / wanted.deadline_hours
