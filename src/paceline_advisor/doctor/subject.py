@@ -278,7 +278,7 @@ def check(
 
 def _finding(says: dict[str, Any], source: str, found: Found) -> Finding:
     told = says | {key: value for key, value in vars(found).items() if value is not None}
-    advice = Advice(words=told.pop("advice"), overrides=told.pop("overrides"), keeps=told.pop("keeps", "same"))
+    advice = Advice(words=told.pop("advice"), overrides=dict(told.pop("overrides")), keeps=told.pop("keeps", "same"))
     told["why"] += told.pop("more_why")
     return Finding(source=source, advice=advice, **told)
 
