@@ -85,6 +85,8 @@ class StepGeometry:
             gather their weights together in each; what is missing is phantoms.
         lengths: How long each sample is; None where that makes no difference.
         sizes: Height and width of each sample, [samples, 2], where a micro-batch is padded to its tallest and widest.
+        class_weights: What each sample's class counts for in the loss, float64 [samples]; None: each the same. Shares
+            of micro-batches and statistics of BatchNorm do not depend on it.
         balanced: Whether steps and micro-batches are to cost about the same, where samples are of unequal length.
     """
 
@@ -100,6 +102,7 @@ class StepGeometry:
     sizes: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
     balanced: bool = True
     sort_key: NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    class_weights: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -112,6 +115,7 @@ class StepGeometry:
         epoch, ranks = self.epochs.place(step)[0], self.epochs.phase_at(step).logical_ranks
         parts = _parts(bounds, world, in_step=self.in_step)
         step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
+        class_weight = None if self.class_weights is None else float(self.class_weights[ids].mean())
         return [
             SampleSlice(
                 step=step,
@@ -124,6 +128,7 @@ class StepGeometry:
                 step_samples=None if self.weights is None else len(ids),
                 logical_ranks=ranks,
                 phantom=part.phantom,
+                mean_class_weight=class_weight,
             )
             for part in parts
         ]

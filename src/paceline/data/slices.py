@@ -32,6 +32,8 @@ class SampleSlice:
             zero, only so that its collectives match the other ranks'.
         weight: What these samples weigh; None where each counts once.
         step_samples: Samples in the whole global step, where they weigh something.
+        mean_class_weight: Mean class weight of the whole global step's samples; None without class weights. Each
+            micro-batch's weighted loss is divided by it, so that the step's loss is the weighted mean.
     """
 
     step: int
@@ -45,3 +47,4 @@ class SampleSlice:
     phantom: bool = False
     weight: int | None = None
     step_samples: int | None = None
+    mean_class_weight: float | None = None

@@ -36,6 +36,7 @@ class TaskFacts:
         headline: The metric that one looks at first.
         sample_name: What samples are called (``images``).
         weight_unit: What they count for in a step's mean loss (``tokens``).
+        class_weights: Weight of each class in the loss (``train.class_weights``); empty: all the same.
         lengths_sha256: Of the samples' lengths by which steps are balanced (``batch.balance``); None if they are not.
     """
 
@@ -44,6 +45,7 @@ class TaskFacts:
     sample_name: str = "samples"
     weight_unit: str = "samples"
     lengths_sha256: str | None = None
+    class_weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch import nn
 from paceline import registry
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested
+from paceline.data.class_balance import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.errors import RecipeError
@@ -66,6 +67,25 @@ class Task(ABC):
         By default None: each counts once. Known after :meth:`data_facts`, and a function of the data alone.
         """
         return None
+
+    def sample_classes(self) -> SampleClasses | None:
+        """The class of each training sample, int64 [samples], numbered as ``description()["class_names"]``.
+
+        By default None: samples have no class, and `train.class_weights` has no effect. Known after
+        :meth:`data_facts`. A loss that weighs classes divides by the batch's ``slice.mean_class_weight``.
+        """
+        return None
+
+    def class_weights(self) -> tuple[float, ...]:
+        """The weight of each class in the loss (`train.class_weights`); empty: all the same.
+
+        Raises:
+            RecipeError: If the recipe names an unknown class.
+        """
+        labels, asked = self.sample_classes(), self.recipe.train.class_weights
+        if labels is None or asked is None:
+            return ()
+        return weights_by_class("train.class_weights", asked, labels, self.description()["class_names"])
 
     def sample_lengths(self) -> SampleLengths | None:
         """How long each training sample is, in tokens or whatever decides what it costs; by default no matter.

@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
+from paceline.data.class_balance import in_words
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -183,6 +185,7 @@ def _weights_of(task: Task) -> SampleWeights | None:
 
 def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
     """Which samples every step of a run uses, and what they weigh."""
+    classes = task.sample_classes()
     return StepGeometry(
         seed=recipe.seed,
         samples=plan.train_samples,
@@ -196,6 +199,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         balanced=recipe.batch.balance,
         sort_key=task.sample_keys(),
         sizes=task.sample_sizes(),
+        class_weights=np.array(plan.class_weights)[classes] if plan.class_weights else None,
     )
 
 
@@ -213,6 +217,7 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     data = task.data_facts(world)
     # The class is part of what a run is: weights of one task are not another's.
     data = replace(data, description={"task": task_name(task), **data.description})
+    weights, data = _about_classes(task, data)
     best_metric(task)
     lengths = task.sample_lengths()
     is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1
@@ -221,9 +226,23 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
         headline=headline_of(task).name,
         sample_name=task.unit if task.sample_weights() is None else "samples",
         weight_unit=task.unit,
+        class_weights=weights,
         lengths_sha256=lengths.sha256 if is_balanced and lengths is not None and lengths.is_ragged else None,
     )
     return partial(make, recipe, world=world, data=data, machine=machine, task=facts)
+
+
+def _about_classes(task: Task, data: DataFacts) -> tuple[tuple[float, ...], DataFacts]:
+    """The weights of a task's classes in the loss, and the facts with what is to be said of them."""
+    labels, weights, key = task.sample_classes(), task.class_weights(), "train.class_weights"
+    if labels is None:
+        return (), replace(
+            data, unused={key: f"the task {task_name(task)} names no class of its samples", **data.unused}
+        )
+    if not weights:
+        return (), data
+    told = in_words(weights, labels, task.description()["class_names"])
+    return weights, replace(data, reasons={**data.reasons, key: told})
 
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
