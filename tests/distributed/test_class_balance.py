@@ -1,9 +1,12 @@
-"""Class weights: the step's weighted mean, whatever the number of processes, micro-batches and logical ranks."""
+"""Class weights and draws by class, whatever the number of processes, micro-batches, logical ranks and workers."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,16 @@ from sklearn.utils.class_weight import compute_class_weight
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import epoch_order
+from paceline.data.pipeline import Placement
+from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
-from paceline.recipe.load import stored_recipe
+from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.records.ledger import LedgerWriter, read_ledger
 from paceline.report.audit import audit_run
 from paceline.tasks.image_classification import ClassificationLoss
+from paceline.tasks.task import build_task
+from paceline.trainer.preparation import geometry_of, plan_run
+from paceline.world import World
 
 # 61 images of three classes, 44, 12 and 5; the network and its inputs are in float64.
 TASK = """
@@ -177,9 +186,102 @@ def test_what_cannot_be_weighted_is_refused(ground: Path, run_here: Callable[...
         train(ground, "run", **{"train.class_weights": {"cat": 0}})
     with pytest.raises(RecipeError, match="must be 'balanced' or a mapping"):
         train(ground, "run", **{"train.class_weights": "balance"})
-    done = run_here("train", "shapes", "train.class_weights=balanced", "--plan-only")
+    done = run_here("train", "dlrm-synthetic", "train.class_weights=balanced", "--plan-only")
     assert done.code == 2
     assert "'train.class_weights=balanced' has no effect" in done.err
     done = run_here("train", "recipe.yaml", "--plan-only")
     assert done.code == 0
     assert "train.class_weights  0.462 for 'dog' (44 samples) to 4.07 for '07' (5 samples)" in done.out
+
+
+# ------------------------------------------------------------------------------------------------------ draws by class
+
+DRAWN: dict[str, Any] = {
+    "data.sampling": "balanced",
+    "train.class_weights": "off",
+    "data.augment.crop": "pad",
+    "data.augment.padding": 1,
+    "data.augment.erase": 0.5,
+    "telemetry.log_every": "1 steps",
+}
+
+
+def test_draws_are_the_same_with_any_number_of_workers_and_after_a_stop(ground: Path) -> None:
+    whole = train(ground, "whole", **DRAWN)
+    ledger = (whole / "ledger" / "rank-00000.ids").read_bytes()
+    facts = json.loads((whole / "summary.json").read_text())["ledger"]
+    assert (facts["epochs_complete"], facts["duplicates"], facts["missing"]) == (1, 0, 0)
+    for workers in (0, 1, 3):
+        again = train(ground, f"workers-{workers}", **DRAWN, **{"data.backend": "pytorch", "data.workers": workers})
+        assert furthest(weights(again), weights(whole)) == 0
+        assert (again / "ledger" / "rank-00000.ids").read_bytes() == ledger
+    for until in ("3 steps", "8 steps", "off"):
+        paceline.train(
+            ground / "recipe.yaml", overrides={**DRAWN, "train.until": until}, run_dir=ground / "stopped", quiet=True
+        )
+    assert furthest(weights(ground / "stopped"), weights(whole)) == 0
+    assert (ground / "stopped" / "ledger" / "rank-00000.ids").read_bytes() == ledger
+
+
+def test_the_audit_proves_the_draws(ground: Path) -> None:
+    run_dir = train(ground, "run", **DRAWN)
+    assert "each of 61 draws with replacement" in str(audit_run(run_dir).__paceline__().blocks[-1])
+    path = run_dir / "ledger" / "rank-00000.ids"
+    content, entries = path.read_bytes(), list(read_ledger(path))
+    swapped = [entries[0].ids.copy(), entries[1].ids.copy()]
+    assert swapped[0][0] != swapped[1][0]
+    for name, ids, wanted in (
+        ("exchanged", [swapped[1], swapped[0]], "out of order"),
+        ("twice", [swapped[0], swapped[0], swapped[1]], "beyond the recipe's draws"),
+        ("never", [swapped[1]], r"draw\(s\) were never used"),
+    ):
+        path.write_bytes(b"")
+        with closing(LedgerWriter(path)) as writer:
+            for each, entry in zip(ids, (entries[0], entries[1], entries[1]), strict=False):
+                writer.append(step=entry.step, epoch=entry.epoch, ids=each)
+            for entry in entries[2:]:
+                writer.append(step=entry.step, epoch=entry.epoch, ids=entry.ids)
+        found = audit_run(run_dir)
+        assert not found.passed, name
+        assert re.search(wanted, " ".join(found.objections)), name
+    path.write_bytes(content)
+    (run_dir / "sample_classes.npy").unlink()
+    assert "sample_classes.npy" in audit_run(run_dir).objections[-1]
+
+
+def test_each_draw_of_an_image_is_varied_anew(ground: Path) -> None:
+    for backend in ("memory", "pytorch"):
+        loaded = load_recipe("recipe.yaml", {**DRAWN, "data.backend": backend, "data.workers": 0}).recipe
+        task = build_task(loaded)
+        plan = plan_run(loaded, task, describe_machine(torch.device("cpu")), World())
+        with closing(task.open_pipeline(Placement(device=torch.device("cpu")))) as pipeline:
+            pipeline.start(training=True, evaluation=False)
+            batches = list(pipeline.train_batches(geometry_of(loaded, plan, task), 0, 8, World()))
+        shown: dict[int, set[bytes]] = {}
+        for batch in batches:
+            for sample, image in zip(batch.ids.tolist(), batch.inputs, strict=True):
+                shown.setdefault(sample, set()).add(image.numpy().tobytes())
+        rare = [len(shown[sample]) for sample in range(56, 61)]
+        assert sum(rare) > 15, "of 20 draws of five images few are alike by chance"
+
+
+@pytest.mark.thorough
+def test_two_processes_draw_what_one_does(ground: Path, train_in_ranks: Callable[..., dict[str, list[Any]]]) -> None:
+    cases = {"plain": DRAWN, "exact": {**DRAWN, "parallel.exact": True}}
+    alone = train_in_ranks(ground, RECIPE, 1, *cases.items())
+    for name in cases:
+        (ground / name).rename(ground / f"{name}-alone")
+    together = train_in_ranks(ground, RECIPE, 2, *cases.items())
+    assert together["exact"] == alone["exact"]
+    assert furthest(weights(ground / "plain"), weights(ground / "plain-alone")) <= 1e-12
+    assert all(audit_run(ground / name).passed for name in cases)
+
+
+def test_what_cannot_be_drawn_is_refused(ground: Path, run_here: Callable[..., Any]) -> None:
+    with pytest.raises(RecipeError, match=r"data\.sampling names 'dgo', .* Did you mean 'dog'"):
+        train(ground, "run", **{"data.sampling": {"dgo": 2}})
+    done = run_here("train", "dlrm-synthetic", "data.sampling=balanced", "--plan-only")
+    assert (done.code, "'data.sampling=balanced' has no effect" in done.err) == (2, True)
+    done = run_here("train", "recipe.yaml", "data.sampling.cat=3", "--plan-only")
+    assert done.code == 0
+    assert "drawn with replacement, 1 for 'dog' (44 samples) to 3 for 'cat' (12 samples)" in done.out

@@ -1,18 +1,74 @@
-"""Classes of unequal size: what their samples count for in the loss."""
+"""Classes of unequal size: how often their samples are drawn, and what they count for in the loss."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.random_draws import seed_of
+from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError, did_you_mean
 
 SampleClasses = NDArray[np.int64]
 """The class of each training sample, [samples]."""
 _NAMED = 6
+_PURPOSE = 0x64726177  # "draw": a stream of its own, beside the permutation's
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClassDraws:
+    """How often samples are drawn with replacement, by their class.
+
+    Attributes:
+        classes: The class of each sample, int64 [samples].
+        weights: How often a sample of each class is drawn, relative to one of another.
+    """
+
+    classes: SampleClasses
+    weights: tuple[float, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the samples' classes."""
+        return hashlib.sha256(self.classes.astype("<i8").tobytes()).hexdigest()
+
+
+@lru_cache(maxsize=2)
+def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> SampleIds:
+    """Draw as many samples as there are, with replacement; return the keys of the draws, int64 [samples], read-only.
+
+    Every class has its share of the epoch, and every sample its share of the draws, exact to one: of shares that are no
+    whole numbers, a random start decides (systematic sampling). Then the draws are shuffled. The key of a draw is
+    ``id + samples * (earlier draws of the id in this epoch)``: no two draws of an epoch have the same key.
+
+    Args:
+        seed: The run's seed.
+        epoch: The epoch.
+        draws: The samples' classes, each sample once, and the weights.
+        repeats: How often each draw follows itself, as another of the ids that are one image (see ``epoch_order``).
+    """
+    different = len(draws.classes)
+    words = np.random.Philox(key=[seed_of(seed, _PURPOSE), epoch]).random_raw(2 * different + 1)
+    by_class = np.lexsort((words[:different], draws.classes))
+    ends = np.cumsum(np.array(draws.weights)[draws.classes[by_class]])
+    start = float(words[-1] >> np.uint64(11)) * 2.0**-53
+    marks = (np.arange(different) + start) * (ends[-1] / different)
+    drawn = by_class[np.minimum(np.searchsorted(ends, marks, side="right"), different - 1)]
+    drawn = drawn[np.argsort(words[different : 2 * different], kind="stable")]
+    sorted_places = np.argsort(drawn, kind="stable")
+    ids = drawn[sorted_places]
+    earlier = np.empty_like(drawn)
+    earlier[sorted_places] = np.arange(different) - np.searchsorted(ids, ids)
+    keys = drawn + different * repeats * earlier
+    keys = (keys[:, None] + different * np.arange(repeats)).reshape(-1)
+    keys.flags.writeable = False
+    return keys
 
 
 def weights_by_class(

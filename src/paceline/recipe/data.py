@@ -13,6 +13,7 @@ from paceline.recipe.fields import (
     STRICT,
     Applies,
     Auto,
+    ByClass,
     FiniteFloat,
     Fraction,
     LocalPath,
@@ -351,6 +352,10 @@ class Data:
     subset: Annotated[Part | None, Off, Applies("dataset", _SUBSET)] = None
     """Train on so many images (`1000`), or such a share of them (`10%`), of each class alike; always the same ones, and
     those of a smaller subset are among those of a larger one. The held-out images stay; `off`: on all."""
+    sampling: Literal["uniform"] | ByClass = "uniform"
+    """How an epoch's samples are drawn. `uniform`: each once. Otherwise with replacement, as many as there are: by a
+    mapping of class names to weights, 1 for other classes, which say how often a sample of the class is drawn relative
+    to one of another; or `balanced`, by which all classes are drawn equally often. Each draw is varied anew."""
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""

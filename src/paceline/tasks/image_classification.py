@@ -84,7 +84,7 @@ class ImageClassification(Task):
 
     @cached_property
     def _loss(self) -> ClassificationLoss:
-        return ClassificationLoss(self.recipe.train, self.class_weights())
+        return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
 
     def sample_classes(self) -> SampleClasses:
         """The images' labels, as often as each image is repeated."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -71,21 +71,22 @@ class Task(ABC):
     def sample_classes(self) -> SampleClasses | None:
         """The class of each training sample, int64 [samples], numbered as ``description()["class_names"]``.
 
-        By default None: samples have no class, and `train.class_weights` has no effect. Known after
-        :meth:`data_facts`. A loss that weighs classes divides by the batch's ``slice.mean_class_weight``.
+        By default None: samples have no class, and `train.class_weights` and `data.sampling` have no effect. Known
+        after :meth:`data_facts`. A loss that weighs classes divides by the batch's ``slice.mean_class_weight``.
         """
         return None
 
-    def class_weights(self) -> tuple[float, ...]:
-        """The weight of each class in the loss (`train.class_weights`); empty: all the same.
+    def weights_by_class(self, key: Literal["train.class_weights", "data.sampling"]) -> tuple[float, ...]:
+        """The weight of each class in the loss, or among the draws of an epoch; empty: all samples are alike.
 
         Raises:
             RecipeError: If the recipe names an unknown class.
         """
-        labels, asked = self.sample_classes(), self.recipe.train.class_weights
-        if labels is None or asked is None:
+        labels = self.sample_classes()
+        asked = self.recipe.data.sampling if key == "data.sampling" else self.recipe.train.class_weights
+        if labels is None or asked is None or asked == "uniform":
             return ()
-        return weights_by_class("train.class_weights", asked, labels, self.description()["class_names"])
+        return weights_by_class(key, asked, labels, self.description()["class_names"])
 
     def sample_lengths(self) -> SampleLengths | None:
         """How long each training sample is, in tokens or whatever decides what it costs; by default no matter.

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
-from paceline.data.class_balance import in_words
+from paceline.data.class_balance import ClassDraws, in_words
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -200,6 +200,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         sort_key=task.sample_keys(),
         sizes=task.sample_sizes(),
         class_weights=np.array(plan.class_weights)[classes] if plan.class_weights else None,
+        draws=draws_of(task),
     )
 
 
@@ -217,32 +218,42 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     data = task.data_facts(world)
     # The class is part of what a run is: weights of one task are not another's.
     data = replace(data, description={"task": task_name(task), **data.description})
-    weights, data = _about_classes(task, data)
+    classes, data = _about_classes(task, data)
     best_metric(task)
     lengths = task.sample_lengths()
-    is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1
+    is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1 and "sampling" not in classes
     facts = TaskFacts(
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,
         sample_name=task.unit if task.sample_weights() is None else "samples",
         weight_unit=task.unit,
-        class_weights=weights,
+        **classes,
         lengths_sha256=lengths.sha256 if is_balanced and lengths is not None and lengths.is_ragged else None,
     )
     return partial(make, recipe, world=world, data=data, machine=machine, task=facts)
 
 
-def _about_classes(task: Task, data: DataFacts) -> tuple[tuple[float, ...], DataFacts]:
-    """The weights of a task's classes in the loss, and the facts with what is to be said of them."""
-    labels, weights, key = task.sample_classes(), task.class_weights(), "train.class_weights"
-    if labels is None:
-        return (), replace(
-            data, unused={key: f"the task {task_name(task)} names no class of its samples", **data.unused}
-        )
-    if not weights:
-        return (), data
-    told = in_words(weights, labels, task.description()["class_names"])
-    return weights, replace(data, reasons={**data.reasons, key: told})
+def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts]:
+    """The plan's facts of a task's classes, and those of the data with what is to be said of their weights."""
+    labels, unused, reasons, found = task.sample_classes(), {}, {}, {}
+    for key, name in (("train.class_weights", "class_weights"), ("data.sampling", "sampling")):
+        if labels is None:
+            unused[key] = f"the task {task_name(task)} names no class of its samples"
+        elif weights := task.weights_by_class(key):
+            found[name] = weights
+            reasons[key] = in_words(weights, labels, task.description()["class_names"])
+    if "sampling" in found:
+        found["classes_sha256"] = draws_of(task).sha256
+        reasons["data.sampling"] = f"drawn with replacement, {reasons['data.sampling']}"
+    return found, replace(data, unused={**unused, **data.unused}, reasons={**data.reasons, **reasons})
+
+
+def draws_of(task: Task) -> ClassDraws | None:
+    """How a task's samples are drawn, if not each once: each image once, however often it is repeated."""
+    classes, weights = task.sample_classes(), task.weights_by_class("data.sampling")
+    if classes is None or not weights:
+        return None
+    return ClassDraws(classes=classes[: len(classes) // task.recipe.data.augment.repeats], weights=weights)
 
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:

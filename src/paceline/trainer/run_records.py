@@ -171,7 +171,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
     ledger = None
     if status != "failed":
         over = plan.epochs.completed(progress.position)
-        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over).facts
+        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over, uses=run.geometry.uses).facts
     warning = divergence(run.window, progress.last) if status == "completed" else ""
     details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
     # What part of its data the run has seen, if not all of it.

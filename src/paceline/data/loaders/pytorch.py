@@ -68,9 +68,10 @@ def first_in_parts(slices: Iterable[SampleSlice], parts: int) -> Iterator[Sample
         if number > 0 or count < 2:
             yield piece
             continue
-        same = {each.name: getattr(piece, each.name) for each in fields(piece) if each.name != "ids"}
+        same = {each.name: getattr(piece, each.name) for each in fields(piece) if each.name not in ("ids", "keys")}
+        keys = [None] * count if piece.keys is None else np.array_split(piece.keys, count)
         for part, ids in enumerate(np.array_split(piece.ids, count)):
-            yield PartOfSlice(**same, ids=ids, whole=piece, completes=part == count - 1)
+            yield PartOfSlice(**same, ids=ids, keys=keys[part], whole=piece, completes=part == count - 1)
 
 
 def joined(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
