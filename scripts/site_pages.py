@@ -1,7 +1,7 @@
 """Turn the pages of the repository into a site; mkdocs calls this (`hooks` in mkdocs.yml).
 
-Generated pages: the front page (README.md), the commands (their `--help`), the Python interface
-(`paceline.__all__`), and whatever outside `docs/` a page links to, shown as it stands.
+Generated pages: the commands (their `--help`), the Python interface (`paceline.__all__`), and whatever outside `docs/`
+a page links to, shown unchanged. The search leaves out decisions, files of the repository and the landing page.
 """
 
 from __future__ import annotations
@@ -29,30 +29,25 @@ SHOWN_AS_CODE = {".py": "python", ".yaml": "yaml", ".json": "json", ".txt": "tex
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:meth|class|func|attr|data|mod):(<code>)~?")
-# The pages that lie elsewhere in the repository than on the site.
-_ORIGINS = {"index.md": "README.md"}
-_GROUPS = {"guide": ("Guides", "More"), "decisions": ("Decisions", None)}
+_UNSEARCHED = ("index.md", "decisions/", "repository/")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put pages that mkdocs.yml does not name at the end of their part of the navigation."""
-    named = set(_named(config.nav))
-    for folder, (part, group) in _GROUPS.items():
-        pages = [path.relative_to(DOCS).as_posix() for path in sorted((DOCS / folder).glob("*.md"))]
-        _entries(_entries(config.nav, part), group).extend(page for page in pages if page not in named)
+    """List every decision at the end of the navigation."""
+    decisions = next(entry["Decisions"] for entry in config.nav[-1]["Project"] if "Decisions" in entry)
+    decisions.extend(path.relative_to(DOCS).as_posix() for path in sorted((DOCS / "decisions").glob("0*.md")))
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that nobody writes."""
     made = {
-        "index.md": (ROOT / "README.md").read_text(encoding="utf-8"),
         "commands.md": "\n".join(_commands()),
         "python.md": "\n".join(_python()),
     }
     for name, text in made.items():
         files.append(File.generated(config, name, content=text))
-    waiting = [*(path for path in DOCS.rglob("*.md")), *(ROOT / name for name in ("README.md", *_wanted(config)))]
+    waiting = [*DOCS.rglob("*.md"), *(ROOT / name for name in _wanted(config))]
     while waiting:
         for target in _linked(waiting.pop()):
             name = _place(target)
@@ -65,7 +60,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to where the site has what the repository has there."""
     name = page.file.src_uri
-    origin = ROOT / _ORIGINS.get(name, name.removeprefix("repository/") if "repository/" in name else f"docs/{name}")
+    if name.startswith(_UNSEARCHED):
+        page.meta["search"] = {"exclude": True}
+    origin = ROOT / (name.removeprefix("repository/") if "repository/" in name else f"docs/{name}")
     here = posixpath.dirname(name)
 
     def led(match: re.Match[str]) -> str:
@@ -92,12 +89,6 @@ def _named(nav: Any) -> Iterator[str]:
         yield nav
     for inner in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
         yield from _named(inner)
-
-
-def _entries(nav: Any, part: str | None) -> list[Any]:
-    """The list of a part of the navigation."""
-    found: list[Any] = nav if part is None else next(entry[part] for entry in nav if part in entry)
-    return found
 
 
 def _wanted(config: MkDocsConfig) -> list[str]:
@@ -129,7 +120,7 @@ def _place(target: Path) -> str:
 
 def _linked(origin: Path) -> Iterator[Path]:
     """What a page links to and the site does not have by itself; and a page that the navigation names."""
-    if not origin.is_relative_to(DOCS) and origin.name != "README.md":
+    if not origin.is_relative_to(DOCS):
         yield origin
     for match in _LINK.finditer(origin.read_text(encoding="utf-8")):
         target, _ = _target(origin, match[2])

@@ -35,19 +35,16 @@ _INTRODUCTION = """\
 
 Each trainer runs the same training: network, images, batch, precision, threads, update rule. Each program follows its
 library's documentation (timm: its parts in the order of its training script; fastai: torch's loader, autocast and DDP
-within its `Learner`) in a separate environment. Programs take turns in a random order per round; ratios are within
-a round, and figures are medians over rounds. Paceline runs as its command does, with records, ledger and clock, but
-without progress bar, TensorBoard and report, which are also off in the others.
+within its `Learner`). Programs take turns in a random order per round; ratios are within a round, and figures are
+medians over rounds. Progress bars, TensorBoard and reports are off.
 
 JPEG files are 8,000 crops of scikit-learn's two photographs, 400 by 300 pixels and more. All other images are random
-numbers; accuracy is the subject of [the CIFAR-10 speed run](guide/cifar10-speedrun.md).
+numbers; [the CIFAR-10 speed run](cifar10-speedrun.md) compares accuracy.
 
-Differences that each trainer chooses: Paceline keeps freed memory, loads no compiler with its optimizer and disables
-garbage collection during imports ([decision 69](decisions/0069-start-up-and-memory.md)), reduces DDP's copies and
-broadcasts ([decision 3](decisions/0003-votes-on-the-gradient-reduction.md)), decodes only the visible part of a JPEG
-file, at a lower scale where possible ([recipes](recipes.md)), and augments images in memory by batches
-([decision 27](decisions/0027-decoding.md)). The others use torchvision's transforms per image, in one loader process
-for images in memory.
+Paceline keeps freed memory, loads no compiler with its optimizer and disables garbage collection during imports
+([decision 69](decisions/0069-start-up-and-memory.md)). It reduces DDP's copies and broadcasts, decodes only the visible
+part of a JPEG file, and augments images in memory by batches. The others use torchvision's transforms per image, in one
+loader process for images in memory.
 
 "By hand, tuned" also keeps freed memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and sets
 DDP's options; compare loop overhead with this column. Three to five rounds cannot resolve a few percent: see

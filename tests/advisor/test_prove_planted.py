@@ -414,7 +414,7 @@ def test_an_evaluation_that_does_not_go_back(proof: Proof, failed: Failed, monke
             model.eval()
         yield
 
-    monkeypatch.setattr(evaluate, "_evaluation_mode", for_good)
+    monkeypatch.setattr(evaluate, "evaluation_mode", for_good)
     checks = proof(make_network=lambda: small_resnet(3, 1, width=4, stages=1))
     assert failed(checks) >= {"training-mode"}
     assert "step 4: the network was not in its training mode" in checks["training-mode"].found

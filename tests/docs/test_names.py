@@ -189,7 +189,7 @@ def test_every_name_in_the_tour_exists(page: Callable[[Path], Any]) -> None:
 
 
 def test_the_run_directory_page_has_every_key(page: Callable[[Path], Any]) -> None:
-    prose = page(ROOT / "docs" / "guide" / "run-directory.md").prose
+    prose = page(ROOT / "docs" / "run-directory.md").prose
     said = codes(prose)
     for kind, heading in ((Plan, "## plan.json"), (Summary, "## summary.json")):
         part = prose.partition(f"\n{heading}\n")[2].partition("\n## ")[0]

@@ -21,15 +21,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RUNNING = [path for path in PAGES if "<!-- runs -->" in path.read_text(encoding="utf-8")]
 MARK = "\x1e"
-# Those that take more than about eight seconds of the processor, but for your-images, predict-and-serve and report.
+# Those that take more than about eight seconds of the processor, but for your-images and predict-and-serve.
 LONG = (
-    "batch-size.md", "bench.md", "datasets.md", "doctor.md", "drill.md", "export.md", "find-lr.md", "from-timm.md",
-    "kubernetes.md", "labs.md", "landscape.md", "memory.md", "mlperf.md", "own-code.md", "packing.md", "prove.md",
-    "recipes.md", "recommendation.md", "rooflines.md", "scaling.md", "several-processes.md", "stop-and-resume.md",
-    "tutorial.md", "watching.md",
+    "batch-size.md", "bench.md", "course.md", "datasets.md", "doctor.md", "export.md", "find-lr.md", "kubernetes.md",
+    "memory.md", "migrate.md", "own-code.md", "packing.md", "prove.md", "recipes.md", "recommendation.md",
+    "scaling.md", "several-processes.md", "stop-and-resume.md", "tutorial.md", "watching.md", "where-time-goes.md",
 )  # fmt: skip
 # Pages whose commands need a library of an extra.
-NEEDS = {"labs.md": "jupytext"}
+NEEDS = {"course.md": "jupytext"}
 LONG_MARKS = (pytest.mark.thorough, pytest.mark.timeout(900))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -20,6 +22,19 @@ pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, which the extra 
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
+# What a newcomer types into the search, and the page that has the answer.
+QUESTIONS = {
+    "install": "install.html",
+    "train my own photos": "guide/your-images.html",
+    "resume after kill": "guide/stop-and-resume.html",
+    "several GPUs": "guide/several-processes.html",
+    "Slurm": "guide/slurm.html",
+    "my own dataset": "guide/datasets.html",
+    "my own model": "guide/own-code.html",
+    "why is training slow": "guide/doctor.html",
+    "will it fit in memory": "guide/memory.html",
+    "export to ONNX": "guide/export.html",
+}
 # What a browser fetches by itself, by element and attribute; links that a reader may follow are not among them.
 FETCHED = {"script": ("src",), "img": ("src",), "iframe": ("src",), "source": ("src",), "video": ("src",)}
 FETCHED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "modulepreload", "dns-prefetch", "manifest"}
@@ -108,3 +123,24 @@ def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses
 def test_a_search_finds_what_is_written(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
     assert "python make_pictures.py" in index
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the site's own search")
+def test_the_search_answers_what_a_newcomer_asks(site: Path) -> None:
+    script = Path(__file__).with_name("search.js")
+    done = subprocess.run(
+        ["node", str(script), str(site), *QUESTIONS], capture_output=True, text=True, check=True, timeout=60
+    )
+    found = json.loads(done.stdout)
+    assert {question: pages[0] for question, pages in found.items()} == QUESTIONS, found
+
+
+def test_the_answers_are_within_two_clicks_of_the_readme() -> None:
+    def links(page: Path) -> set[Path]:
+        found = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        return {(page.parent / link).resolve() for link in found if "://" not in link}
+
+    one_click = links(ROOT / "README.md")
+    two_clicks = one_click.union(*(links(page) for page in one_click if page.suffix == ".md"))
+    answers = {ROOT / "docs" / page.replace(".html", ".md") for page in QUESTIONS.values()}
+    assert answers - two_clicks == set()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
 from paceline.recipe.model import Adapters
 
@@ -70,18 +71,15 @@ def trained_beside(network: nn.Module) -> tuple[str, ...]:
 
 
 def classifier_name(network: nn.Module) -> str:
-    """The network's last layer: what it says is its classifier, as timm's do, or its last linear one.
+    """Return the name of the network's last layer.
 
     Raises:
         ModelError: If it has neither.
     """
-    said: object = getattr(network, "get_classifier", lambda: None)()
-    has_parameters = isinstance(said, nn.Module) and next(said.parameters(), None) is not None
-    names = [name for name, module in network.named_modules() if name and module is said and has_parameters]
-    names = names or [name for name, module in network.named_modules() if name and isinstance(module, nn.Linear)]
+    names = classifier_layers(network)
     if not names:
         raise ModelError("model.adapters: this network has no linear classifier that could be trained beside them.")
-    return str(names[-1])
+    return names[-1]
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
 from paceline.plan import ParameterGroupFacts
-from paceline.recipe.optimizer import Optimizer
+from paceline.recipe.optimizer import CLASSIFIER, Optimizer, ParameterGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +116,17 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
     class tokens).
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for pattern in optimizer.groups:
-        if not fnmatch.filter(trainable, pattern):
+    matched = {pattern: set(fnmatch.filter(trainable, pattern)) for pattern in optimizer.groups}
+    source = {pattern: pattern for pattern in matched}
+    if CLASSIFIER in matched and not matched[CLASSIFIER]:
+        layers = classifier_layers(model)
+        matched[CLASSIFIER] = {name for name in trainable if name.startswith(tuple(f"{each}." for each in layers))}
+        source[CLASSIFIER] = f"{CLASSIFIER} ({', '.join(layers)})"
+    for pattern, names in matched.items():
+        if not names:
             raise ModelError(
                 f"optimizer.groups: no trainable parameter's name matches '{pattern}'. The last ones are "
-                f"{', '.join(list(trainable)[-4:])}; a pattern may have * and ?."
+                f"{', '.join(list(trainable)[-4:])}; a pattern may have * and ?, and `{CLASSIFIER}` is the network's."
             )
     exempt = list(exempt_from_decay(model))
     factors = _layer_factors(model, optimizer.layer_decay)
@@ -137,8 +144,8 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
             weight_decay=optimizer.weight_decay if decays else 0.0,
             decay_moves=decays,
         )
-        asked = next((each for each in optimizer.groups if fnmatch.fnmatchcase(name, each)), None)
-        found[name] = usual if asked is None else _as_asked(asked, usual, optimizer)
+        asked = next((each for each, names in matched.items() if name in names), None)
+        found[name] = usual if asked is None else _as_asked(optimizer.groups[asked], usual, source[asked])
         if is_scaled and found[name].weight_decay > 0:
             raise ModelError(
                 f"optimizer.groups: '{asked}' gives the filter {name} weight decay, which "
@@ -155,10 +162,9 @@ def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:
     return "all but filters, by sgd" if what == "all" and is_rest else f"{what}, by sgd" if is_rest else "filters"
 
 
-def _as_asked(pattern: str, usual: Treatment, optimizer: Optimizer) -> Treatment:
-    asked = optimizer.groups[pattern]
+def _as_asked(asked: ParameterGroup, usual: Treatment, source: str) -> Treatment:
     return Treatment(
-        source=pattern,
+        source=source,
         lr_factor=usual.lr_factor * asked.lr_factor,
         weight_decay=usual.weight_decay if asked.weight_decay == "auto" else asked.weight_decay,
         decay_moves=usual.decay_moves and asked.weight_decay == "auto",

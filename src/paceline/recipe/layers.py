@@ -110,17 +110,28 @@ def _kinds_of(word: str, known: Iterable[str], path: str) -> list[str]:
     return [f"{path}{key}" for key in known if key.endswith(f"_{word}")]
 
 
+class Entries(dict[str, Any]):
+    """What an override's dotted key goes through on the way to its value: ``model.options`` of ``model.options.a``."""
+
+
 class _Afresh(dict[str, Any]):
-    """A section that was taken away (``model=null``) before keys of it were set again in the same layer."""
+    """A section or mapping that was taken away (``model=null``) before it was set again in the same layer."""
 
 
-def update(tree: Tree, more: Mapping[str, Any]) -> None:
-    """Write one nested mapping into another of the same layer, in place."""
+def update(tree: Tree, more: Mapping[str, Any], section: type[Any] | None = Recipe) -> None:
+    """Write an override into the layer of those before it, in place.
+
+    Sections are merged key by key; a mapping that is given whole replaces what earlier overrides gave.
+    """
     for key, value in more.items():
-        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            update(tree[key], value)
-        elif isinstance(value, Mapping) and key in tree:
-            tree[key] = _Afresh(value)
+        inner = None if section is None else subsection(section, key)
+        before = tree.get(key)
+        if isinstance(value, Mapping) and key in tree and before is None:
+            before = tree[key] = _Afresh()
+        if isinstance(value, Mapping) and isinstance(before, dict):
+            if inner is None and not isinstance(value, Entries):
+                before.clear()
+            update(before, value, inner)
         else:
             tree[key] = value
 
@@ -135,9 +146,11 @@ def merge(
         inner = subsection(section, key)
         if value is None:
             merged.pop(key, None)
-        elif inner is not None:
-            below_it = {} if isinstance(value, _Afresh) else dict(merged.get(key, {}))
-            merged[key] = merge(below_it, value, notices, inner, f"{path}{key}.")
+            continue
+        if isinstance(value, _Afresh):
+            merged.pop(key, None)
+        if inner is not None:
+            merged[key] = merge(dict(merged.get(key, {})), value, notices, inner, f"{path}{key}.")
         elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
             taken = {name for name, given in value.items() if given is None and name in merged[key]}
             merged[key] = {name: given for name, given in {**merged[key], **value}.items() if name not in taken}

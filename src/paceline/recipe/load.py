@@ -21,6 +21,7 @@ from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code
+from paceline.recipe.optimizer import CLASSIFIER
 from paceline.recipe.other_names import with_new_names
 from paceline.recipe.schema import Recipe
 from paceline.registry import why_unknown
@@ -204,12 +205,16 @@ def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
     """Every key by its dotted name; what an optimizer takes for `auto` is as if it had been said."""
-    optimizer, flat = recipe.optimizer, _flatten(to_tree(recipe))
+    optimizer, tree = recipe.optimizer, to_tree(recipe)
+    groups = tree["optimizer"]["groups"]
+    if CLASSIFIER not in groups:  # the recipe fine_tune said it by the name that ResNet has for it
+        groups = tree["optimizer"]["groups"] = {CLASSIFIER if name == "fc.*" else name: groups[name] for name in groups}
+    flat = _flatten(tree)
     # Not by a recipe that says them: not every one may.
     said = {"optimizer.betas": list(optimizer.moment_decay), "optimizer.eps": optimizer.denominator_eps}
     flat |= {key: value for key, value in said.items() if key in flat}
-    if optimizer.groups:
-        flat["optimizer.groups"] = list(optimizer.groups)  # the first pattern that matches wins: their order counts
+    if groups:
+        flat["optimizer.groups"] = list(groups)  # the first pattern that matches wins: their order counts
     return flat
 
 
@@ -353,7 +358,7 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
 
 def _nest(dotted: str, value: Any) -> layers.Tree:
     for key in reversed(dotted.split(".")):
-        value = {key: value}
+        value = layers.Entries({key: value})
     tree: layers.Tree = value
     return tree
 

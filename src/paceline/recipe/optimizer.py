@@ -32,6 +32,8 @@ _EPS = {"lamb": 1e-6}
 _USUAL_EPS = 1e-8
 _WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
 _WITH_BETAS = ("adamw", "lamb", "lion", "muon")
+CLASSIFIER = "classifier"
+"""The pattern of `groups` that stands for the network's classifier."""
 _NOTHING_SCALED = (
     "{optimizer} scales the steps of what decays, and with optimizer.weight_decay=0 that is nothing, so that it moves "
     "like {unscaled}; give a weight decay, or optimizer.options={{always_adapt: true}}"
@@ -109,7 +111,8 @@ class Optimizer:
     layer_decay: Annotated[PositiveFloat | None, Field(lt=1), Off] = None
     """Factor on the learning rate for each layer further from the output (Clark et al. 2020), or `off`."""
     groups: dict[str, ParameterGroup] = Field(default_factory=dict)
-    """Settings for parameters whose name matches a shell pattern, the first that does: {"fc.*": {lr_factor: 10}}."""
+    """Settings for parameters whose name matches a shell pattern, the first that does: {"stem.*": {lr_factor: 0.1}}.
+    `classifier` is the network's last layer, whatever its name."""
     clip_norm: Annotated[PositiveFloat | None, Off] = None
     """Largest L2 norm of the whole gradient, or `off`."""
     clip_value: Annotated[PositiveFloat | None, Off] = None

@@ -824,7 +824,7 @@ assert np.median(kit["small"]) >= np.median(kit["large"]), "as many epochs, same
 # Read such a table with care: where seeds overlap, three of them show nothing. And where they do not, ask what else
 # differs: `large-lars` has a weight decay, a warm-up and no Nesterov momentum besides its rule, and its rate of 8 was
 # chosen from five in an earlier study of these digits, while for the other ways nothing was tuned. The same
-# comparison with 20 epochs is among the results that Paceline keeps (`docs/guide/large-batches.md`): there, too,
+# comparison with 20 epochs is among the results that Paceline keeps (`docs/guide/batch-size.md`): there, too,
 # training longer came closest to the small batch, and ghost BatchNorm by itself changed nothing that three seeds
 # would show.
 
@@ -880,7 +880,7 @@ assert eigenvalues[2] < eigenvalues[1] / 2, "a large batch that trains on is fla
 # With as many epochs the large batch is sharper, as the paper says. But look at the training losses: it has not come
 # down as far, and cross-entropy is flat in every direction where all samples are fitted. The same batch, trained on,
 # is flatter than it was. Is it then as flat as the small batch? The last line compares them, at losses that are
-# much nearer to one another. In the longer comparison of `docs/guide/large-batches.md`, with three seeds, it stayed
+# much nearer to one another. In the longer comparison of `docs/guide/batch-size.md`, with three seeds, it stayed
 # sharper on each of them; with the root rule and ghosts in addition it ended flatter than the small batch, and was no
 # better on test images for it. So the number of updates explains a part of the sharpness, not all of it.
 #

@@ -48,10 +48,8 @@ def test_scores_of_classes_are_scikit_learns(classes: int) -> None:
     theirs = {f"c{label}": row for label, row in zip(known, zip(*columns, strict=True), strict=True)}
     assert {each["class"] for each in found} == theirs.keys()
     for each in found:
-        precision, recall, f1, count = theirs[each["class"]]
-        assert [each["precision"], each["recall"], each["f1"]] == pytest.approx(
-            [100 * precision, 100 * recall, 100 * f1]
-        )
+        *shares, count = theirs[each["class"]]
+        assert [each[name] / 100 for name in ("precision", "recall", "f1")] == pytest.approx(shares)
         assert each["count"] == count
     assert [each["f1"] for each in found] == sorted(each["f1"] for each in found)
 

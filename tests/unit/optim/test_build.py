@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import Clipping, apply_settings, build_optimizer
-from paceline.optim.parameter_groups import describe_groups, parameter_groups
+from paceline.optim.parameter_groups import describe_groups, parameter_groups, treatments
 from paceline.optim.schedules import Settings
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.optimizer import Optimizer
@@ -291,6 +292,19 @@ def test_patterns_give_groups_of_their_own() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match=r"no trainable parameter's name matches 'fc.\*'.*3\.weight, 3\.bias"):
         parameter_groups(net(), section(groups={"fc.*": {"lr_factor": 10}}))
+
+
+def test_the_classifier_is_a_group_whatever_its_name() -> None:
+    asked = section(groups={"classifier": {"lr_factor": 10}})
+    rates = {
+        treatment.source: name for name, treatment in treatments(net(), asked).items() if treatment.lr_factor == 10
+    }
+    assert rates == {"classifier (3)": "3.bias"}
+    network = nn.Sequential(OrderedDict(classifier=nn.Conv2d(1, 1, 1), last=nn.Linear(1, 1)))
+    named = section(groups={"classifier.*": {"lr_factor": 10}, "classifier": {"lr_factor": 2}})
+    assert [each.lr_factor for each in treatments(network, named).values()] == [10, 10, 2, 2]
+    with pytest.raises(ModelError, match="matches 'classifier'"):
+        parameter_groups(nn.Conv2d(1, 1, 1), asked)
 
 
 def test_layers_further_from_the_output_learn_more_slowly() -> None:

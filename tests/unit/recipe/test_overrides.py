@@ -1,0 +1,55 @@
+"""Overrides replace one another, and what files say, also in mappings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.recipe.load import differences, load_recipe, stored_recipe, to_yaml
+
+FC, CLASSIFIER = {"fc.*": {"lr_factor": 10}}, {"classifier": {"lr_factor": 3}}
+NONE, THREE = "optimizer.groups=null", "optimizer.groups={classifier: {lr_factor: 3}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([THREE], FC | CLASSIFIER),
+        ([NONE, THREE], CLASSIFIER),
+        ([THREE, NONE], {}),
+        ([NONE, "optimizer.groups.classifier.lr_factor=3"], CLASSIFIER),
+        (["optimizer.groups={a: {lr_factor: 2}}", THREE], FC | CLASSIFIER),
+        ([NONE, "optimizer.groups={a: {}}", "optimizer={groups: {classifier: {lr_factor: 3}}}"], CLASSIFIER),
+        (
+            [NONE, "optimizer.groups={classifier: {lr_factor: 9}}", "optimizer.groups.classifier.lr_factor=3"],
+            CLASSIFIER,
+        ),
+        (["optimizer=null", THREE], CLASSIFIER),
+        (["optimizer={lr: 1}", "optimizer={nesterov: true}"], FC),
+    ],
+)
+def test_a_later_override_replaces_an_earlier_one(
+    tmp_path: Path, overrides: list[str], expected: dict[str, Any]
+) -> None:
+    file, again = tmp_path / "mine.yaml", tmp_path / "again.yaml"
+    file.write_text('optimizer: {groups: {"fc.*": {lr_factor: 10}}}\n')
+    recipe = load_recipe(file, overrides).recipe
+    assert {name: {"lr_factor": each.lr_factor} for name, each in recipe.optimizer.groups.items()} == expected
+    again.write_text(to_yaml(recipe))
+    assert load_recipe(again).recipe == recipe
+
+
+def test_options_given_whole_and_then_one_by_one() -> None:
+    below = {"model": {"options": {"stages": 2}}}
+    said = ["model.options={a: 1, b: {c: 1}}", "model.options.b.d=2", "model.options.stages=null"]
+    assert stored_recipe(below, "plain", said).model.options == {"a": 1, "b": {"c": 1, "d": 2}}
+    assert stored_recipe(below, "plain", [*said, "model.options={a: 4}"]).model.options == {"stages": 2, "a": 4}
+
+
+def test_a_run_of_fine_tune_that_names_the_classifier_of_resnet_goes_on() -> None:
+    old = load_recipe("fine_tune", [NONE, 'optimizer.groups={"fc.*": {lr_factor: 10}}']).recipe
+    assert "fc.*" in old.optimizer.groups
+    assert differences(old, load_recipe("fine_tune").recipe) == {}
+    assert list(differences(old, load_recipe("fine_tune", [THREE]).recipe)) == ["optimizer.groups.classifier.lr_factor"]
