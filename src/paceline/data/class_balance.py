@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +71,7 @@ def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> S
 
 
 def weights_by_class(
-    key: str, asked: Literal["balanced"] | Mapping[str, float], labels: SampleClasses, names: Sequence[str]
+    key: str, asked: str | Mapping[str, float], labels: SampleClasses, names: Sequence[str]
 ) -> tuple[float, ...]:
     """Return the weight of each class.
 
@@ -81,14 +80,14 @@ def weights_by_class(
 
     Args:
         key: Where it was asked for, for the message.
-        asked: What the recipe says.
+        asked: ``balanced``, or weights by class name.
         labels: The class of each training sample.
         names: The classes' names.
 
     Raises:
         RecipeError: If the mapping names an unknown class.
     """
-    if asked == "balanced":
+    if isinstance(asked, str):
         counts = np.bincount(labels, minlength=len(names))
         even = len(labels) / np.count_nonzero(counts)
         return tuple(np.where(counts > 0, even / np.maximum(counts, 1), 1.0).tolist())

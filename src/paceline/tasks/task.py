@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,8 +76,8 @@ class Task(ABC):
         """
         return None
 
-    def weights_by_class(self, key: Literal["train.class_weights", "data.sampling"]) -> tuple[float, ...]:
-        """The weight of each class in the loss, or among the draws of an epoch; empty: all samples are alike.
+    def weights_by_class(self, key: str) -> tuple[float, ...]:
+        """The weight of each class by `train.class_weights` or `data.sampling`; empty: all samples are alike.
 
         Raises:
             RecipeError: If the recipe names an unknown class.

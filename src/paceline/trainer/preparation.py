@@ -235,7 +235,10 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
 
 def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts]:
     """The plan's facts of a task's classes, and those of the data with what is to be said of their weights."""
-    labels, unused, reasons, found = task.sample_classes(), {}, {}, {}
+    labels = task.sample_classes()
+    unused: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for key, name in (("train.class_weights", "class_weights"), ("data.sampling", "sampling")):
         if labels is None:
             unused[key] = f"the task {task_name(task)} names no class of its samples"
