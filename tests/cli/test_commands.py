@@ -392,7 +392,8 @@ def test_evaluate_by_class(paceline_here: Callable[..., Any], finished: Path) ->
     assert answer["mean"]["f1"] == pytest.approx(sum(each["f1"] for each in classes) / len(classes))
     told = paceline_here("evaluate", finished, "--per-class")
     assert (told.code, told.err) == (0, "")
-    rows = [line.split()[0] for line in told.out.splitlines() if line.split()[0] in {each["class"] for each in classes}]
+    first = [line.split()[0] for line in told.out.splitlines() if line.strip()]
+    rows = [each for each in first if each in {known["class"] for known in classes}]
     assert rows == [each["class"] for each in classes]
     assert f"{classes[0]['f1']:.2f} %" in told.out
     refused = paceline_here("evaluate", finished, "--per-class", "--sizes", "8")

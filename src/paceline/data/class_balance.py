@@ -64,8 +64,8 @@ def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> S
     ids = drawn[sorted_places]
     earlier = np.empty_like(drawn)
     earlier[sorted_places] = np.arange(different) - np.searchsorted(ids, ids)
-    keys = drawn + different * repeats * earlier
-    keys = (keys[:, None] + different * np.arange(repeats)).reshape(-1)
+    first = drawn + different * repeats * earlier
+    keys: SampleIds = (first[:, None] + different * np.arange(repeats)).reshape(-1)
     keys.flags.writeable = False
     return keys
 

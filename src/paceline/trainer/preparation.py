@@ -245,8 +245,8 @@ def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFac
         elif weights := task.weights_by_class(key):
             found[name] = weights
             reasons[key] = in_words(weights, labels, task.description()["class_names"])
-    if "sampling" in found:
-        found["classes_sha256"] = draws_of(task).sha256
+    if draws := draws_of(task):
+        found["classes_sha256"] = draws.sha256
         reasons["data.sampling"] = f"drawn with replacement, {reasons['data.sampling']}"
     return found, replace(data, unused={**unused, **data.unused}, reasons={**data.reasons, **reasons})
 
