@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -394,7 +395,10 @@ class Data:
     is chosen after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""
     evaluation_crop: Annotated[PositiveFloat, Field(le=1)] = 0.875
     """Share of the resized image's side that the evaluation's centre crop keeps."""
-    max_broken: NonNegativeInt = 0
+    on_bad: Literal["refuse", "skip"] = "refuse"
+    """Files that a run cannot use: `refuse` lists them all and stops; `skip` leaves them out, reports them at the start
+    and keeps their number in the plan. A sample that cannot be read later is skipped too, with an incident."""
+    max_broken: Annotated[NonNegativeInt, Applies("on_bad", ("refuse",))] = 0
     """Unreadable samples to leave out, each with an incident in the log, before the run stops."""
     mean: Auto | tuple[FiniteFloat, ...] = "auto"
     """Per-channel mean subtracted from pixels in [0, 1]."""
@@ -418,3 +422,8 @@ class Data:
     """Numbers and categories of samples that were clicked on or not."""
     detection: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
     """How pictures with boxes are read and shown."""
+
+    @property
+    def most_broken(self) -> int:
+        """How many unreadable samples are left out before a run stops."""
+        return sys.maxsize if self.on_bad == "skip" else self.max_broken
