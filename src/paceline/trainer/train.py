@@ -293,6 +293,7 @@ def _opened(
             resume=options.resume,
             device_facts=_device_facts(prepared, launch),
             lengths=prepared.geometry.lengths,
+            draws=prepared.geometry.draws,
         )
         mirror_state = restore_from_mirror(directory, request, collectives, display.message)
         opening = on_first_without_timeout(

@@ -441,13 +441,12 @@ def _images() -> Iterator[Fault]:
     yield Fault(
         "half-images",
         "goes on with a class of images that end half-way, then with the whole ones",
-        partial(_with_images, _cut_in_half, ("has changed",)),
+        partial(_with_images, _cut_in_half, ("has changed", "cannot be opened")),
     )
     yield Fault(
         "broken-images",
         "goes on with a class of images that are zeros, data.max_broken=0, then with the whole ones",
-        # Before the first step where contents are digested; else when one is read, by name.
-        partial(_with_images, _blank, ("have changed", "data.max_broken=0")),
+        partial(_with_images, _blank, ("have changed", "cannot be opened")),
     )
 
 
