@@ -37,9 +37,10 @@ def test_a_run_of_two_processes_goes_on_with_two(paceline: Callable[..., Any], t
 
 def test_what_an_earlier_version_recorded_goes_on_too(paceline_here: Callable[..., Any], tiny: Any) -> None:
     assert paceline_here("train", "digits", *tiny, "train.until=2 steps", "--run-dir", "run").code == 75
-    recorded = Path("run/environment.json")
-    recorded.write_text(json.dumps({"command": "python -m paceline train digits --run-dir run", "directory": "/gone"}))
+    recorded = json.dumps({"command": "python -m paceline train digits --run-dir run", "directory": "/gone"})
+    Path("run/environment.json").write_text(recorded)
     assert paceline_here("resume", "run", "train.until=null").code == 0
+    Path("run/environment.json").write_text(recorded)
     plan = json.loads(Path("run/plan.json").read_text())
     Path("run/plan.json").write_text(json.dumps(plan | {"world_size": 4096}))
     refused = paceline_here("resume", "run")

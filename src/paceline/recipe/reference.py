@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.dataset_registry import DatasetsUsing
+from paceline.optimizers import taking
 
 # The schema's own annotations are read as they stand; only Python's words are translated here.
 WORDS = {"str": "text", "int": "whole number", "float": "number", "bool": "`true` or `false`"}
@@ -164,10 +165,12 @@ class Schema:
 
 
 def _values(node: ast.expr) -> Any:
-    """Read a literal, or the names of the data sets that use a key."""
+    """Read a literal, or the names of the data sets or optimizers that use a key."""
     match node:
         case ast.Call(func=ast.Name(id="DatasetsUsing"), args=names):
             return tuple(DatasetsUsing(*map(ast.literal_eval, names)))
+        case ast.Call(func=ast.Name(id="taking"), args=[key]):
+            return taking(ast.literal_eval(key))
     return ast.literal_eval(node)
 
 
