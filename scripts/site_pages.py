@@ -1,7 +1,7 @@
 """Turn the pages of the repository into a site; mkdocs calls this (`hooks` in mkdocs.yml).
 
 Generated pages: the commands (their `--help`), the Python interface (`paceline.__all__`), and whatever outside `docs/`
-a page links to, shown unchanged. The search leaves out decisions, files of the repository and the landing page.
+a page links to, shown unchanged. The search leaves out the landing page, and pages for those who change the code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHOWN_AS_CODE = {".py": "python", ".yaml": "yaml", ".json": "json", ".txt": "tex
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":(?:meth|class|func|attr|data|mod):(<code>)~?")
-_UNSEARCHED = ("index.md", "decisions/", "repository/")
+_UNSEARCHED = ("index.md", "tour.md", "decisions/", "repository/")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

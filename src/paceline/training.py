@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import os
+import re
+import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
+from typing import IO
 
-from paceline.recipe.load import Overrides, load_recipe
+from paceline.errors import RecipeError, TrainingError
+from paceline.processes import ProcessGroup, received_signals, without_rank
+from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, to_yaml
+from paceline.records.reader import read_summary
+from paceline.records.run_directory import RunDirectory, default_run_directory
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
+from paceline.world import STOP_SIGNALS
 
 
 def train(
-    recipe: str | Path,
+    recipe: str | Path | None = None,
     *,
     overrides: Overrides = (),
     run_dir: str | Path | None = None,
     resume: str = "auto",
     task: TaskMaker | None = None,
+    processes: int = 1,
     quiet: bool = False,
 ) -> TrainResult:
     """Train a recipe, or go on with the run in ``run_dir``.
@@ -29,17 +43,21 @@ def train(
     threads and settings of determinism and precision, are afterwards what they were; torch's generator has been seeded.
 
     Args:
-        recipe: A shipped recipe's name or the path of a YAML file.
+        recipe: A shipped recipe's name or the path of a YAML file; with a task of your own it may be left out.
         overrides: ``{"train.duration": "3 epochs"}`` or ``["train.duration=3 epochs"]``.
         run_dir: The run directory; by default a new one under ``runs/``.
         resume: ``auto``, ``never``, or the path of one of the run's checkpoints.
         task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one
             the recipe names.
+        processes: Ranks to train in, on this machine. With more than one they are processes of their own, as
+            ``paceline train --processes`` starts them, so that a task must be in a module that they can import.
         quiet: Show no progress.
 
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
+    if recipe is None and task is None:
+        raise RecipeError("neither a recipe nor a task was given; name a recipe, for example paceline.train('digits').")
     options = Options(
         run_dir=None if run_dir is None else Path(run_dir).expanduser(),
         resume=os.path.expanduser(resume),
@@ -49,5 +67,59 @@ def train(
     )
     with trusting_code():  # to train a recipe is to run what it names
         loaded = load_recipe(recipe, overrides)
+    if processes > 1:
+        return _train_in_processes(loaded, options, task, processes, quiet=quiet)
     with restore_torch_settings():
         return train_recipe(loaded, options)
+
+
+def _train_in_processes(
+    loaded: LoadedRecipe, options: Options, task: TaskMaker | None, processes: int, *, quiet: bool
+) -> TrainResult:
+    """Train by ``paceline train --processes``, pass its lines on, and read the result from the run directory.
+
+    Raises:
+        RecipeError: If the ranks could not import the task, or for a mistake that they found.
+        TrainingError: If the run failed.
+    """
+    recipe = loaded.recipe
+    if task is not None:
+        name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', type(task).__name__ + '()')}"
+        if not re.fullmatch(r"(?!__main__:)[\w.]+:\w+", name):
+            raise RecipeError(
+                f"processes={processes}: other processes cannot import the task {name}; put it at the top of a module "
+                "and import it from there."
+            )
+        recipe = dataclasses.replace(recipe, task=name)
+    root = options.run_dir or default_run_directory(loaded.name)
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as held:
+        scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        signals = held.enter_context(received_signals(STOP_SIGNALS)) if is_main else []
+        group = held.enter_context(ProcessGroup(good_codes=(0, 75), signals=signals))
+        path = scratch / f"{loaded.name}.yaml"
+        path.write_text(to_yaml(recipe), encoding="utf-8")
+        words = [str(path), "--processes", str(processes), "--run-dir", str(root), "--resume", options.resume]
+        child = group.start(
+            [sys.executable, "-P", "-m", "paceline", "train", *words],
+            env={**without_rank(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
+            stderr=scratch / "errors",
+        )
+        reader = threading.Thread(target=_pass_on, args=(child.process.stdout,), daemon=True)
+        reader.start()
+        group.wait()
+        reader.join()
+        if child.code not in group.good_codes:
+            failure = RecipeError if child.code == 2 else TrainingError
+            raise failure(child.ending.removeprefix("paceline: "))
+    summary = read_summary(RunDirectory(root))
+    return TrainResult(status=summary.status, run_dir=root, summary=summary)
+
+
+def _pass_on(stream: IO[bytes] | None) -> None:
+    """Print lines as they come: in a notebook, what a process writes by itself would not be seen."""
+    if stream is not None:
+        with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                sys.stdout.write(line)

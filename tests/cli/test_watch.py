@@ -56,7 +56,7 @@ def read_all(terminal: int, process: subprocess.Popen[Any], until: str = "", sec
 
 
 def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, tiny: tuple[str, ...]) -> None:
-    asked = [*tiny, "train.duration=300 steps", "checkpoint.every=40 steps", "telemetry.log_every=10 steps"]
+    asked = [*tiny, "train.duration=600 steps", "checkpoint.every=40 steps", "telemetry.log_every=10 steps"]
     asked += ["evaluate.every=100 steps", "evaluate.keep_examples=0"]
     run, events = tmp_path / "run", tmp_path / "run" / "events.jsonl"
     words = ["train", "digits", *asked, "--run-dir", "run"]
@@ -65,6 +65,7 @@ def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, 
     watching = start("watch", "run", "--interval", "0.1", cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: events.is_file() and b'"step": 80,' in events.read_bytes(), training)
+        wait_for(lambda: any((run / "checkpoints").glob("step-*")), training)
         training.send_signal(signal.SIGKILL)
         training.wait()
         training = start(*words, cwd=tmp_path, stdout=subprocess.DEVNULL)
@@ -76,10 +77,10 @@ def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, 
     assert watching.returncode == 0
     lines = out.splitlines()
     told = [json.loads(line) for line in events.read_text().splitlines()]
-    places = [f"step {each['step']}/300 " for each in told if each["event"] == "step"]
+    places = [f"step {each['step']}/600 " for each in told if each["event"] == "step"]
     assert [place for place in places if not any(place in line for line in lines)] == []
     assert any("resumed from step-" in line for line in lines)
-    assert lines[-1] == "run: completed, step 300/300"
+    assert lines[-1] == "run: completed, step 600/600"
 
 
 def test_a_terminal_shows_curves_and_is_left_with_ctrl_c(tmp_path: Path, tiny: tuple[str, ...]) -> None:

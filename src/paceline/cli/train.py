@@ -221,10 +221,16 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         until = " train.until=null" * (summary.details.get("ending") == "until")
         echo(f"To go on: {program()} resume {run_dir}{until}{' --trust-code' * names_code}")
         return
+    plan, trust = _plan_of(result), " --trust-code" * names_code
     echo("Next:")
-    if _plan_of(result).get("evaluation_samples") != 0:
-        echo(f"  {program()} evaluate {run_dir}{' --trust-code' * names_code}")
+    if plan.get("sample_name") == "images":
+        echo(f"  {program()} predict {run_dir} photo.jpg{trust}")
+    if plan.get("evaluation_samples") != 0:
+        echo(f"  {program()} evaluate {run_dir}{trust}")
+    echo(f"  {program()} export {run_dir} --format safetensors --output model.safetensors{trust}")
     echo(f"  {program()} audit {run_dir}")
+    if (run_dir / "report.html").is_file():
+        echo(f"  open {run_dir / 'report.html'} in a browser")
 
 
 def _figures(result: TrainResult) -> dict[str, Any]:
@@ -266,7 +272,7 @@ def _plan_of(result: TrainResult) -> Mapping[str, Any]:
 
 
 def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: Path | None, *, as_json: bool) -> None:
-    from paceline.trainer.train import plan_only
+    from paceline.trainer.train import forecast_only, plan_only
 
     # Among several ranks the plan is that of their world, unless it is asked for another.
     in_world = processes is None and is_one_of_several(None)
@@ -277,11 +283,17 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
         notices.append(chosen.notice)
     if not is_first_process():
         return
+    expected = None
+    if chosen is not None and chosen.count == 1:
+        with contextlib.suppress(PacelineError):  # data or weights that the plan itself can do without
+            expected = forecast_only(loaded)
     if as_json:
-        print_json({"plan": plan.to_tree(), "recipe": to_tree(loaded.recipe), "notices": notices})
+        figures = dict(expected.metrics) if expected is not None else {}
+        print_json({"plan": plan.to_tree(), **figures, "recipe": to_tree(loaded.recipe), "notices": notices})
         return
     echo(f"Plan of {loaded.name}")
-    print_pairs(_plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
+    told = {} if expected is None else {"expected": expected.message.removeprefix("expected: ")}
+    print_pairs(told | _plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
     echo("\nLearning rate")
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)

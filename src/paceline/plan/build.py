@@ -42,6 +42,9 @@ from paceline.world import World
 Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale"]
 """What is done now and then."""
 
+# The first records of a run whose records are further apart: what is wrong is seen at once.
+_FIRST_LOGS = (1, 2, 5)
+
 _ANY_TASK = TaskFacts()
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -128,7 +131,7 @@ class Plan(TaskFacts, Compiled, Rates):
         every: int | None = getattr(self, f"{occasion}_every_steps")
         if every is None:
             return False
-        if position == self.total_steps:
+        if position == self.total_steps or (occasion == "log" and position in _FIRST_LOGS and every > max(_FIRST_LOGS)):
             return True
         if occasion not in self.moments:
             return position % every == 0

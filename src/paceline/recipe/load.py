@@ -76,23 +76,24 @@ def is_data(source: str | Path) -> bool:
     return os.path.splitext(path)[1].lower() in TABLES and os.path.isfile(path)
 
 
-def load_recipe(source: str | Path, overrides: Overrides = ()) -> LoadedRecipe:
+def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedRecipe:
     """Read a shipped recipe by name, or a recipe file by path, and apply overrides.
 
     Args:
-        source: A name from :func:`shipped_recipes` or the path of a YAML file.
+        source: A name from :func:`shipped_recipes` or the path of a YAML file; None for every key's default.
         overrides: ``["optimizer.lr=0.1", ...]`` or ``{"optimizer.lr": 0.1, ...}``; None (``null``) takes a key away.
 
     Raises:
         RecipeError: If anything in it is unknown, ill-typed, or without effect; or if it lies in a run directory and
             names code to import, outside of :func:`paceline.references.trusting_code`.
     """
-    path = _locate(source)
     notices: list[str] = []
     stored: dict[Path, layers.Tree] = {}
-    tree, asked = _with_base(path, source, notices, stored), _asked(overrides, notices)
+    path = Path("task") if source is None else _locate(source)
+    tree = {} if source is None else _with_base(path, source, notices, stored)
+    asked = _asked(overrides, notices)
     tree = layers.merge(tree, asked, notices)
-    recipe = _validate(tree, str(source))
+    recipe = _validate(tree, "the defaults" if source is None else str(source))
     for where, foreign in stored.items():
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
     if why := why_unknown("optimizers", recipe.optimizer.name):

@@ -225,7 +225,7 @@ class MeasurementEvent(Event):
     """Something was found out about the run's network before a launch's first step, and left no trace there.
 
     Attributes:
-        what: ``compile``, ``deterministic`` or ``flops``.
+        what: ``compile``, ``deterministic``, ``flops`` or ``forecast``.
         message: One sentence for a person.
         seconds: What the measurement took.
         metrics: The figures.

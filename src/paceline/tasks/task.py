@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,16 @@ from paceline.metrics.answers import Answers
 from paceline.plan import DataFacts
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
+from paceline.records.events import StepEvent
 from paceline.references import call_reference
 from paceline.storage.addresses import is_address
 from paceline.storage.cache import local_path
 from paceline.world import World
 
 Model = Callable[..., Any]
+
+# Names that step records use; those of times end in _seconds.
+_OF_RECORDS = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps"}
 
 
 class Task(ABC):
@@ -151,6 +155,29 @@ class Task(ABC):
         With :meth:`sample_weights` the mean is over what they count, and of a batch that weighs nothing it is anything
         finite.
         """
+
+    def log(self, name: str, value: torch.Tensor | float) -> None:
+        """Log a number of this micro-batch, from :meth:`loss`; step records and trackers have its mean.
+
+        The mean is over the samples of all steps since the last record, on all ranks, each micro-batch weighted as in
+        the loss. Nothing waits for the device. In evaluation nothing is logged.
+
+        Args:
+            name: What records call it: a Python identifier that they do not use themselves.
+            value: A scalar, the mean over the micro-batch's samples.
+
+        Raises:
+            ValueError: If the name is not an identifier, or records use it.
+        """
+        if not name.isidentifier() or name in _OF_RECORDS or name.endswith("_seconds"):
+            raise ValueError(f"log({name!r}): records use this name, or it is not an identifier; choose another.")
+        if torch.is_grad_enabled():
+            self.__dict__.setdefault("_logged", {})[name] = torch.as_tensor(value).detach().float().reshape(())
+
+    def take_logged(self) -> dict[str, torch.Tensor]:
+        """Take what :meth:`log` has kept since the last call, float32 scalars by name."""
+        found: dict[str, torch.Tensor] = self.__dict__.pop("_logged", {})
+        return found
 
     @abstractmethod
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import contextlib
 import os
 import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PLAIN_INTERVAL_SECONDS = 10.0
+PLAIN_WIDTH = 100
 _REFRESH_SECONDS = 0.25
 
 
@@ -180,20 +182,22 @@ class PlainDisplay:
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Remember a step's figures; show what else there is to tell."""
-        if event["event"] == "step" and self._progress is not None:
-            self._progress.record = event
-            return
-        text = describe(event)
+        text = describe(event) if self._progress is None else self._progress.take(event)
         if text is not None:
-            if event["event"] == "evaluation" and self._progress is not None:
-                text = "  ".join(
-                    part for part in (text, self._progress.take_figures(), self._progress.time_left) if part
-                )
             self.message(text)
+            if event["event"] == "evaluation" and self._progress is not None:
+                self._progress.record = {}  # shown again at a later step, it would mislead
 
     def message(self, text: str) -> None:
-        """Show a line; the next progress line is due an interval later."""
-        self._stream.write(_writable(text, self._stream) + "\n")
+        """Show a line, folded where it is wide; the next progress line is due an interval later."""
+        lines = textwrap.wrap(
+            _writable(text, self._stream),
+            PLAIN_WIDTH,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        self._stream.write("\n".join(lines) + "\n")
         self._stream.flush()
         self._due = time.perf_counter() + self._interval
 
@@ -259,10 +263,7 @@ class LiveDisplay:
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Take a step's figures into the bars; put what else there is to tell above them."""
-        if event["event"] == "step" and self._progress is not None:
-            self._progress.record = event
-            return
-        text = describe(event)
+        text = describe(event) if self._progress is None else self._progress.take(event)
         if text is not None:
             self.message(text)
 
@@ -334,6 +335,8 @@ class RunProgress:
         cut: How its steps are cut from epochs.
         unit: What a sample is called: ``images``.
         record: The last step event.
+        headline: The metric that an evaluation's line shows, its loss aside.
+        has_ema: Whether each evaluation is of two sets of weights, the moving average last.
     """
 
     total_steps: int
@@ -341,13 +344,58 @@ class RunProgress:
     cut: Epochs
     unit: str
     record: Mapping[str, Any] = field(default_factory=dict)
+    headline: str = "loss"
+    has_ema: bool = False
     _pace_from: tuple[int, float] | None = None
+    _model: Mapping[str, Any] | None = None
+    _expected_end: float | None = None
+
+    def take(self, event: Mapping[str, Any]) -> str | None:
+        """Take note of an event; the line a person should see for it, or None."""
+        match event["event"]:
+            case "step":
+                self.record = event
+                return None
+            case "evaluation" if self.has_ema and event["weights"] == "model":
+                self._model = event
+                return None
+            case "evaluation":
+                model, self._model = self._model or event, None
+                return self._evaluation(model, {} if model is event else event)
+            case "measurement" if "expected_seconds" in event:
+                self._expected_end = time.perf_counter() + event["expected_seconds"]
+        return describe(event)
 
     def advance(self, step: int) -> None:
         """Note that a step is done. The first one sets the pace's beginning: it is slower than all others."""
         self.step = step
         if self._pace_from is None:
             self._pace_from = (step, time.perf_counter())
+
+    def _evaluation(self, model: Mapping[str, Any], ema: Mapping[str, Any]) -> str:
+        """An evaluation in one line: ``epoch 2/9  loss 0.41 (validation 0.31)  top-1 91.2 % (ema 93.1 %)``."""
+        position = model.get("position", model["step"])
+        epoch = self.cut.place(max(position - 1, 0))[0]
+        is_whole = position == self.cut.first_step(epoch + 1)
+        found = [f"epoch {epoch + 1}/{self.epochs}" + ("" if is_whole else f"  step {model['step']}")]
+        split, scored, averaged = model["split"], dict(_finite(model)), dict(_finite(ema))
+        if "loss" in scored:
+            loss = format_metric("loss", scored["loss"])
+            if self.headline == "loss" and "loss" in averaged:
+                loss += f", ema {format_metric('loss', averaged['loss'])}"
+            trained = self.record.get("loss")
+            found.append(f"{split} loss {loss}" if trained is None else f"loss {trained:.4g} ({split} {loss})")
+        others = [name for name in scored if name != "loss"]
+        if name := self.headline if self.headline in others else "".join(others[:1]):
+            average = f" (ema {format_metric(name, averaged[name])})" if name in averaged else ""
+            found.append(f"{_title(name)} {format_metric(name, scored[name])}{average}")
+        if not scored:
+            found.append(f"{split}: no finite figure")
+        speed = self.record.get("throughput_samples_per_second")
+        pace = [] if speed is None else [f"{format_count(speed)} {self.unit}/s"]
+        left = [self.time_left] if self.time_left else []
+        line = "  ".join([*found, *pace, *left])
+        return line if len(line) <= PLAIN_WIDTH else "  ".join([*found, *left])
 
     @property
     def epochs(self) -> int:
@@ -372,9 +420,11 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at the pace so far, evaluations and saves included; None if there is no telling."""
+        """Time to the end at the pace so far, evaluations and saves included; before there is one, as expected."""
         if self._pace_from is None or not self._pace_from[0] < self.step < self.total_steps:
-            return None
+            if self._expected_end is None or self.step >= self.total_steps:
+                return None
+            return max(0.0, self._expected_end - time.perf_counter())
         first_step, since = self._pace_from
         seconds_per_step = (time.perf_counter() - since) / (self.step - first_step)
         return seconds_per_step * (self.total_steps - self.step)
@@ -384,11 +434,6 @@ class RunProgress:
         """The time left in words, or an empty string where it is not known."""
         seconds = self.seconds_left
         return "" if seconds is None else f"{format_seconds(seconds)} left"
-
-    def take_figures(self) -> str:
-        """The last log record in words, once: told again beside a later step it would mislead."""
-        figures, self.record = self.figures, {}
-        return figures
 
     @property
     def figures(self) -> str:
@@ -448,12 +493,18 @@ def describe(event: Mapping[str, Any]) -> str | None:
 
 def _evaluation(event: Mapping[str, Any]) -> str:
     """Word an evaluation: ``epoch 2  step 90  validation (ema): loss 0.31  top-1 91.23 %``."""
-    shown = []
-    for name, value in event.items():
-        if name in NO_METRICS or isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        accuracy = _ACCURACY.match(name)
-        title = f"top-{accuracy[1]}" if accuracy else metric_title(name)
-        shown.append(f"{title} {format_metric(name, value)}")
+    shown = [f"{_title(name)} {format_metric(name, value)}" for name, value in _finite(event)]
     place = f"epoch {event['epoch']}  step {event['step']}" if "epoch" in event else f"step {event['step']}"
     return f"{place}  {event['split']} ({event['weights']}): {'  '.join(shown) or 'no finite figure'}"
+
+
+def _finite(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The metrics of an evaluation that are finite."""
+    for name, value in event.items():
+        if name not in NO_METRICS and isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
+
+
+def _title(metric: str) -> str:
+    accuracy = _ACCURACY.match(metric)
+    return f"top-{accuracy[1]}" if accuracy else metric_title(metric)

@@ -110,7 +110,7 @@ def build_run(setting: Setting) -> Run:
         ema=ema,
         evaluator=_evaluator(setting, precision, heartbeat),
         progress=progress,
-        window=Window(setting.collectives, ledger, device, noise),
+        window=Window(setting.collectives, ledger, device, noise, prepared.task.take_logged),
         noise=noise,
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,

@@ -338,7 +338,7 @@ class Evaluator:
         rounds, last = 0, None
         # Weights that are spread are other tensors in each pass.
         casts = self.precision.keeping_casts() if self.rounds is None else nullcontext()
-        with _evaluation_mode(models.values()), torch.no_grad(), casts:
+        with evaluation_mode(models.values()), torch.no_grad(), casts:
             for batch in self.pipeline.evaluation_batches(self.batch_size, self.collectives.world):
                 rounds += 1
                 broken += batch.broken
@@ -456,7 +456,7 @@ def _writes(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def _evaluation_mode(models: Any) -> Iterator[None]:
+def evaluation_mode(models: Any) -> Iterator[None]:
     """Switch every module to evaluation, and each back to the mode it had, also after an error."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:

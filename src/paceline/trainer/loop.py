@@ -6,6 +6,7 @@ import time
 
 from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.strategy import ControlFlags
+from paceline.trainer.forecast import forecast
 from paceline.trainer.nonfinite import check_results
 from paceline.trainer.run import Run
 from paceline.trainer.run_records import write_evaluation, write_step
@@ -22,7 +23,7 @@ def fit(run: Run) -> str:
 
 def _fit(run: Run) -> str:
     plan, progress = run.plan, run.progress
-    batches = check_first_batch(run, warm_up(run, run.train_batches()))
+    batches = forecast(run, check_first_batch(run, warm_up(run, run.train_batches())))
     ending = run.ending(ControlFlags())
     run.clock.start()
     while not ending:

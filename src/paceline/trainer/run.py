@@ -117,6 +117,7 @@ class Run:
     def begin_step(self) -> None:
         """Tell all who follow the steps that one begins."""
         self.guard.begin_step()
+        self.task.take_logged()  # what passes before the first step, or an evaluation, may have left
         self.heartbeat.begin_step(self.progress.position + 1)
         self.freeze_schedule.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))

@@ -52,6 +52,7 @@ def _write_step(run: Run) -> None:
             **run.mfu(timings["throughput_samples_per_second"]),
         },
         metrics={
+            **drained.logged,
             **({"skipped_steps": progress.skipped} if run.may_skip else {}),
             **({} if plan.noise_scale_every_steps is None else run.noise.for_record()),
         },

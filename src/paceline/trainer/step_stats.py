@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -136,11 +136,13 @@ class Drained:
         loss: Mean training loss; None if every step was skipped.
         broken: Newly broken samples.
         seconds: What each process measured, by rank.
+        logged: Means of what the task has logged, by name.
     """
 
     loss: float | None
     broken: list[BrokenSample]
     seconds: list[list[float]]
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 class Window:
@@ -154,6 +156,7 @@ class Window:
         ledger: Where the numbers of the samples go.
         device: Where losses are.
         noise: What measures the gradients' noise, whose numbers travel with the losses; None for none.
+        take_logged: Gives what the task has logged of the micro-batch just done.
 
     Attributes:
         grad_norm: Gradient norm of the latest step, where it was measured.
@@ -164,9 +167,19 @@ class Window:
     """
 
     def __init__(
-        self, collectives: Collectives, ledger: LedgerWriter, device: torch.device, noise: NoiseMeter | None = None
+        self,
+        collectives: Collectives,
+        ledger: LedgerWriter,
+        device: torch.device,
+        noise: NoiseMeter | None = None,
+        take_logged: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._noise = noise
+        self._take_logged = take_logged
+        # Sum and samples by name, and what is still on the device; of that, so much is of steps that were taken.
+        self._logged: dict[str, list[float]] = {}
+        self._pending_logged: list[tuple[str, torch.Tensor, int]] = []
+        self._settled_logged = 0
         self._collectives = collectives
         self._ledger = ledger
         self._device = device
@@ -186,6 +199,7 @@ class Window:
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
         """Take note of one micro-batch: its loss (left on the device) and the samples it used up."""
         self._pending.append((loss.detach(), batch.weight))
+        self._pending_logged += [(name, each, batch.weight) for name, each in self._take_logged().items()]
         if batch.slice.phantom:
             return
         piece, broken = batch.slice, [each.id for each in batch.broken]
@@ -203,9 +217,11 @@ class Window:
         """
         if not stepped or combined is not None:
             del self._pending[self._settled :]
+        if not stepped:
+            del self._pending_logged[self._settled_logged :]
         if stepped and combined is not None and self._collectives.world.is_first:
             self._combined.append(combined)
-        self._settled = len(self._pending)
+        self._settled, self._settled_logged = len(self._pending), len(self._pending_logged)
         if self._noise is not None:
             self._noise.end_step(self.grad_norm, stepped=stepped)
 
@@ -222,9 +238,11 @@ class Window:
         # Zero in the others' places: so one sum is a gathering too.
         measured = [0.0] * (world.rank * width) + own + [0.0] * ((world.world_size - world.rank - 1) * width)
         sums = torch.tensor(
-            [self._sum, self._samples, len(self.new_broken), *measured], dtype=dtype, device=self._device
+            [self._sum, self._samples, len(self.new_broken), len(self._logged), *measured],
+            dtype=dtype,
+            device=self._device,
         )
-        total, samples, broken, *measured = self._collectives.reduce_sum(sums).tolist()
+        total, samples, broken, logged, *measured = self._collectives.reduce_sum(sums).tolist()
         self._sum, self._samples = 0.0, 0
         # Within one window two ranks may meet the same sample, in two epochs: it is one incident.
         parts = self._collectives.gather(self.new_broken) if broken else []
@@ -238,13 +256,15 @@ class Window:
         if samples:
             self.last_loss = total / samples
             self.worst_loss = max(self.worst_loss, self.last_loss)
-        return Drained(total / samples if samples else None, found, told)
+        means = _means(self._collectives.gather(self._logged)) if logged else {}
+        self._logged = {}
+        return Drained(total / samples if samples else None, found, told, means)
 
     def gather(self) -> None:
         """Collect every rank's sums for :meth:`state_dict`; a collective."""
         self._add_up()
-        mine = (self._sum, self._samples, [vars(each) for each in self.new_broken], sorted(self.broken_ids))
-        self._gathered = [list(each) for each in self._collectives.gather(mine)]
+        mine = [self._sum, self._samples, [vars(each) for each in self.new_broken], sorted(self.broken_ids)]
+        self._gathered = self._collectives.gather(mine + [self._logged] * bool(self._logged))
         if self._noise is not None:
             self._noise.gather(self._collectives)
 
@@ -264,6 +284,7 @@ class Window:
         self._samples = sum(each[1] for each in mine)
         self.new_broken = [BrokenSample(**broken) for each in mine for broken in each[2]]
         self.broken_ids = {sample for each in ranks for sample in each[3]}
+        self._logged = _sums_by_name(each[4] for each in mine if len(each) > 4)
         self.first_loss, self.last_loss, self.worst_loss = state.get("losses", (None, None, 0.0))
         if self._noise is not None and "noise" in state:
             self._noise.load_state_dict(state["noise"])
@@ -276,6 +297,10 @@ class Window:
                 self._sum += losses
                 self._samples += round(samples)
             self._combined = []
+        if self._pending_logged:
+            new = ({name: [float(each) * weight, weight]} for name, each, weight in self._pending_logged if weight)
+            self._logged = _sums_by_name([self._logged, *new])
+            self._pending_logged, self._settled_logged = [], 0
         if not self._pending:
             return
         values = torch.stack([loss for loss, _ in self._pending]).tolist()
@@ -286,6 +311,20 @@ class Window:
             self._sum += value * weight if weight else 0.0
             self._samples += weight
         self._pending, self._settled = [], 0
+
+
+def _sums_by_name(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Sums and samples of several parts together, by name; a name need not be in every part."""
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        for name, (value, samples) in part.items():
+            total = found.setdefault(name, [0.0, 0])
+            total[0], total[1] = total[0] + value, total[1] + samples
+    return found
+
+
+def _means(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    return {name: total / samples for name, (total, samples) in sorted(_sums_by_name(parts).items())}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,8 +29,8 @@ from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.schema import Recipe
-from paceline.records.events import FinishEvent, StartEvent, Status, StopEvent
-from paceline.records.reader import Summary, read_summary
+from paceline.records.events import FinishEvent, MeasurementEvent, StartEvent, Status, StopEvent
+from paceline.records.reader import NO_METRICS, Summary, read_events, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.storage.addresses import is_address
 from paceline.tasks.task import Task, build_task
@@ -37,6 +39,7 @@ from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer.build import Setting, build_run
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
 from paceline.trainer.meta_network import network_to_plan
 from paceline.trainer.mirroring import (
@@ -65,12 +68,13 @@ from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLo
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import restore
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
-from paceline.units import format_count
+from paceline.units import format_count, format_metric, metric_title
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
 
 _PATIENCE_SECONDS = 5.0
+_ROWS_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,38 @@ class TrainResult:
     def metrics(self) -> Mapping[str, Any]:
         """The last evaluation's results, and under ``best`` and ``last`` more of them."""
         return self.summary.metrics
+
+    def history(self, kind: str = "evaluation") -> list[dict[str, Any]]:
+        """Return the run's records in order, for ``pandas.DataFrame(result.history())``.
+
+        Args:
+            kind: ``evaluation``, one for each set of weights, or ``step``, one every ``telemetry.log_every``.
+        """
+        return list(read_events(RunDirectory(self.run_dir).events, kinds=(kind,)))
+
+    def _repr_html_(self) -> str:
+        """Show the loss curve and the evaluations in a notebook."""
+        losses = [each["loss"] for each in self.history("step") if each["loss"] is not None]
+        top, width = max([*losses, 1e-9]), 320
+        points = " ".join(
+            f"{width * at / max(len(losses) - 1, 1):.0f},{60 - 60 * loss / top:.1f}" for at, loss in enumerate(losses)
+        )
+        evaluations = self.history()
+        names = [name for name in (evaluations[-1] if evaluations else {}) if name not in NO_METRICS]
+        head = "".join(f"<th>{metric_title(name)}</th>" for name in names)
+        rows = "".join(
+            f"<tr><td>{each['epoch']}</td><td>{each['weights']}</td>"
+            + "".join(f"<td>{'' if each.get(name) is None else format_metric(name, each[name])}</td>" for name in names)
+            + "</tr>"
+            for each in evaluations[-_ROWS_SHOWN:]
+        )
+        return (
+            f"<p>{self.status.capitalize()} after {format_count(self.summary.step)} steps in "
+            f"<code>{html.escape(str(self.run_dir))}</code></p>"
+            f'<svg width="{width}" height="60" role="img" aria-label="training loss"><polyline points="{points}" '
+            'fill="none" stroke="currentColor"/></svg>'
+            f"<table><tr><th>epoch</th><th>weights</th>{head}</tr>{rows}</table>"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +186,18 @@ def plan_only(
     plan = plan_network(partial(make_plan, notes=notes), network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
     return plan
+
+
+def forecast_only(loaded: LoadedRecipe) -> MeasurementEvent | None:
+    """Expected time and memory of a run on this machine, from a few passes of one process; None if not worth it.
+
+    Raises:
+        PacelineError: For every mistake in the recipe or the data.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        options = Options(run_dir=Path(scratch) / "run", resume="never")
+        with opened_run(loaded, options) as run:
+            return measure(run, ReadAhead(run.train_batches()), cautious=True)
 
 
 def _limits(plan: Plan, recipe: Recipe) -> dict[str, str]:
@@ -414,7 +462,14 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
     run.display.start(
-        RunProgress(plan.total_steps, run.progress.step, plan.epochs, plan.sample_name),
+        RunProgress(
+            plan.total_steps,
+            run.progress.step,
+            plan.epochs,
+            plan.sample_name,
+            headline=run.best_metric().name,
+            has_ema=run.ema is not None,
+        ),
         title=f"{loaded.name} in {run.directory.root}",
         lines=_plan_in_words(run),
     )

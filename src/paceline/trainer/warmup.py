@@ -140,13 +140,14 @@ class GradientProbe:
         return Comparison(tuple(self._seconds(first) / self._seconds(second) for _ in range(_ROUNDS)))
 
     def _seconds(self, act: Callable[[], Any]) -> float:
-        self._settle()
+        self.settle()
         begun = time.perf_counter()
         act()
-        self._settle()
+        self.settle()
         return time.perf_counter() - begun
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait until the device has done what it was given."""
         if self.run.device.type != "cpu":
             torch.get_device_module(self.run.device).synchronize()
 

@@ -59,7 +59,7 @@ def test_an_evaluation_without_a_finite_figure_says_so() -> None:
     start(display)
     display.record(EVALUATION | {"loss": None, "top1_accuracy": None, "top5_accuracy": None})
     display.close()
-    assert "validation (ema): no finite figure" in stream.getvalue()
+    assert "epoch 1/3  validation: no finite figure" in stream.getvalue()
 
 
 def test_plain_lines_per_interval_and_per_evaluation(simulated_time: Any) -> None:
@@ -80,9 +80,48 @@ def test_plain_lines_per_interval_and_per_evaluation(simulated_time: Any) -> Non
     assert re.fullmatch(
         r"epoch 1/3  step 21/100  training loss 0\.5123  lr 0\.05  12,346 images/s  data wait 3%  \d.* left", progress
     )
-    assert evaluation.startswith(
-        "epoch 1  step 40  validation (ema): loss 0.3  top-1 97.22 %  top-5 100.00 %  training loss 0.5123  lr 0.05"
+    assert re.fullmatch(
+        r"epoch 1/3  loss 0\.5123 \(validation 0\.3\)  top-1 97\.22 %  12,346 images/s  \d.* left", evaluation
     )
+
+
+def test_both_sets_of_weights_stand_in_one_line() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    progress = RunProgress(100, 0, Epochs.cut(40, [(0, 1, 1)]), "images", headline="top5_accuracy", has_ema=True)
+    display.start(progress, title="digits")
+    model = EVALUATION | {"weights": "model", "step": 50, "position": 50, "top5_accuracy": 91.0}
+    for _ in range(2):
+        display.record(model)
+        display.record(EVALUATION | {"step": 50, "position": 50})
+    line = "epoch 2/3  step 50  validation loss 0.3  top-5 91.00 % (ema 100.00 %)"
+    assert stream.getvalue().splitlines()[1:] == [line] * 2
+
+
+def test_no_line_is_wide(simulated_time: Any) -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream, interval_seconds=10)
+    start(display)
+    display.record(STEP | {"throughput_tokens_per_second": 123456.7, "mfu": 0.123, "loss": 123456.7})
+    display.advance(1)
+    simulated_time.now += 3600
+    display.advance(2)
+    display.record(EVALUATION | {"step": 39, "position": 39, "loss": 12345.6})
+    display.message("a sentence " * 30)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "".join(lines).count("sentence") == 30
+
+
+def test_the_time_left_is_as_expected_before_steps_tell(simulated_time: Any) -> None:
+    progress = RunProgress(1000, 0, Epochs.cut(40, [(0, 1, 1)]), "samples")
+    assert progress.take({"event": "measurement", "message": "expected", "seconds": 1, "expected_seconds": 90.0})
+    simulated_time.now += 30
+    assert progress.seconds_left == pytest.approx(60)
+    progress.advance(1)
+    simulated_time.now += 2
+    progress.advance(2)
+    assert progress.seconds_left == pytest.approx(998 * 2)
 
 
 def test_a_long_preparation_is_told_now_and_then(simulated_time: Any) -> None:
@@ -267,8 +306,8 @@ def test_live_bars_on_a_real_terminal() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
     assert "digits\r\n" in text
     assert "a plan [of two]" in text
-    assert text.count("step 20  test (model): loss 0.25") == 1
-    assert text.count("step 30  test (model): loss 0.25") == 1
+    assert text.count("epoch 2/3  loss 0.05 (test 0.25)") == 1
+    assert text.count("epoch 3/3  loss 0.03333 (test 0.25)") == 1
     last = text[text.rindex("epoch 3/3") :]
     assert "10/10" in last
     assert "30/30" in last

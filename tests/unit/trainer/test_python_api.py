@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.errors import TrainingError
+from paceline.errors import RecipeError, TrainingError
 from paceline.world import STOP_SIGNALS
 
 
@@ -67,3 +69,54 @@ def test_they_are_also_after_a_failure(
     with pytest.raises(TrainingError, match="no more"):
         paceline.train(tiny_recipe, run_dir=tmp_path, task=tiny_task(on_loss=fail), quiet=True)
     assert settings() == of_ones_own
+
+
+def test_the_history_is_the_records(train_tiny: Callable[..., Any]) -> None:
+    result = train_tiny("run", {"train.ema": 0.9})
+    scored, steps = result.history(), result.history("step")
+    assert [(each["step"], each["weights"]) for each in scored] == [(4, "model"), (4, "ema"), (8, "model"), (8, "ema")]
+    assert scored[-1]["top1_accuracy"] == result.metrics["last"]["ema"]["top1_accuracy"]
+    assert [each["step"] for each in steps] == [2, 4, 6, 8]
+    page = result._repr_html_()
+    assert page.count("<tr>") == 1 + len(scored)
+    assert "top-1 accuracy" in page
+    assert page.count(",") >= len(steps)  # a point for each record
+
+
+def test_a_task_needs_no_recipe(tmp_path: Path, tiny_task: Callable[..., Any]) -> None:
+    overrides = {"model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}}}
+    overrides |= {"train.duration": "2 steps", "batch.global_size": 16, "parallel.device": "cpu"}
+    result = paceline.train(task=tiny_task(), overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    assert result.status == "completed"
+    assert (tmp_path / "run" / "recipe.yaml").is_file()
+    with pytest.raises(RecipeError, match="neither a recipe nor a task"):
+        paceline.train()
+
+
+OWN = """
+from paceline import ImageClassification
+
+class Doubled(ImageClassification):
+    def loss(self, model, batch):
+        return 2 * super().loss(model, batch)
+"""
+
+
+def test_several_processes_from_python(
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "doubled_task.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    task = importlib.import_module("doubled_task").Doubled
+    asked = {"overrides": {"train.duration": "3 steps"}, "task": task, "processes": 2}
+    result = paceline.train(tiny_recipe, run_dir=tmp_path / "run", **asked)
+    assert (result.status, result.summary.world_size, result.summary.step) == ("completed", 2, 3)
+    assert "3 steps of 16" in capfd.readouterr().out
+    with pytest.raises(RecipeError, match="put it at the top of a module"):
+        paceline.train(tiny_recipe, run_dir=tmp_path / "other", **asked | {"task": functools.partial(task)})
+    with pytest.raises(RecipeError, match=r"parallel\.logical_ranks"):
+        paceline.train(
+            tiny_recipe,
+            run_dir=tmp_path / "wrong",
+            **asked | {"overrides": {"parallel.exact": True, "parallel.logical_ranks": 3}},
+        )

@@ -197,8 +197,8 @@ def test_a_defect_names_the_file(small: FileSource, workers: int, slices: Slices
     assert "Traceback" in caught.value.__notes__[0]
 
 
-# When a worker dies, torch opens ten temporary files to see whether descriptors are left, and its own handler of SIGCHLD
-# may raise right after one was opened.
+# When a worker dies, torch opens ten temporary files to see whether descriptors are left, and its own handler of
+# SIGCHLD may raise right after one was opened.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_names_the_file(small: FileSource, slices: Slices) -> None:
     with pytest.raises(TrainingError, match=r"DataLoader worker .*sample 3 \(.*0003\.png\)"):

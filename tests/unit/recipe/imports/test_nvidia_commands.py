@@ -17,7 +17,7 @@ from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.world import World
 
 ROOT = Path(__file__).parents[4]
-GUIDE = ROOT / "docs" / "guide" / "from-nvidia-convnets.md"
+GUIDE = ROOT / "docs" / "migrate.md"
 THEIR_TABLE = ROOT.parent / "shared" / "tables" / "nvidia_convnets_options.csv"
 TRAINED = ("resnet50", "resnext101-32x4d", "se-resnext101-32x4d", "efficientnet-b0", "efficientnet-b4")
 TRAINED_ON = [
@@ -204,9 +204,10 @@ def test_how_many_processes_is_assumed_only_with_a_word() -> None:
 
 
 def guide_rows() -> list[tuple[str, str, str]]:
-    """File, option and what is said of it, of every row of the guide's tables."""
+    """File, option and what is said of it, of every row of the tables in the guide's section on NVIDIA."""
     rows, columns = [], 0
-    for line in GUIDE.read_text(encoding="utf-8").splitlines():
+    section = GUIDE.read_text(encoding="utf-8").partition("\n## NVIDIA's ConvNets\n")[2].partition("\n## ")[0]
+    for line in section.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if re.match(r"\| (option|file) \|", line):
             columns = 1 if cells[0] == "option" else 2

@@ -1,0 +1,111 @@
+"""Compare the time and memory that a run expects before its first step with what it took.
+
+Runs of different kinds, one after the other, each in a process of its own; images are JPEG files made here.
+
+    python benchmarks/forecast.py [--only NAME ...] [--dry-run]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hardware import facts, write_result
+from PIL import Image
+
+PHOTOS = ["image_folder", "data.path={photos}", "train.precision=fp32"]
+RUNS = {
+    "digits": ["digits"],
+    "digits, batch 8": ["digits", "batch.global_size=8", "train.duration=3 epochs"],
+    "digits, two processes": ["digits", "--processes", "2"],
+    "digits, adamw, no average": ["digits", "optimizer.name=adamw", "optimizer.lr=0.001", "train.ema=off"],
+    "a small GPT": ["gpt-small-docs", "train.duration=40 steps"],
+    "a small BERT": ["bert-tiny-docs", "train.duration=60 steps"],
+    "DLRM": ["dlrm-synthetic"],
+    "Mask R-CNN": ["shapes-maskrcnn", "train.duration=60 steps"],
+    "ResNet-18, 96 pixels": [*PHOTOS, "model.name=resnet18", "data.image_size=96", "train.duration=4 epochs"],
+    "ResNet-18, 32 pixels": [*PHOTOS, "model.name=resnet18", "data.image_size=32", "train.duration=8 epochs"],
+    "MobileNetV3, loader process": [
+        *PHOTOS,
+        "model.name=mobilenetv3_small_100",
+        "data.image_size=128",
+        "data.workers=1",
+        "train.duration=4 epochs",
+    ],
+    "ResNet-50, 64 pixels": [*PHOTOS, "model.name=resnet50", "data.image_size=64", "train.duration=2 epochs"],
+}
+
+
+def write_photos(root: Path, images: int = 800) -> None:
+    """Write JPEG files of smooth noise, 400 by 300 pixels, in two classes."""
+    generator = np.random.default_rng(0)
+    for number in range(images):
+        small = generator.integers(0, 255, (15, 20, 3), dtype=np.uint8)
+        folder = root / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(small).resize((400, 300), Image.Resampling.BICUBIC).save(folder / f"{number}.jpg", quality=90)
+
+
+def compare(arguments: Sequence[str], run_dir: Path) -> dict[str, Any]:
+    """Train, and return seconds and bytes as expected and as measured, from the first step to the last record."""
+    command = [sys.executable, "-P", "-m", "paceline", "train", *arguments, "--run-dir", str(run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    expected = next(each for each in events if each.get("what") == "forecast")
+    finish = next(each for each in events if each["event"] == "finish")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    seconds = finish["time"] - expected["time"]
+    return {
+        "expected_seconds": expected["expected_seconds"],
+        "seconds": seconds,
+        "time_ratio": expected["expected_seconds"] / seconds,
+        "memory_ratio": expected["expected_memory_bytes"] / summary["peak_memory_bytes"],
+        "measuring_seconds": expected["seconds"],
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train each, and write the result files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
+    options = parser.parse_args(arguments)
+    known, found = facts(), {}
+    lines = [
+        "| run | expected | measured | expected / measured | memory, expected / measured |",
+        "|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
+        photos = Path(scratch) / "photos"
+        write_photos(photos)
+        for number, name in enumerate(options.only):
+            words = [each.format(photos=photos) for each in RUNS[name]]
+            found[name] = one = compare(words, Path(scratch) / f"run-{number}")
+            lines.append(
+                f"| {name} | {one['expected_seconds']:.1f} s | {one['seconds']:.1f} s | {one['time_ratio']:.2f} | "
+                f"{one['memory_ratio']:.2f} |"
+            )
+            print(lines[-1], flush=True)
+    off = [abs(each["time_ratio"] - 1) for each in found.values()]
+    lines.append("")
+    lines.append(
+        f"Time: median error {statistics.median(off):.0%}, largest {max(off):.0%}; {sum(each <= 0.2 for each in off)} "
+        f"of {len(off)} within 20 %."
+    )
+    print(lines[-1])
+    if not options.dry_run:
+        print(write_result("forecast", {"runs": found}, lines, known))
+
+
+if __name__ == "__main__":
+    main()

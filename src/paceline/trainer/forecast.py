@@ -1,0 +1,279 @@
+"""Expected time and memory of a run, measured on its own batches before the first step.
+
+The next micro-batches are sent forward and backward, as :mod:`paceline.trainer.warmup` does, and the optimizer takes a
+step on a copy: no weight, buffer or random state moves. What was read is used again by the steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.data.batch import Batch, chosen, rows_of, tensors_in
+from paceline.distributed.strategy import Replicas
+from paceline.optim.build import build_optimizer
+from paceline.plan import Plan
+from paceline.records.events import MeasurementEvent
+from paceline.telemetry.memory import peak_memory_bytes
+from paceline.trainer.evaluate import evaluation_mode
+from paceline.trainer.run import Run
+from paceline.trainer.warmup import GradientProbe
+from paceline.units import format_bytes, format_count, format_seconds
+
+# A shorter run is over before a forecast is worth its passes.
+_FEWEST_STEPS = 20
+# Passes are repeated for so long, or so many of them; a first one that is slow is itself the measure.
+_SECONDS, _PASSES, _SLOW_SECONDS = 1.0, 10, 5.0
+# Rows that are tried first where a whole micro-batch may take minutes.
+_TRIED_ROWS = 8
+# Batches read ahead are held until their steps, and a network is copied for its optimizer, up to these sizes.
+_HELD_BYTES, _COPIED_BYTES = 256 * 2**20, 64 * 2**20
+_LONG_SECONDS = 3600.0
+
+
+def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Report how long the run will take and how much memory, and return the stream with what was read in front again.
+
+    Nothing is measured of a run of under 20 steps, or of a network that is spread over processes.
+    """
+    ahead = ReadAhead(batches)
+    if event := measure(run, ahead):
+        run.recorder.write(event)
+        run.recorder.flush()
+    return ahead.again()
+
+
+def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
+    """Measure a run as it stands; None where that is not worth it, or not possible.
+
+    Args:
+        run: Opened, with its state restored.
+        ahead: Its next batches.
+        cautious: Try a few rows first, and estimate from these where a whole micro-batch would take long.
+    """
+    plan, position = run.plan, run.progress.position
+    end = plan.total_steps if plan.until_step is None else plan.until_step
+    steps = end - position
+    if steps < _FEWEST_STEPS or not isinstance(run.strategy, Replicas) or (first := ahead.read()) is None:
+        return None
+    begun = time.perf_counter()
+    try:
+        with (probe := GradientProbe(run, run.strategy, first)).without_a_trace():
+            costs = _Costs(probe, ahead)
+            costs.measure(cautious=cautious)
+    except Exception as error:  # noqa: BLE001  # whatever fails here, the step will tell better
+        run.display.message(f"expected time: not measured ({error})")
+        return None
+    samples = (plan.samples_before(end) - plan.samples_before(position)) / run.world.world_size
+    evaluations = _evaluations(run, end)
+    seconds = samples * costs.sample * _growth(plan, position, end) + steps * costs.step
+    seconds += evaluations * costs.evaluation
+    parts = [f"{format_count(steps)} steps"]
+    if evaluations:
+        parts.append(f"{format_count(evaluations)} evaluation{'s' * (evaluations > 1)}")
+    memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
+    return MeasurementEvent(
+        **run.progress.here,
+        what="forecast",
+        message=f"expected: about {format_seconds(seconds)} for {' and '.join(parts)}{memory}{_shorter(run, seconds)}",
+        seconds=time.perf_counter() - begun,
+        metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory},
+    )
+
+
+class ReadAhead:
+    """Batches that are read before their step, and what stopped the reading: it is raised at its step."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self._taken: list[Batch] = []
+        self._bytes = 0
+        self._error: Exception | None = None
+
+    def read(self) -> Batch | None:
+        """The next batch; None at the end, after an error, and where more would take much memory."""
+        if self._error is not None or (self._taken and self._bytes * (1 + 1 / len(self._taken)) > _HELD_BYTES):
+            return None
+        try:
+            batch = next(self._batches, None)
+        except Exception as error:  # noqa: BLE001  # raised where its batch would have been
+            self._error = error
+            return None
+        if batch is not None:
+            self._taken.append(batch)
+            self._bytes += sum(each.nbytes for each in tensors_in(batch.inputs, batch.targets))
+        return batch
+
+    def again(self) -> Iterator[Batch]:
+        """All batches, from the first that was read."""
+        while self._taken:
+            yield self._taken.pop(0)
+        if self._error is not None:
+            raise self._error
+        yield from self._batches
+
+
+@dataclass
+class _Costs:
+    """What a run's parts take, in seconds and bytes.
+
+    Attributes:
+        sample: Forward and backward passes of a sample, and the wait for it.
+        step: The optimizer's step.
+        evaluation: One evaluation of every set of weights.
+        memory: The most memory at once; None where the device does not tell.
+    """
+
+    probe: GradientProbe
+    ahead: ReadAhead
+    sample: float = 0.0
+    step: float = 0.0
+    evaluation: float = 0.0
+    memory: int | None = None
+
+    def measure(self, *, cautious: bool) -> None:
+        """Measure all of it."""
+        run = self.probe.run
+        extra = self._try_rows(self.probe.batch) if cautious else 0.0
+        batch_size = run.evaluator.batch_size
+        if self.sample:
+            batch_size = _TRIED_ROWS
+        else:
+            self._time_passes()
+        self._time_evaluation(batch_size)
+        extra += self._time_optimizer()
+        if (peak := peak_memory_bytes(run.device.type)) is not None:
+            self.memory = round(peak + extra)
+
+    def _try_rows(self, whole: Batch) -> float:
+        """Try half of a few rows and all of them; if all rows will take long, settle for that.
+
+        Returns:
+            The memory that the other rows will take, in bytes, if they are not tried.
+        """
+        rows = rows_of(whole.inputs) or 1
+        if rows <= _TRIED_ROWS or self.probe.run.compiled:
+            return 0.0
+        peaks, seconds = [], 0.0
+        for count in (_TRIED_ROWS // 2, _TRIED_ROWS, _TRIED_ROWS):
+            few = range(count)
+            inputs, targets = (chosen(each, few, of=rows) for each in (whole.inputs, whole.targets))
+            self.probe.batch = replace(whole, inputs=inputs, targets=targets, ids=whole.ids[:count])
+            seconds = self._passed()
+            peaks.append(peak_memory_bytes(self.probe.run.device.type) or 0)
+        if seconds * rows / _TRIED_ROWS > _SLOW_SECONDS:
+            self.sample = seconds / _TRIED_ROWS
+            return (peaks[1] - peaks[0]) * (rows - _TRIED_ROWS) / (_TRIED_ROWS - _TRIED_ROWS // 2)
+        self.probe.batch = whole
+        return 0.0
+
+    def _time_passes(self) -> None:
+        run = self.probe.run
+        passes = [(self._passed(), len(self.probe.batch.ids))]
+        if passes[0][0] < _SLOW_SECONDS:
+            passes, begun = [], time.perf_counter()
+            while len(passes) < _PASSES and not run.stop.requested:
+                read_from = time.perf_counter()
+                self.probe.batch = self.ahead.read() or self.probe.batch
+                self._passed()
+                now = time.perf_counter()
+                passes.append((now - read_from, len(self.probe.batch.ids)))
+                if now - begun > _SECONDS:
+                    break
+        # What loader processes had ready when the first batches were asked for does not show how fast they read.
+        late = passes[len(passes) // 2 :]
+        self.sample = sum(seconds for seconds, _ in late) / (sum(rows for _, rows in late) or 1)
+
+    def _passed(self) -> float:
+        run = self.probe.run
+        run.heartbeat.enter("forward", samples=self.probe.batch.ids)
+        begun = time.perf_counter()
+        self.probe.gradients(run.strategy.model)
+        self.probe.settle()
+        return time.perf_counter() - begun
+
+    def _time_evaluation(self, batch_size: int) -> None:
+        """Score the first held-out batches; reading them is part of the time."""
+        run = self.probe.run
+        if not run.plan.evaluation_samples or run.plan.evaluate_every_steps is None:
+            return
+        rows, seconds, begun = 0, 0.0, time.perf_counter()
+        with evaluation_mode(run.models().values()), torch.no_grad():
+            for number, batch in enumerate(run.pipeline.evaluation_batches(batch_size, run.world)):
+                with run.precision.autocast():
+                    for model in run.scored.values():
+                        run.task.score(run.task.evaluated(model), batch)
+                self.probe.settle()
+                # The first batch sets up what the others are measured with, unless it is slow, or the only one.
+                if number == 1 and seconds < _SLOW_SECONDS:
+                    rows, seconds = 0, 0.0
+                rows, seconds = rows + len(batch.ids), seconds + time.perf_counter() - begun
+                if (number and seconds > _SECONDS) or seconds > _SLOW_SECONDS:
+                    break
+                begun = time.perf_counter()
+        self.evaluation = seconds * run.plan.evaluation_samples / run.world.world_size / (rows or 1)
+
+    def _time_optimizer(self) -> int:
+        """Take steps on a copy of a network that is small; beside the passes of a large one they take little.
+
+        Returns:
+            The memory that is still to come, in bytes: of a large network's optimizer state, and on a CPU of the copy
+            that a checkpoint is written from.
+        """
+        run = self.probe.run
+        parameters = sum(each.nbytes for each in run.network.parameters())
+        if parameters > _COPIED_BYTES:
+            defaults = run.optimizer.defaults
+            state = parameters * (2 if "betas" in defaults else 1 if defaults.get("momentum") else 0)
+            missing = state
+        else:
+            gradients = self.probe.gradients(run.network)
+            network = copy.deepcopy(run.network)
+            for name, parameter in network.named_parameters():
+                parameter.grad = gradients.get(name)
+            optimizer = build_optimizer(network, run.recipe.optimizer, run.device)
+            for _ in range(2):
+                begun = time.perf_counter()
+                optimizer.step()
+                self.probe.settle()
+                self.step = time.perf_counter() - begun
+            state, missing = sum(each.nbytes for each in tensors_in(*optimizer.state.values())), 0
+        weights = sum(each.nbytes for model in run.models().values() for each in tensors_in(dict(model.state_dict())))
+        return missing + (weights + state) * (run.device.type == "cpu")
+
+
+def _growth(plan: Plan, position: int, end: int) -> float:
+    """Mean pixels of the training images from ``position`` to ``end``, over those of the images at ``position``."""
+    sizes: dict[int, int] = {int(epoch): size for epoch, size in plan.data.get("image_size_from_epoch", {0: 1}).items()}
+    begins = [plan.epochs.first_step(epoch) for epoch in sizes]
+    spans = zip(begins, [*begins[1:], plan.total_steps], sizes.values(), strict=True)
+    pixels = [(max(0, min(last, end) - max(first, position)), size**2) for first, last, size in spans]
+    now = next(size for steps, size in pixels if steps)
+    return sum(steps * size for steps, size in pixels) / ((end - position) * now)
+
+
+def _evaluations(run: Run, end: int) -> int:
+    """How many evaluations are left until ``end`` steps are done."""
+    plan, position = run.plan, run.progress.position
+    every, moments = plan.evaluate_every_steps, plan.moments.get("evaluate")
+    if every is None or not plan.evaluation_samples:
+        return 0
+    if moments is not None:
+        return sum(position < each <= end for each in {*moments, plan.total_steps})
+    return end // every - position // every + (end == plan.total_steps and end % every > 0)
+
+
+def _shorter(run: Run, seconds: float) -> str:
+    """What to choose where a run takes long on a CPU."""
+    if run.device.type != "cpu" or seconds <= _LONG_SECONDS:
+        return ""
+    position = run.progress.position
+    steps = position + max(1, int((run.plan.total_steps - position) * _LONG_SECONDS / seconds))
+    return (
+        f'. On a CPU that is long: train.duration="{steps} steps" takes about an hour; a smaller model.name or '
+        "data.image_size takes less time, and a GPU far less"
+    )

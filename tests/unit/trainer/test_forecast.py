@@ -1,0 +1,114 @@
+"""Expected time and memory are measured before the first step, and the measuring leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.data.batch import Batch
+from paceline.trainer import forecast as module
+from paceline.trainer.forecast import ReadAhead
+
+LONG = {"train.duration": "48 steps", "batch.micro_size": 8, "evaluate.every": "10 steps", "data.workers": 0}
+SENSITIVE = {"model.options.dropout": 0.3, "data.augment.flip": 0.5, "train.ema": 0.9, "optimizer.momentum": 0.9}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The only clock of a forecast; whoever works moves it on."""
+    found = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    return found
+
+
+@pytest.fixture
+def timed_task(clock: SimpleNamespace, tiny_task: Callable[..., Any]) -> Callable[[float], Any]:
+    """``timed_task(0.5)``: training a sample takes so many seconds of the clock, and scoring it half of that."""
+
+    def take(seconds: float) -> Any:
+        def lose(batch: Batch, loss: Any) -> None:
+            clock.now += seconds * len(batch.ids)
+
+        def score(_: Any, batch: Batch, scores: dict[str, Any]) -> None:
+            clock.now += seconds / 2 * len(batch.ids)
+
+        return tiny_task(on_loss=lose, on_score=score)
+
+    return take
+
+
+def forecast_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    (event,) = [each for each in found if each["what"] == "forecast"]
+    return event
+
+
+@pytest.mark.parametrize("ema", ["off", 0.9])
+def test_it_counts_samples_steps_and_evaluations(
+    timed_task: Callable[[float], Any], train_tiny: Callable[..., Any], events: Callable[..., Any], ema: Any
+) -> None:
+    result = train_tiny("run", LONG | {"train.ema": ema}, task=timed_task(0.01))
+    expected = forecast_of(events(result.run_dir, "measurement"))
+    samples, evaluations = events(result.run_dir, "step")[-1]["samples"], 5 * 21 * (1 if ema == "off" else 2)
+    assert expected["expected_seconds"] == pytest.approx(0.01 * samples + 0.005 * evaluations)
+    assert 0 < expected["expected_memory_bytes"] <= result.summary.peak_memory_bytes
+    assert expected["message"].startswith("expected: about ")
+    assert "48 steps and 5 evaluations" in expected["message"]
+
+
+def test_a_resumed_run_counts_what_is_left(
+    timed_task: Callable[[float], Any], train_tiny: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    asked = LONG | {"train.ema": "off"}
+    train_tiny("run", asked | {"train.until": "20 steps"}, task=timed_task(0.01))
+    result = train_tiny("run", asked, task=timed_task(0.01))
+    first, second = events(result.run_dir, "measurement")
+    assert "20 steps and 2 evaluations" in first["message"]
+    assert (second["step"], "28 steps and 3 evaluations" in second["message"]) == (20, True)
+    assert second["expected_seconds"] < 2 * first["expected_seconds"]
+
+
+def test_nothing_is_measured_of_a_short_run(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+    assert not events(train_tiny("run", LONG | {"train.duration": "19 steps"}).run_dir, "measurement")
+
+
+def test_measuring_leaves_no_trace(train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = train_tiny("measured", LONG | SENSITIVE)
+    monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)
+    plain = train_tiny("plain", LONG | SENSITIVE)
+    assert measured.summary.weights_sha256 == plain.summary.weights_sha256
+    assert measured.summary.ema_sha256 == plain.summary.ema_sha256
+    assert measured.summary.metrics == plain.summary.metrics
+
+
+def test_more_than_an_hour_on_a_cpu_names_a_shorter_run(
+    timed_task: Callable[[float], Any], train_tiny: Callable[..., Any], events: Callable[..., Any]
+) -> None:
+    result = train_tiny("run", LONG | {"train.ema": "off", "evaluate.every": "off"}, task=timed_task(20.0))
+    message = forecast_of(events(result.run_dir, "measurement"))["message"]
+    assert 'train.duration="' in message
+
+
+def test_what_stops_the_reading_is_raised_at_its_step() -> None:
+    def batches() -> Iterator[Any]:
+        yield from (SimpleNamespace(inputs=(), targets=()) for _ in range(3))
+        raise ConnectionError("gone")
+
+    ahead = ReadAhead(batches())
+    assert [ahead.read() is None for _ in range(5)] == [False] * 3 + [True] * 2
+    again = ahead.again()
+    assert len([next(again) for _ in range(3)]) == 3
+    with pytest.raises(ConnectionError, match="gone"):
+        next(again)
+
+
+def test_what_fails_while_measuring_is_left_to_the_step(
+    tiny_task: Callable[..., Any], train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("paceline.trainer.forecast.build_optimizer", fail)
+    assert train_tiny("run", LONG).status == "completed"
