@@ -25,6 +25,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import DataError, PacelineError, did_you_mean
+from paceline.optimizers import OF_LIBRARIES, RULES
 from paceline.references import call_reference, is_reference, load_reference
 
 _T = TypeVar("_T")
@@ -32,16 +33,7 @@ Kind = Literal["optimizers", "schedules", "tasks", "datasets", "commands"]
 
 _SHAPES = "paceline.optim.schedules"
 _BUILT_IN: dict[Kind, dict[str, str]] = {
-    "optimizers": {
-        "sgd": "torch.optim:SGD",
-        "adamw": "torch.optim:AdamW",
-        "rmsprop": "torch.optim:RMSprop",
-        "adafactor": "torch.optim:Adafactor",
-        "lamb": "timm.optim:Lamb",
-        "lars": "timm.optim:Lars",
-        "lion": "timm.optim:Lion",
-        "muon": "timm.optim:Muon",
-    },
+    "optimizers": {name: rule.reference for name, rule in RULES.items()},
     "schedules": {
         name: f"{_SHAPES}:{name}"
         for name in ("constant", "step", "linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid")
@@ -80,13 +72,20 @@ def installed(kind: Kind) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in _BUILT_IN[kind]}
 
 
+def known_names(kind: Kind) -> dict[str, str]:
+    """Return all names of a kind and their references: ours, those of installed packages, and those of libraries."""
+    of_libraries = OF_LIBRARIES if kind == "optimizers" else {}
+    return of_libraries | installed(kind) | _BUILT_IN[kind]
+
+
 def why_unknown(kind: Kind, name: str) -> str:
     """Return what is wrong with a name, with the nearest ones; empty if it is registered, or a reference."""
-    if name in _BUILT_IN[kind] or is_reference(name) or name in installed(kind):
+    if name in _BUILT_IN[kind] or is_reference(name) or name in known_names(kind):
         return ""
-    known = (*_BUILT_IN[kind], *installed(kind))
+    listed = ", ".join((*_BUILT_IN[kind], *installed(kind)))
+    more = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
     return (
-        f"unknown {kind.removesuffix('s')} '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}, or "
+        f"unknown {kind.removesuffix('s')} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{more}, or "
         "package.module:name of your own"
     )
 
@@ -100,7 +99,7 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     if why := why_unknown(kind, name):
         raise error(f"{why}.")
     is_own = name not in _BUILT_IN[kind] and is_reference(name)
-    reference = name if is_own else _BUILT_IN[kind].get(name) or installed(kind)[name]
+    reference = name if is_own else _BUILT_IN[kind].get(name) or known_names(kind)[name]
     found = load_reference(reference, error, installed=not is_own)
     if not callable(found):
         raise error(f"'{reference}' is a {type(found).__name__}, and cannot be called: name a function or a class.")

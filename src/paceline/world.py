@@ -12,6 +12,8 @@ from dataclasses import dataclass
 # What asks a run to stop, whichever of its processes it reaches: launchers hand them on, ranks finish their step, and
 # loader processes, which a terminal or a scheduler sends them too, leave them to the ranks.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# The command line that a user typed, for the ranks that it starts; they record it.
+COMMAND_VARIABLE = "PACELINE_COMMAND"
 
 
 @dataclass(frozen=True, kw_only=True)

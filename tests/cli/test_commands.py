@@ -501,7 +501,7 @@ def test_a_run_in_parts(
     part = paceline_here(*command, "--until", "3 steps")
     assert part.code == 75, part.err
     assert "Stopped after 3 steps" in part.out
-    assert "Run the same command, with a later --until or train.until or none, with --run-dir run to go on." in part.out
+    assert "resume run train.until=null" in part.out
     stopped = strict_json((tmp_path / "run" / "summary.json").read_text())
     assert (stopped["status"], stopped["step"], stopped["details"]["ending"]) == ("stopped", 3, "until")
     assert paceline_here(*command, "--until", "3 steps").code == 75  # there already

@@ -31,7 +31,8 @@ _ADVISOR = "paceline_advisor.commands"
 _OURS = "paceline.cli"
 GROUPS: dict[str, dict[str, Listed]] = {
     "Train": {
-        "train": Listed("Train a recipe, or resume a run.", f"{_OURS}.train:command"),
+        "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:command"),
+        "resume": Listed("Resume a run as it was started, processes and all.", f"{_OURS}.resume:command"),
         "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:command"),
         "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:command"),
     },
@@ -89,6 +90,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
     "More": {
         "recipes": Listed("List the shipped recipes, or show one.", f"{_OURS}.available:recipes"),
         "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:models"),
+        "explain": Listed("Explain a recipe key: values, default, effect, example.", f"{_OURS}.explain:Explain"),
         "import": Listed(
             "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:command"
         ),

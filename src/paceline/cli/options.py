@@ -78,8 +78,12 @@ class Between:
     highest: int
 
 
-def _rank_count(text: str) -> int | Between:
-    """Read ``N`` or ``MIN:MAX``."""
+def rank_count(text: str) -> int | Between:
+    """Read ``N`` or ``MIN:MAX``.
+
+    Raises:
+        click.BadParameter: If it is neither.
+    """
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None or (match[2] and int(match[1]) > int(match[2])):
         raise click.BadParameter(f"{text!r} is no number of ranks; give one of at least 1, or MIN:MAX.")
@@ -88,7 +92,7 @@ def _rank_count(text: str) -> int | Between:
 
 changing_processes_option: Callable[[Any], Any] = click.option(
     "--processes",
-    type=_rank_count,
+    type=rank_count,
     metavar="N|MIN:MAX",
     help="Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch "
     "evenly are left out). MIN:MAX starts MAX and goes on with fewer after a failure (see --max-restarts). Leave it "

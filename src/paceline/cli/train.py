@@ -34,6 +34,7 @@ from paceline.errors import PacelineError
 from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.named_code import named_code
+from paceline.records.run_directory import RunDirectory
 from paceline.references import trusting_code
 from paceline.units import format_bytes, format_count, format_metric, format_seconds, metric_title
 
@@ -87,7 +88,8 @@ def command(
     number of images and the machine, and said with the reasons.
 
     Overrides are dotted: optimizer.lr=0.1 data.workers=4 train.duration="3 epochs". The same command in the same
-    --run-dir goes on where the run stopped; exit code 75 means it was stopped on request and can go on.
+    --run-dir goes on where the run stopped, as does `paceline resume RUN`; exit code 75 means it was stopped on request
+    and can go on. For a run directory as RECIPE, name another --run-dir: that is a new run.
 
     \b
     Examples:
@@ -99,6 +101,12 @@ def command(
     if not plan_only:
         make_optional(sys.stdout)
     overrides += until_override()
+    again = recipe not in shipped_recipes() and RunDirectory(Path(recipe).expanduser()).plan.is_file()
+    if again and not plan_only and run_dir is None:
+        raise click.UsageError(
+            f"'{recipe}' is a run: go on with it by `paceline resume {recipe}`, or start a new run of its recipe by "
+            f"`paceline train {recipe} --run-dir DIR`."
+        )
     # To train a recipe is to run what it names; its plan alone is read as other commands read it.
     with contextlib.nullcontext() if plan_only else trusting_code():
         recipe, overrides = _chosen(recipe, overrides, run_dir, quiet=as_json)
@@ -110,8 +118,11 @@ def command(
         chosen = _processes(processes, loaded)
         if chosen.notice:
             echo(f"note: {chosen.notice}", err=as_json)
-        again = _arguments(recipe, overrides, run_dir, "auto", as_json)
-        restarts = _restarts(processes, chosen, max_restarts, run_dir, again)
+        if again and run_dir is not None and not RunDirectory(run_dir).exists():
+            echo(f"This is a new run in {run_dir}, of the recipe of {recipe}.", err=as_json)
+        restarts = _restarts(
+            processes, chosen, max_restarts, run_dir, _arguments(recipe, overrides, run_dir, "auto", as_json)
+        )
         if restarts is not None and resume != "auto":
             raise click.UsageError(
                 f"--resume {resume} is for one start, and --max-restarts {max_restarts} may start the ranks again; run "
@@ -207,8 +218,8 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
     if warning := summary.details.get("warning"):
         echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
-        later = ", with a later --until or train.until or none," * (summary.details.get("ending") == "until")
-        echo(f"Run the same command{later} with --run-dir {run_dir} to go on.")
+        until = " train.until=null" * (summary.details.get("ending") == "until")
+        echo(f"To go on: {program()} resume {run_dir}{until}{' --trust-code' * names_code}")
         return
     plan, trust = _plan_of(result), " --trust-code" * names_code
     echo("Next:")
@@ -254,7 +265,6 @@ def _figures(result: TrainResult) -> dict[str, Any]:
 def _plan_of(result: TrainResult) -> Mapping[str, Any]:
     """What the run's plan says; nothing where it cannot be read."""
     from paceline.records.reader import read_plan
-    from paceline.records.run_directory import RunDirectory
 
     with contextlib.suppress(PacelineError):
         return read_plan(RunDirectory(result.run_dir))

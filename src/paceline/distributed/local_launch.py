@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -33,7 +34,7 @@ from paceline.errors import (
 from paceline.escaping import one_line, printable
 from paceline.processes import LOADERS_LEAVE_SECONDS, Child, Ending, ProcessGroup, received_signals
 from paceline.storage.addresses import without_secrets
-from paceline.world import STOP_SIGNALS
+from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
 # Found by every process alike, from what the user wrote. Others may pass: a peer that is late, a directory in use.
 _MISTAKES = (RecipeError, DataError, ModelError)
@@ -218,6 +219,7 @@ def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: 
                     **rank_variables(rank, processes, scratch, cores=cores),
                     _ERROR_DIRECTORY: str(scratch),
                     LAUNCHER_VARIABLE: str(os.getpid()),
+                    COMMAND_VARIABLE: os.environ.get(COMMAND_VARIABLE) or shlex.join(sys.argv),
                 }
                 group.start([sys.executable, "-P", "-m", "paceline", *arguments], env=environment, name=f"rank {rank}")
             ending = group.wait(

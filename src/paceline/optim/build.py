@@ -15,22 +15,12 @@ from paceline.optim.embedding_optim import has_sparse_gradients, paired
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Schedules, Settings
+from paceline.optimizers import RULES
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
-from paceline.registry import built_in, load
-
-# The recipe's settings that each of our names takes, as arguments of its class.
-_SETTINGS = {
-    "sgd": ("momentum", "nesterov"),
-    "adamw": ("betas", "eps"),
-    "rmsprop": ("momentum", "alpha", "eps"),
-    "lamb": ("betas", "eps"),
-    "lars": ("momentum", "nesterov", "trust_coeff", "eps"),
-    "lion": ("betas",),
-    "muon": ("momentum", "nesterov", "betas"),
-}
+from paceline.registry import load
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
@@ -58,7 +48,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
     try:
         built = others(groups) if optimizer.tables == "same" else paired(model, optimizer, groups, others)
     except (TypeError, ValueError) as error:
-        if not optimizer.options and optimizer.name in built_in("optimizers"):
+        if not optimizer.options and optimizer.name in RULES:
             raise
         raise RecipeError(
             f"optimizer.options {optimizer.options} do not fit optimizer.name={optimizer.name}: {error}."
@@ -76,17 +66,10 @@ def _settings(asked: Optimizer) -> dict[str, Any]:
         steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
         filters, rest = {"momentum": asked.momentum} | steps, {"momentum": asked.rest_momentum}
         return {"nesterov": asked.nesterov, "filters": filters, "rest": rest}
-    settings = {
-        "momentum": asked.momentum,
-        "nesterov": asked.nesterov,
-        "betas": asked.moment_decay,
-        "alpha": asked.alpha,
-        "eps": asked.denominator_eps,
-        "trust_coeff": asked.trust_coefficient,
-    }
-    found = {name: settings[name] for name in _SETTINGS.get(asked.name, ())}
-    # LAMB's own clipping is off: optimizer.clip_norm is the one place for that.
-    return found | {"max_grad_norm": None} if asked.name == "lamb" else found
+    settled = {"betas": asked.moment_decay, "eps": asked.denominator_eps}
+    arguments = {"trust_coefficient": "trust_coeff"}
+    found = {arguments.get(key, key): settled.get(key, getattr(asked, key)) for key in asked.rule.takes}
+    return {**found, **asked.rule.fixed}
 
 
 def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
@@ -97,12 +80,12 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
     """
     asked, schedule = recipe.optimizer, recipe.schedule
     moves = schedule.momentum.name != "constant" and asked.name != "adafactor"
-    if moves and asked.name not in built_in("optimizers"):
+    if moves and asked.name not in RULES:
         raise RecipeError(
             f"schedule.momentum.name={schedule.momentum.name} does not go with optimizer.name={asked.name}, whose "
             "momentum is in its own options; leave it out."
         )
-    start = asked.moment_decay[0] if asked.name in ("adamw", "lamb", "lion") else asked.momentum
+    start = asked.momentum if asked.has("momentum") else asked.moment_decay[0]
     return Schedules(
         learning_rate=LearningRate.of(schedule, plan),
         momentum=(schedule.momentum, start) if moves else None,

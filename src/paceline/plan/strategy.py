@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecipeError
+from paceline.optimizers import OF_LIBRARIES, RULES
 from paceline.plan.facts import NetworkFacts, ParameterNumbers
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
@@ -15,11 +17,7 @@ from paceline.units import format_bytes
 # Of a device's memory, what a replica's state may take; the rest is for activations and what libraries keep.
 _ROOM_FOR_STATE = 0.7
 _FP32_BYTES = 4
-# Numbers that an optimizer keeps for each parameter, momentum that can be switched off aside.
-_MOMENTS = {"adafactor": 0, "adamw": 2, "lamb": 2, "lars": 0, "lion": 1, "muon": 2, "rmsprop": 1, "sgd": 0}
-# Assumed of an optimizer that is not ours, as of Adam: better a strategy that fits than a run out of memory.
-_MOMENTS_OF_OTHERS = 2
-_WITH_MOMENTUM = ("sgd", "lars", "rmsprop")
+_OF_MATRICES = tuple(name for name in (*RULES, *OF_LIBRARIES) if re.search("adafactor|muon|kron", name))
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         ),
         f"optimizer.name={optimizer.name} needs whole matrices, of which each process has a part with "
         "parallel.strategy=fsdp; use sgd, adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp.": (
-            optimizer.name in ("adafactor", "muon")
+            optimizer.name in _OF_MATRICES
         ),
         f"optimizer.clip_adaptive={optimizer.clip_adaptive} compares whole rows, of which a process may have a part "
         "with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp.": (
@@ -200,8 +198,8 @@ def moments(optimizer: Optimizer) -> int:
     """Return how many numbers an optimizer keeps for each parameter; of one that is not ours, an assumption."""
     if optimizer.moves_rest_by_sgd:
         return 1
-    with_momentum = optimizer.name in _WITH_MOMENTUM and optimizer.momentum > 0
-    return _MOMENTS.get(optimizer.name, _MOMENTS_OF_OTHERS) + with_momentum
+    rule = optimizer.rule
+    return rule.keeps + (rule.keeps_momentum and optimizer.momentum > 0)
 
 
 def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:

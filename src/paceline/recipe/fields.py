@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from paceline.plain_yaml import AsWritten, as_switch, settled
+from paceline.registry import Kind
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
 Auto = Literal["auto"]
@@ -142,9 +143,11 @@ class Names:
 
     Attributes:
         values: The names, in the order they are offered in.
+        kind: The kind of names in the registry, which has more.
     """
 
     values: tuple[str, ...]
+    kind: Kind | None = None
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.fields import Applies, Belongs, Names, Needs, plain
 from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
+from paceline.registry import known_names
 from paceline.units import Duration, TimeSpan
 
 Tree = dict[str, Any]
@@ -86,6 +88,44 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
                     f"{where}: '{dotted}' is a section, found {value!r}. {meant}Set one of its keys: {', '.join(keys)}."
                 )
             check_known(value, where, inner, f"{dotted}.")
+
+
+def in_known_case(tree: Mapping[str, Any], section: type[Any] = Recipe) -> Tree:
+    """A copy of a layer in which every choice is written as the schema has it: ``AdamW`` is ``adamw``."""
+    found: Tree = {}
+    for key, value in tree.items():
+        inner = subsection(section, key) if key in field_types(section) else None
+        if inner is not None and isinstance(value, Mapping):
+            found[key] = in_known_case(value, inner)
+        elif key in field_types(section) and isinstance(value, list):
+            found[key] = [_in_case(each, section, key) for each in value]
+        else:
+            found[key] = _in_case(value, section, key) if key in field_types(section) else value
+    return found
+
+
+def _in_case(value: Any, section: type[Any], name: str) -> Any:
+    if not isinstance(value, str) or value in (choices := _choices(section, name)):
+        return value
+    mark = _metadata(section, name, Names)
+    if value.lower() not in choices and mark is not None and mark.kind is not None:
+        choices = {} if value in (known := known_names(mark.kind)) else {each.lower(): each for each in known}
+    return choices.get(value.lower(), value)
+
+
+@cache
+def _choices(section: type[Any], name: str) -> dict[str, str]:
+    """What a field's choices are in lower case, and what they are; empty where any text may stand."""
+    texts = [each for each in named_choices(section, name) if isinstance(each, str)]
+    kinds, is_free = [field_types(section)[name]], False
+    while kinds:
+        kind = kinds.pop()
+        if get_origin(kind) is Literal:
+            texts += [each for each in get_args(kind) if isinstance(each, str)]
+        else:
+            is_free |= kind is str and not texts
+            kinds += get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
+    return {} if is_free else {each.lower(): each for each in texts}
 
 
 def keys_for(word: str) -> list[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
 _MOST_SHOWN = 60
+_LONG = 5  # letters
 _ENDINGS = (".yaml", ".yml")
 TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that read them
 SHIPPED = Path(__file__).parent.parent / "recipes"
@@ -317,7 +319,7 @@ def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
         return {}
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}.")
-    return with_new_names(tree, None if is_stored(path, source) else notices)
+    return layers.in_known_case(with_new_names(tree, None if is_stored(path, source) else notices))
 
 
 def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
@@ -335,7 +337,7 @@ def _asked(overrides: Overrides, notices: list[str] | None = None) -> layers.Tre
     for dotted, value in _pairs(overrides):
         layer = with_new_names(_nest(dotted, value), notices)
         layers.check_known(layer, f"override '{dotted}'")
-        layers.update(asked, layer)
+        layers.update(asked, layers.in_known_case(layer))
     return asked
 
 
@@ -403,6 +405,8 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
     """One sentence per wrong key; a union's several complaints are joined by 'or'."""
     sentences: dict[str, str] = {}
     rules: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
+    hints: dict[str, str] = {}
     for item in error.errors():
         known = [
             str(part)
@@ -417,12 +421,17 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
             *_, where_in, unknown = item["loc"]
             sentences[key] = f"found the key {unknown!r} in {where_in!r}, which is none that can stand there"
             continue
+        if item["type"] == "literal_error":
+            choices.setdefault(key, []).extend(re.findall("'([^']*)'", item["ctx"]["expected"]))
+            # Short words are near to any other, and the choices are listed.
+            close = choices[key] if len(str(item["input"])) >= _LONG else ()
+            hints[key] = did_you_mean(str(item["input"]), close, count=1)
         rule = _RULES.get(item["type"], item["msg"]).removeprefix("Input should be ")
         rules.setdefault(key, []).append(f"it must be {rule}")
         found = repr(item["input"])
         found = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]}…"
         sentences[key] = f"found {found}, but {_either(rules[key])}"
-    return [f"{where}: {key}: {sentence}." for key, sentence in sentences.items()]
+    return [f"{where}: {key}: {sentence}.{hints.get(key, '')}" for key, sentence in sentences.items()]
 
 
 # Where pydantic's own words would not help.

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
+from paceline.optimizers import OTHER, RULES, Rule, taking
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -23,15 +24,7 @@ from paceline.recipe.fields import (
     PositiveInt,
     Switch,
 )
-from paceline.registry import built_in
 
-# What each optimizer's authors use, where it is not what most do.
-_BETAS = {"lion": (0.9, 0.99), "muon": (0.9, 0.95)}
-_USUAL_BETAS = (0.9, 0.999)
-_EPS = {"lamb": 1e-6}
-_USUAL_EPS = 1e-8
-_WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
-_WITH_BETAS = ("adamw", "lamb", "lion", "muon")
 CLASSIFIER = "classifier"
 """The pattern of `groups` that stands for the network's classifier."""
 _NOTHING_SCALED = (
@@ -54,11 +47,12 @@ class ParameterGroup:
 class Optimizer:
     """The update rule."""
 
-    name: Annotated[str, Names(tuple(built_in("optimizers"))), Needs(("layers to scale",), _NOTHING_SCALED)] = "sgd"
+    name: Annotated[str, Names(tuple(RULES), "optimizers"), Needs(("layers to scale",), _NOTHING_SCALED)] = "sgd"
     """`sgd` (with momentum), `adamw` (Loshchilov and Hutter 2017), `rmsprop` (Tieleman and Hinton 2012), `adafactor`
     (Shazeer and Stern 2018), `lamb` (You et al. 2019), `lars` (You et al. 2017), `lion` (Chen et al. 2023), or `muon`
-    (Jordan et al. 2024; what is not a matrix by `rest`); a name that an installed package registers, or
-    `package.module:factory` of your own, called with parameter groups, `lr` and `options`."""
+    (Jordan et al. 2024; what is not a matrix by `rest`); any other of torch.optim or timm (`nadamw`), a name that an
+    installed package registers, or `package.module:factory` of your own, all called with parameter groups, `lr` and
+    `options`."""
     lr: PositiveFloat = 0.1
     """Peak learning rate, for the global batch as given: it is never scaled silently."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -73,9 +67,9 @@ class Optimizer:
         Switch, Needs(("optimizer.weight_decay",), "with optimizer.weight_decay=0 nothing decays")
     ] = False
     """Whether weight decay also acts on biases and normalisation parameters."""
-    momentum: Annotated[OpenFraction, Applies("name", _WITH_MOMENTUM)] = 0.9
+    momentum: Annotated[OpenFraction, Applies("name", taking("momentum"))] = 0.9
     """Momentum coefficient; `muon`'s author uses 0.95."""
-    nesterov: Annotated[Switch, Applies("name", ("sgd", "lars", "muon"))] = False
+    nesterov: Annotated[Switch, Applies("name", taking("nesterov"))] = False
     """Nesterov's form of momentum."""
     rest: Annotated[Literal["adamw", "sgd"], Applies("name", ("muon",))] = "adamw"
     """What moves what `muon` does not: `adamw`, all that is no matrix or filter; or `sgd` with momentum, all that is no
@@ -89,17 +83,19 @@ class Optimizer:
     unit_filters: Annotated[Switch, Applies("rest", ("sgd",))] = False
     """Scale each bank of filters to a norm of the root of its outputs before every step: weight decay, which only
     shrinks, then has no effect on filters."""
-    betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", _WITH_BETAS)] = "auto"
+    betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", taking("betas"))] = "auto"
     """Decay of the first and second moment estimates; `auto`: (0.9, 0.999), (0.9, 0.99) for `lion`, (0.9, 0.95) for
     `muon`."""
-    alpha: Annotated[OpenFraction, Applies("name", ("rmsprop",))] = 0.9
+    alpha: Annotated[OpenFraction, Applies("name", taking("alpha"))] = 0.9
     """Decay of the mean square."""
-    eps: Annotated[Auto | NonNegativeFloat, Applies("name", ("adamw", "rmsprop", "lamb", "lars"))] = "auto"
+    eps: Annotated[Auto | NonNegativeFloat, Applies("name", taking("eps"))] = "auto"
     """Added to the denominator; `auto`: 1e-8, and 1e-6 for `lamb`. Only that of `lars` may be 0."""
     eps_inside_sqrt: Annotated[Switch, Applies("name", ("rmsprop",))] = False
     """Add `eps` under the root and let the mean square begin at 1, as TensorFlow does."""
     trust_coefficient: Annotated[
-        PositiveFloat, Applies("name", ("lars",)), Needs(("layers that lars scales",), _NOTHING_SCALED)
+        PositiveFloat,
+        Applies("name", taking("trust_coefficient")),
+        Needs(("layers that lars scales",), _NOTHING_SCALED),
     ] = 0.001
     """Share of a layer's weight norm that one step may move it by."""
     tables: Literal["same", "rowwise_adagrad", "sparse_adam"] = "same"
@@ -133,8 +129,10 @@ class Optimizer:
         if self.eps == 0 and self.name != "lars":
             raise ValueError("found eps=0, but only lars divides by norms that are not 0; give a number above 0")
         self._check_rest()
-        fields = {"lr", "weight_decay", "momentum", "nesterov", "betas", "alpha", "trust_coeff", "fused"}
-        fields |= set() if self.name == "adafactor" else {"eps"}
+        fields = {"lr", "weight_decay", "fused"}
+        if self.name in RULES:
+            fields |= {"momentum", "nesterov", "betas", "alpha", "trust_coeff"}
+            fields |= set() if self.name == "adafactor" else {"eps"}
         if twice := sorted(fields & self.options.keys()):
             raise ValueError(f"found options with {' and '.join(twice)}, but those are keys of this section")
         clips = [name for name in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, name) is not None]
@@ -144,7 +142,7 @@ class Optimizer:
 
     def _check_own_rule(self) -> None:
         """Refuse settings that an optimizer of another package is not given."""
-        if self.name in built_in("optimizers"):
+        if self.name in RULES:
             return
         usual = dataclasses.fields(self)
         names = {"momentum", "nesterov", "betas", "alpha", "eps", "eps_inside_sqrt", "trust_coefficient", "rest"}
@@ -167,6 +165,11 @@ class Optimizer:
             raise ValueError(f"found options {self.options} with rest=sgd, but they are for the class of rest=adamw")
 
     @property
+    def rule(self) -> Rule:
+        """What is known of the update rule."""
+        return RULES.get(self.name, OTHER)
+
+    @property
     def moves_rest_by_sgd(self) -> bool:
         """Whether filters move by orthogonal steps, and everything else by SGD."""
         return self.name == "muon" and self.rest == "sgd"
@@ -175,7 +178,7 @@ class Optimizer:
         """Whether the rule has such a setting."""
         if name == "betas" and self.moves_rest_by_sgd:
             return False
-        return self.name in (_WITH_MOMENTUM if name == "momentum" else _WITH_BETAS)
+        return name in self.rule.takes
 
     @property
     def has_layers_to_scale(self) -> bool:
@@ -186,9 +189,9 @@ class Optimizer:
     @property
     def moment_decay(self) -> tuple[float, float]:
         """`betas`, where they are left open too."""
-        return _BETAS.get(self.name, _USUAL_BETAS) if self.betas == "auto" else self.betas
+        return self.rule.betas if self.betas == "auto" else self.betas
 
     @property
     def denominator_eps(self) -> float:
         """`eps`, where it is left open too."""
-        return _EPS.get(self.name, _USUAL_EPS) if self.eps == "auto" else self.eps
+        return self.rule.eps if self.eps == "auto" else self.eps

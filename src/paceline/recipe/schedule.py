@@ -40,7 +40,7 @@ class Course:
 class Schedule:
     """The learning rate, and what else moves with the step: pure functions, with nothing to save."""
 
-    name: Annotated[str, Names(tuple(built_in("schedules")))] = "cosine"
+    name: Annotated[str, Names(tuple(built_in("schedules")), "schedules")] = "cosine"
     """Shape after the warm-up: `constant`, `step`, `linear`, `cosine`, `polynomial`, `exponential`, `one_cycle` or
     `trapezoid`; a name that an installed package registers, or `package.module:shape` of your own. `step` falls at
     milestones; `cosine` may restart (Loshchilov and Hutter 2016); `one_cycle` rises through its warm-up and falls to

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.machine import available_cores, cpu_name, memory_bytes
+from paceline.world import COMMAND_VARIABLE
 
 _PACKAGES = (
     "paceline",
@@ -51,7 +52,7 @@ def capture_environment(torch_facts: Mapping[str, Any] | None = None) -> dict[st
     """
     return {
         "time": time.time(),
-        "command": shlex.join(sys.argv),
+        "command": os.environ.get(COMMAND_VARIABLE) or shlex.join(sys.argv),
         "directory": str(Path.cwd()),
         "host": socket.gethostname(),
         "python": platform.python_version(),

@@ -13,6 +13,7 @@ from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import Clipping, apply_settings, build_optimizer
 from paceline.optim.parameter_groups import describe_groups, parameter_groups, treatments
 from paceline.optim.schedules import Settings
+from paceline.optimizers import OF_LIBRARIES, RULES
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.optimizer import Optimizer
 
@@ -372,3 +373,31 @@ def test_adaptive_clipping_spares_the_classifier() -> None:
 def test_one_way_of_clipping_at_a_time() -> None:
     with pytest.raises(RecipeError, match="clip_norm and clip_value, but gradients are clipped in one way"):
         section(clip_norm=1.0, clip_value=1.0)
+
+
+@pytest.mark.parametrize("name", OF_LIBRARIES)
+def test_every_optimizer_of_torch_and_timm_makes_a_step_by_its_name(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    before = model[0].weight.detach().clone()
+    optimizer = build_optimizer(model, section(name=name, lr=0.1, weight_decay=0.01), CPU)
+    model(torch.ones(8, 4)).square().mean().backward()
+    apply_settings(optimizer, Settings(learning_rate=0.1))
+    optimizer.step()
+    assert model[0].weight.isfinite().all()
+    # The first step of ADOPT begins its second moments only.
+    assert torch.equal(model[0].weight, before) == ("adopt" in name)
+
+
+def test_no_optimizer_of_the_libraries_is_left_out() -> None:
+    from timm.optim import list_optimizers
+
+    # Nesterov's are other names of sgd and sgdw.
+    own = {"adahessian", "nesterov", "nesterovw"} | {
+        name for name in list_optimizers() if name.startswith(("fused", "bnb"))
+    }
+    assert set(list_optimizers()) - own == {*RULES, *OF_LIBRARIES} - {"asgd", "rprop"}
+    of_torch = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    assert of_torch - {"optimizer", "lbfgs", "sparseadam"} <= {*RULES, *OF_LIBRARIES}
+    options = {"momentum": 0.5, "nesterov": False}
+    group = build_optimizer(net(), section(name="SGDW", options=options), CPU).param_groups[0]
+    assert {key: group[key] for key in options} == options

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.errors import RecipeError
 from paceline.recipe.load import differences, load_recipe, stored_recipe, to_yaml
 
 FC, CLASSIFIER = {"fc.*": {"lr_factor": 10}}, {"classifier": {"lr_factor": 3}}
@@ -46,6 +47,34 @@ def test_options_given_whole_and_then_one_by_one() -> None:
     said = ["model.options={a: 1, b: {c: 1}}", "model.options.b.d=2", "model.options.stages=null"]
     assert stored_recipe(below, "plain", said).model.options == {"a": 1, "b": {"c": 1, "d": 2}}
     assert stored_recipe(below, "plain", [*said, "model.options={a: 4}"]).model.options == {"stages": 2, "a": 4}
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("optimizer.name=AdamW", "adamw"),
+        ("optimizer.name=NAdamW", "nadamw"),
+        ("optimizer.name=Mine.Optim:ADAM", "Mine.Optim:ADAM"),
+        ("schedule.name=One_Cycle", "one_cycle"),
+        ("data.dataset=CIFAR10", "cifar10"),
+        ("train.precision=BF16", "bf16"),
+        ("model.name=ResNet50", "ResNet50"),  # of timm's names, some differ in nothing else
+    ],
+)
+def test_choices_may_be_written_in_any_case(tmp_path: Path, said: str, meant: str) -> None:
+    key, _, value = said.partition("=")
+    section, name = key.split(".")
+    rest = ", warmup: 3%" * (value == "One_Cycle")
+    (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: '{value}'{rest}}}\n")
+    for recipe in (stored_recipe({}, "plain", [said]), load_recipe(tmp_path / "mine.yaml").recipe):
+        assert getattr(getattr(recipe, section), name) == meant
+
+
+def test_the_case_of_a_choice_is_no_other_choice() -> None:
+    below = {"optimizer": {"name": "adamw", "betas": [0.8, 0.9]}}
+    assert stored_recipe(below, "plain", ["optimizer.name=AdamW"]).optimizer.betas == (0.8, 0.9)
+    with pytest.raises(RecipeError, match="Did you mean 'linear'"):
+        stored_recipe({}, "plain", ["optimizer.lr_scaling=Liner"])
 
 
 def test_a_run_of_fine_tune_that_names_the_classifier_of_resnet_goes_on() -> None:

@@ -1,0 +1,127 @@
+"""`paceline explain`: what a key of a recipe means."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from textwrap import shorten
+from typing import Annotated, Any
+
+import yaml
+
+from paceline.command import Log, Shape, command
+from paceline.pages.page import Table
+from paceline.pages.shown import Document, Result, Shown
+from paceline.recipe import layers
+from paceline.recipe.fields import plain
+from paceline.recipe.load import load_recipe, shipped_recipes
+from paceline.recipe.other_names import with_new_names
+from paceline.recipe.reference import Key, Schema
+
+_MOST_RELATED = 8
+_WIDE = 60  # characters of a meaning in a list
+
+
+@command("explain")
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Explain KEY of a recipe: which values it takes, its default, when it has an effect, an example, related keys.
+
+    For a section, its keys are listed; without KEY, all sections.
+
+    Examples:
+      paceline explain optimizer.momentum
+      paceline explain schedule
+    """
+
+    key: Annotated[str, Shape(argument=True, metavar="[KEY]")] = ""
+
+    def run(self, log: Log) -> Result:
+        """Look the key up.
+
+        Raises:
+            RecipeError: If there is none of that name; names the nearest.
+        """
+        schema = Schema.read()
+        section, found = "Recipe", None
+        if self.key:
+            asked: dict[str, Any] = reduce(lambda inner, name: {name: inner}, reversed(self.key.split(".")), None)  # type: ignore[arg-type]
+            layers.check_known(tree := with_new_names(asked), "explain")
+            while section and isinstance(tree, dict):
+                ((name, tree),) = tree.items()
+                path = f"{found.key}." if found else ""
+                found = next(each for each in schema.keys(section, path) if each.key == f"{path}{name}")
+                section = found.section
+        if not section and found is not None:
+            return _of_key(found, list(_all(schema)))
+        keys = [_without_marks(each) for each in schema.keys(section, f"{found.key}." if found else "")]
+        rows = [
+            (each.key, "section" if each.section else each.default, shorten(each.meaning, _WIDE, placeholder="…"))
+            for each in keys
+        ]
+        table = Table(columns=("key", "default", "meaning"), rows=rows)
+        meaning = found.meaning if found else schema.summary(section)
+        return Document(
+            shown=Shown(title=found.key if found else "", blocks=[meaning, table]),
+            document={"section": found.key if found else "", "meaning": meaning, "keys": [*map(_as_json, keys)]},
+        )
+
+
+def _of_key(found: Key, keys: list[Key]) -> Result:
+    """A key with an example and what is related to it."""
+    example, related = _example(found.key), _related(found, keys)
+    found = _without_marks(found)
+    words = {
+        "takes": found.value,
+        "default": found.default,
+        "has an effect": f"with {found.used_with}" if found.used_with else "always",
+        "example": example,
+        **({"related": ", ".join(related)} if related else {}),
+    }
+    document = _as_json(found) | {"example": example, "related": related}
+    return Document(shown=Shown(title=found.key, blocks=[found.meaning, words]), document=document)
+
+
+def _as_json(found: Key) -> dict[str, Any]:
+    return asdict(found) | {"section": bool(found.section)}
+
+
+def _without_marks(found: Key) -> Key:
+    texts = {name: getattr(found, name).replace("`", "") for name in ("value", "used_with", "meaning")}
+    return replace(found, **texts)
+
+
+def _all(schema: Schema, section: str = "Recipe", path: str = "") -> Iterator[Key]:
+    for each in schema.keys(section, path):
+        yield each
+        if each.section:
+            yield from _all(schema, each.section, f"{each.key}.")
+
+
+def _related(found: Key, keys: list[Key]) -> list[str]:
+    """The keys that it names, and those that name it."""
+
+    def names(one: Key, other: Key) -> bool:
+        home, _, last = other.key.rpartition(".")
+        beside = home == one.key.rpartition(".")[0] and bool(re.search(rf"`{last}`", one.meaning))
+        return beside or bool(re.search(rf"`{re.escape(other.key)}\b", f"{one.used_with} {one.meaning}"))
+
+    others = (each for each in keys if each.key != found.key and not each.section)
+    return [each.key for each in others if names(found, each) or names(each, found)][:_MOST_RELATED]
+
+
+def _example(key: str) -> str:
+    """The key as a shipped recipe says it, or else with its default."""
+    name, recipe = "", None
+    for name in shipped_recipes():
+        loaded = load_recipe(name)
+        if key in loaded.origins:
+            recipe = loaded.recipe
+            break
+    value = reduce(getattr, key.split("."), recipe if recipe is not None else load_recipe("digits").recipe)
+    text = yaml.safe_dump(plain(value), default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    said = shlex.quote(f"{key}={text.strip(chr(39))}")
+    return f"{said} (as in {name})" if recipe is not None else said

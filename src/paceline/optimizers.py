@@ -1,0 +1,74 @@
+"""The optimizers that a recipe can name: what each is, what it takes of the recipe, and what it keeps in memory.
+
+One of ours is an entry of :data:`RULES`, which names its class. All others of torch and timm have their names there;
+they take ``lr`` and ``optimizer.options`` only, as those of other packages do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """An update rule.
+
+    Attributes:
+        reference: Its class.
+        takes: The keys of the recipe's ``optimizer`` section that it takes.
+        keeps: Numbers that it keeps for each parameter.
+        keeps_momentum: Whether it keeps one more if its momentum is not 0.
+        betas: What its authors use.
+        eps: What its authors use.
+        fixed: Further arguments of its class.
+    """
+
+    reference: str
+    takes: tuple[str, ...] = ()
+    keeps: int = 2
+    keeps_momentum: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+RULES = {
+    "sgd": Rule(reference="torch.optim:SGD", takes=("momentum", "nesterov"), keeps=0, keeps_momentum=True),
+    "adamw": Rule(reference="torch.optim:AdamW", takes=("betas", "eps")),
+    "rmsprop": Rule(reference="torch.optim:RMSprop", takes=("momentum", "alpha", "eps"), keeps=1, keeps_momentum=True),
+    "adafactor": Rule(reference="torch.optim:Adafactor", keeps=0),
+    # LAMB's own clipping is off: optimizer.clip_norm is the one place for that.
+    "lamb": Rule(reference="timm.optim:Lamb", takes=("betas", "eps"), eps=1e-6, fixed={"max_grad_norm": None}),
+    "lars": Rule(
+        reference="timm.optim:Lars",
+        takes=("momentum", "nesterov", "trust_coefficient", "eps"),
+        keeps=0,
+        keeps_momentum=True,
+    ),
+    "lion": Rule(reference="timm.optim:Lion", takes=("betas",), keeps=1, betas=(0.9, 0.99)),
+    "muon": Rule(reference="timm.optim:Muon", takes=("momentum", "nesterov", "betas"), betas=(0.9, 0.95)),
+}
+OTHER = Rule(reference="")
+"""What is assumed of any other optimizer: that it keeps as much as Adam, and takes none of the keys."""
+
+
+def taking(key: str) -> tuple[str, ...]:
+    """Return the names of our optimizers that take a key of the recipe."""
+    return tuple(name for name, rule in RULES.items() if key in rule.takes)
+
+
+_OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
+# Those that timm's own factory makes by name, but for those of Apex and bitsandbytes, and Adahessian, which needs
+# second derivatives.
+_OF_TIMM = (
+    "adabelief adafactorbv adafactorbvc adamc adamp adamuon adamwlegacy adan adanw adopt adoptc adoptw cadafactor "
+    "cadafactorbv cadafactorbvc cadamc cadamp cadamw cadan cadanw cadopt cadoptc cadoptw clamb clambw claprop clion "
+    "clionc cmars cnadamc cnadamw crmsproptf csgdc csgdp csgdw kron kronc kronw lambc lambcd lambcw lambw laprop "
+    "lapropc larc lionc madgrad madgradw mars momentum nadamc nadamlegacy nadamuon nadamw nesterov nesterovw nlarc nlars nmuon novograd "
+    "novogradc novogradw radabelief radamlegacy radamw rmsproptf rmsproptfc rmsproptfw sgdc sgdp sgdw"
+)
+OF_LIBRARIES = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
+OF_LIBRARIES |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
+"""References of the other optimizers of torch and timm, by name."""

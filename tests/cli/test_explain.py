@@ -1,0 +1,65 @@
+"""`paceline explain`: every key and section of the schema, and names that are near one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline.recipe.layers import field_types, subsection
+from paceline.recipe.reference import Schema
+from paceline.recipe.schema import Recipe
+
+
+def all_keys(section: type[Any] = Recipe, path: str = "") -> list[str]:
+    found = []
+    for name in field_types(section):
+        inner = subsection(section, name)
+        found += all_keys(inner, f"{path}{name}.") if inner else [f"{path}{name}"]
+    return found
+
+
+def test_the_reference_knows_the_keys_of_the_schema() -> None:
+    schema = Schema.read()
+
+    def known(section: str, path: str = "") -> list[str]:
+        keys = schema.keys(section, path)
+        return [name for each in keys for name in (known(each.section, f"{each.key}.") if each.section else [each.key])]
+
+    assert known("Recipe") == all_keys()
+
+
+def test_a_key(paceline_here: Callable[..., Any]) -> None:
+    done = paceline_here("explain", "schedule.period_factor")
+    assert done.code == 0
+    assert "schedule.name = cosine" in done.out
+    found = json.loads(paceline_here("explain", "optimizer.momentum", "--json").out)
+    assert (found["key"], found["default"], found["value"]) == ("optimizer.momentum", "0.9", "number ≥ 0 and < 1")
+    assert "sgd" in found["used_with"]
+    assert found["example"].startswith("optimizer.momentum=")
+    assert "optimizer.name" in found["related"]
+    assert json.loads(paceline_here("explain", "data.split_file", "--json").out)["key"] == "data.saved_split"
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"), [("", "model"), ("model", "model.name"), ("data.augment", "data.augment.flip")]
+)
+def test_a_section_lists_its_keys(paceline_here: Callable[..., Any], name: str, inside: str) -> None:
+    done = paceline_here("explain", *[name] * bool(name))
+    assert done.code == 0
+    assert inside in done.out
+    assert max(map(len, done.out.splitlines())) <= 120
+    found = json.loads(paceline_here("explain", *[name] * bool(name), "--json").out)
+    assert found["section"] == name
+    assert inside in [each["key"] for each in found["keys"]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("optimizer.lrr", "optimizer.lr"), ("epochs", "train.duration"), ("optimzer", "optimizer")]
+)
+def test_a_wrong_key_is_refused_with_the_nearest(paceline_here: Callable[..., Any], wrong: str, meant: str) -> None:
+    done = paceline_here("explain", wrong)
+    assert done.code == 2
+    assert f"Did you mean '{meant}'?" in done.err

@@ -1,0 +1,81 @@
+"""`paceline resume`: the recorded recipe, processes and directory; and no second run by accident."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NO_EVALUATION = ("evaluate.every=off", "train.ema=off", "optimizer.momentum=0.9")
+
+
+def digest(run: Path) -> str:
+    return str(json.loads((run / "summary.json").read_text())["weights_sha256"])
+
+
+def test_a_run_of_two_processes_goes_on_with_two(paceline: Callable[..., Any], tiny: Any, tmp_path: Path) -> None:
+    asked = ("train", "digits", *tiny, *NO_EVALUATION, "--processes=2", "--run-dir")
+    assert paceline(*asked, "whole").code == 0
+    part = paceline(*asked, "part", "--until", "2 steps")
+    assert part.code == 75
+    assert "resume part train.until=null" in part.out
+    (tmp_path / "elsewhere").mkdir()
+    for until, code in (("4 steps", 75), ("null", 0)):  # it stays known after the first
+        done = paceline("resume", "../part", f"train.until={until}", "--json", cwd=tmp_path / "elsewhere")
+        assert done.code == code, done.err
+        environment = json.loads((tmp_path / "part" / "environment.json").read_text())
+        assert "--processes 2" in environment["command"]
+        assert environment["directory"] == str(tmp_path)
+        assert json.loads(done.out)["world_size"] == 2
+    assert digest(tmp_path / "part") == digest(tmp_path / "whole")
+    assert "nothing to do" in paceline("resume", "part").out
+
+
+def test_what_an_earlier_version_recorded_goes_on_too(paceline_here: Callable[..., Any], tiny: Any) -> None:
+    assert paceline_here("train", "digits", *tiny, "train.until=2 steps", "--run-dir", "run").code == 75
+    recorded = json.dumps({"command": "python -m paceline train digits --run-dir run", "directory": "/gone"})
+    Path("run/environment.json").write_text(recorded)
+    assert paceline_here("resume", "run", "train.until=null").code == 0
+    Path("run/environment.json").write_text(recorded)
+    plan = json.loads(Path("run/plan.json").read_text())
+    Path("run/plan.json").write_text(json.dumps(plan | {"world_size": 4096}))
+    refused = paceline_here("resume", "run")
+    assert refused.code == 2
+    assert "4096 processes" in refused.err
+
+
+def test_no_second_run_by_accident(paceline_here: Callable[..., Any], finished: Path) -> None:
+    shutil.copytree(finished, "run")
+    refused = paceline_here("train", "run", "parallel.device=cpu")
+    assert refused.code == 2
+    assert "paceline resume run" in refused.err
+    assert not Path("runs").exists()
+    begun = paceline_here("train", "run", "train.until=1 step", "--run-dir", "another")
+    assert begun.code == 75, begun.err
+    assert "new run in another" in begun.out
+    assert "new run" not in paceline_here("train", "run", "train.until=2 steps", "--run-dir", "another").out
+
+
+@pytest.mark.parametrize("what", ["nothing", "photos"])
+def test_what_is_no_run_is_refused(paceline_here: Callable[..., Any], what: str) -> None:
+    Path("photos").mkdir()
+    refused = paceline_here("resume", what)
+    assert refused.code == 2
+    assert what in refused.err
+
+
+def test_code_that_a_run_names_needs_trust(paceline_here: Callable[..., Any], tiny: Any) -> None:
+    body = "return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))"
+    Path("net_of_mine.py").write_text(f"from torch import nn\ndef make(num_classes, in_channels): {body}\n")
+    own = ("model.name=net_of_mine:make", "model.options={}", "model.options=null", "train.until=2 steps")
+    part = paceline_here("train", "digits", *tiny, *own, "--run-dir", "run")
+    assert part.code == 75, part.err
+    assert "--trust-code" in part.out
+    refused = paceline_here("resume", "run", "train.until=null")
+    assert refused.code == 2
+    assert "--trust-code" in refused.err
+    assert paceline_here("resume", "run", "train.until=null", "--trust-code").code == 0
