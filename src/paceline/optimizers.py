@@ -66,8 +66,9 @@ _OF_TIMM = (
     "adabelief adafactorbv adafactorbvc adamc adamp adamuon adamwlegacy adan adanw adopt adoptc adoptw cadafactor "
     "cadafactorbv cadafactorbvc cadamc cadamp cadamw cadan cadanw cadopt cadoptc cadoptw clamb clambw claprop clion "
     "clionc cmars cnadamc cnadamw crmsproptf csgdc csgdp csgdw kron kronc kronw lambc lambcd lambcw lambw laprop "
-    "lapropc larc lionc madgrad madgradw mars momentum nadamc nadamlegacy nadamuon nadamw nesterov nesterovw nlarc nlars nmuon novograd "
-    "novogradc novogradw radabelief radamlegacy radamw rmsproptf rmsproptfc rmsproptfw sgdc sgdp sgdw"
+    "lapropc larc lionc madgrad madgradw mars momentum nadamc nadamlegacy nadamuon nadamw nesterov nesterovw nlarc "
+    "nlars nmuon novograd novogradc novogradw radabelief radamlegacy radamw rmsproptf rmsproptfc rmsproptfw "
+    "sgdc sgdp sgdw"
 )
 OF_LIBRARIES = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
 OF_LIBRARIES |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
