@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 
 def __getattr__(name: str) -> Callable[..., torch.optim.Optimizer]:
-    from timm.optim import create_optimizer_v2, list_optimizers
-
-    if name not in list_optimizers():
-        raise AttributeError(f"timm {name!r}")
-    return partial(create_optimizer_v2, opt=name)
+    timm: Any = importlib.import_module("timm.optim")
+    if name not in timm.list_optimizers():
+        raise AttributeError(f"timm has no optimizer {name!r}")
+    return partial(timm.create_optimizer_v2, opt=name)

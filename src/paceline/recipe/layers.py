@@ -105,7 +105,8 @@ def in_known_case(tree: Mapping[str, Any], section: type[Any] = Recipe) -> Tree:
 
 
 def _in_case(value: Any, section: type[Any], name: str) -> Any:
-    if not isinstance(value, str) or value in (choices := _choices(section, name)):
+    choices = _choices(section, name)  # type: ignore[arg-type]  # classes are hashable
+    if not isinstance(value, str) or value in choices:
         return value
     mark = _metadata(section, name, Names)
     if value.lower() not in choices and mark is not None and mark.kind is not None:
