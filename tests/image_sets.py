@@ -5,18 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.data.image.dataset import DatasetRequest, Fault, StoredImages
+from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages
 from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Data
 
 
 def opened_set(
-    name: str, path: str | Path, *, channels: int | None, fault: Fault | None = None, **keys: Any
+    name: str,
+    path: str | Path,
+    *,
+    channels: int | None,
+    problems: Problems | None = None,
+    tries_files: bool = True,
+    score_all: bool = False,
+    **keys: Any,
 ) -> StoredImages:
     """The images at a path; ``channels`` None for what they have, further keys as in a recipe's data section."""
     data = Data(dataset=name, path=str(path), channels="auto" if channels is None else channels, **keys)
     entry = find_dataset(name)
     assert entry is not None
-    found = entry.open(DatasetRequest(data=data, fault=fault))
+    request = DatasetRequest(
+        data=data,
+        problems=Problems() if problems is None else problems,
+        tolerant=problems is not None,
+        tries_files=tries_files,
+        score_all=score_all,
+    )
+    found = entry.open(request)
     assert isinstance(found, StoredImages)
     return found

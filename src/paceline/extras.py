@@ -91,6 +91,7 @@ EXTRAS = (
     Extra(
         "simplejpeg", "fast JPEG decoding without our compiled decoder", (Library("simplejpeg", "simplejpeg", "1.7"),)
     ),
+    Extra("heic", "HEIC images, as phones take them", (Library("pillow-heif", "pillow_heif"),)),
     Extra("dali", "data.backend=dali", (_DALI,), only_on="linux"),
     Extra("adapters", "model.adapters", (Library("peft", "peft"),)),
     Extra(

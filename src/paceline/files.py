@@ -89,7 +89,7 @@ class LeftOut:
         self._endings: dict[str, Counter[str]] = {}
         self._first: dict[str, list[str]] = {}
 
-    def add(self, reason: str, name: str) -> None:
+    def add(self, reason: str, name: str, detail: str = "") -> None:
         """Count a file, folder, member or row; the reason is a plural noun ("files with other endings")."""
         endings, first = self._endings.setdefault(reason, Counter()), self._first.setdefault(reason, [])
         _, dot, ending = name.rpartition(".")
@@ -97,19 +97,23 @@ class LeftOut:
         is_kept = dot and "/" not in ending and len(ending) <= _LONGEST and len(endings) < _MOST_ENDINGS
         endings[f".{ending.lower()}" if is_kept else ""] += 1
         if len(first) < _NAMED:
-            first.append(name)
+            first.append(f"{name!r} ({detail})" if detail else repr(name))
 
     def told(self) -> tuple[str, ...]:
-        """One sentence for each reason."""
-        return tuple(self._sentence(reason) for reason in self._endings)
+        """One sentence for each reason: how many were left out."""
+        return self.listed(" left out")
 
-    def _sentence(self, reason: str) -> str:
+    def listed(self, verb: str = "") -> tuple[str, ...]:
+        """One line for each reason: how many there are."""
+        return tuple(self._sentence(reason, verb) for reason in self._endings)
+
+    def _sentence(self, reason: str, verb: str) -> str:
         endings, first = self._endings[reason], self._first[reason]
         total = endings.total()
         parts = [f"{count:,} {ending}" for ending, count in endings.most_common(_NAMED) if ending]
         by_ending = f"{', '.join(parts)}; " if len(endings) > 1 and parts else ""
-        names = ", ".join(map(repr, first)) + (", …" if total > len(first) else "")
-        return f"{reason}: {total:,} left out ({by_ending}{names})"
+        names = ", ".join(first) + (", …" if total > len(first) else "")
+        return f"{reason}: {total:,}{verb} ({by_ending}{names})"
 
 
 def entries_of(folder: str | Path) -> list[os.DirEntry[str]]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,7 @@ from paceline.records.run_directory import RunDirectory, default_run_directory
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
+from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
 from paceline.world import STOP_SIGNALS
@@ -34,6 +36,7 @@ def train(
     run_dir: str | Path | None = None,
     resume: str = "auto",
     task: TaskMaker | None = None,
+    callbacks: Sequence[object] = (),
     processes: int = 1,
     quiet: bool = False,
 ) -> TrainResult:
@@ -49,6 +52,8 @@ def train(
         resume: ``auto``, ``never``, or the path of one of the run's checkpoints.
         task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one
             the recipe names.
+        callbacks: Objects with any of ``on_step_end(step)``, ``on_evaluation(step, results)`` and
+            ``on_checkpoint(step)``, called on every rank; one that answers with true asks the run to stop.
         processes: Ranks to train in, on this machine. With more than one they are processes of their own, as
             ``paceline train --processes`` starts them, so that a task must be in a module that they can import.
         quiet: Show no progress.
@@ -63,6 +68,7 @@ def train(
         resume=os.path.expanduser(resume),
         display=None if quiet else choose_display(sys.stdout),
         task=task,
+        callbacks=Callbacks(callbacks),
         report=report_at_the_end,
     )
     with trusting_code():  # to train a recipe is to run what it names
@@ -83,6 +89,8 @@ def _train_in_processes(
         TrainingError: If the run failed.
     """
     recipe = loaded.recipe
+    if options.callbacks.observers:
+        raise RecipeError(f"processes={processes}: callbacks are objects of this process; start the ranks by torchrun.")
     if task is not None:
         name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', type(task).__name__ + '()')}"
         if not re.fullmatch(r"(?!__main__:)[\w.]+:\w+", name):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import click
 from annotated_types import Ge, Gt, Lt
@@ -30,9 +31,6 @@ from paceline.recipe.running import Parallel
 from paceline.recipe.training import Train
 from paceline.units import Duration, TimeSpan, parse_bytes
 from paceline_advisor.apply import check_new
-
-if TYPE_CHECKING:
-    from paceline_advisor.formulas.learning_rate import Sweep
 
 # ------------------------------------------------------------------------------------------------ before a run
 
@@ -100,9 +98,49 @@ class FindBatch:
         check_new(self.apply)
 
 
+_FEWEST_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """How a range test is done.
+
+    Raises:
+        RecipeError: If the settings do not fit together.
+    """
+
+    lowest: Annotated[float, Gt(0), "Learning rate of the first step."] = 1e-7
+    highest: Annotated[float, Gt(0), "Learning rate of the last step."] = 10.0
+    steps: Annotated[int, "Optimizer steps of the test."] = 100
+    shape: Annotated[Literal["exponential", "linear"], "How the rate rises."] = "exponential"
+    smoothing: Annotated[float, Ge(0), Lt(1), "Weight of the past in the smoothed loss."] = 0.98
+    divergence: Annotated[
+        float, Gt(1), Shape(metavar="FACTOR"), "End where the smoothed loss exceeds its best by this factor."
+    ] = 4.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.lowest < self.highest and math.isfinite(self.highest)):
+            raise RecipeError(
+                f"a range test from {self.lowest:g} to {self.highest:g} cannot be: it goes from a rate above 0 to a "
+                "higher one; change --lowest or --highest."
+            )
+        if self.steps < _FEWEST_STEPS:
+            raise RecipeError(
+                f"a range test of {self.steps} steps says nothing; take at least {_FEWEST_STEPS} (--steps)."
+            )
+        if self.shape not in ("exponential", "linear"):
+            raise RecipeError(f"shape={self.shape!r} is none that a range test has; choose exponential or linear.")
+        if not 0 <= self.smoothing < 1:
+            raise RecipeError(f"smoothing={self.smoothing:g} is not in [0, 1); 0 looks at each loss by itself.")
+        if not self.divergence > 1:
+            raise RecipeError(
+                f"divergence={self.divergence:g} would end the test at its best loss; take a factor above 1."
+            )
+
+
 @command("find-lr", runs="paceline_advisor.tuning.lr_range:measure")
 @dataclass(frozen=True, kw_only=True)
-class FindLr:
+class FindLr(Sweep):
     """Find a learning rate by a range test.
 
     RECIPE is a shipped name, a YAML file, or a run directory, whose recipe is tested. The first steps are trained with
@@ -123,14 +161,6 @@ class FindLr:
     recipe: RecipeName
     overrides: Overrides = ()
     processes: JoinedProcesses = None
-    lowest: Annotated[float, Gt(0), "Learning rate of the first step."] = 1e-7
-    highest: Annotated[float, Gt(0), "Learning rate of the last step."] = 10.0
-    steps: Annotated[int, "Optimizer steps of the test."] = 100
-    shape: Annotated[Literal["exponential", "linear"], "How the rate rises."] = "exponential"
-    smoothing: Annotated[float, Ge(0), Lt(1), "Weight of the past in the smoothed loss."] = 0.98
-    divergence: Annotated[
-        float, Gt(1), Shape(metavar="FACTOR"), "End where the smoothed loss exceeds its best by this factor."
-    ] = 4.0
     suggestion: Annotated[
         Literal["median", "trough", "valley", "steepest", "minimum", "slide"], "Which suggestion --apply writes."
     ] = "median"
@@ -140,21 +170,12 @@ class FindLr:
     @property
     def sweep(self) -> Sweep:
         """How the test is done."""
-        from paceline_advisor.formulas.learning_rate import Sweep
-
-        return Sweep(
-            lowest=self.lowest,
-            highest=self.highest,
-            steps=self.steps,
-            shape=self.shape,
-            smoothing=self.smoothing,
-            divergence=self.divergence,
-        )
+        return Sweep(**{each.name: getattr(self, each.name) for each in fields(Sweep)})
 
     def __post_init__(self) -> None:
         if is_first_process():  # the only one that writes
             check_new(self.apply)
-        _ = self.sweep  # which refuses what does not fit together
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,9 +294,7 @@ class Plan(Cluster):
     """
 
     deadline: Annotated[
-        TimeSpan | None,
-        Shape(metavar="TIME", parse=TimeSpan.parse),
-        "When training must be over: 8h, 90 minutes, 2d.",
+        TimeSpan | None, Shape(metavar="TIME", parse=TimeSpan.parse), "When training must be over: 8h, 90 minutes, 2d."
     ] = None
     budget: Annotated[float | None, Gt(0), Shape(metavar="DOLLARS"), "What it may cost."] = None
     most_gpus: Annotated[int, Ge(1), "Most GPUs to consider."] = 256
@@ -348,9 +367,7 @@ class Doctor:
         "Judge for this device (a100, t4, cpu, …), whether or not it is here (default: the one here).",
     ] = None
     processes: Annotated[
-        int | None,
-        Ge(1),
-        "Judge a run of N processes (default: 1, or 2 where parallel.strategy needs several).",
+        int | None, Ge(1), "Judge a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
     ] = None
     measure: Annotated[bool, "Measure the gain of each change, in short bursts in turns."] = False
     rounds: Annotated[int, Ge(4), Shape(only="measure"), "Turns of each change with --measure."] = 8
@@ -384,9 +401,7 @@ def _batch_size(word: str) -> int:
 
 
 @command(
-    "recipe",
-    runs="paceline_advisor.bench.report:bench",
-    files=("benchmark.json", "benchmark.md", "benchmark.html"),
+    "recipe", runs="paceline_advisor.bench.report:bench", files=("benchmark.json", "benchmark.md", "benchmark.html")
 )
 @dataclass(frozen=True, kw_only=True)
 class Bench:
@@ -593,9 +608,7 @@ class Landscape:
         "Whose loss. Training samples are processed as held-out ones are, without augmentation.",
     ] = "train"
     samples: Annotated[
-        int | None,
-        Shape(metavar="N|all", parse=_samples),
-        "Most samples of each split, always the same for a seed.",
+        int | None, Shape(metavar="N|all", parse=_samples), "Most samples of each split, always the same for a seed."
     ] = 1024
     batch_norm: Annotated[
         Literal["recomputed", "stored"] | None,

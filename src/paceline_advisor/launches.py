@@ -41,12 +41,7 @@ class Launch:
     """
 
     def __init__(
-        self,
-        arguments: list[str],
-        log: Path,
-        *,
-        limit_seconds: float,
-        variables: Mapping[str, str] | None = None,
+        self, arguments: list[str], log: Path, *, limit_seconds: float, variables: Mapping[str, str] | None = None
     ) -> None:
         self._deadline = time.monotonic() + limit_seconds
         self._limit = limit_seconds

@@ -11,8 +11,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.recipe.load import load_recipe
-from paceline_advisor.bench.interleaved import run_bursts
-from paceline_advisor.bench.interleaved_members import of_all
+from paceline_advisor.bench.interleaved import of_all, run_bursts
 from paceline_advisor.launches import Launch
 
 

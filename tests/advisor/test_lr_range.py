@@ -20,7 +20,7 @@ from paceline.errors import DataError, PacelineError, RecipeError, TrainingError
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline.world import STOP_SIGNALS
-from paceline_advisor.formulas.learning_rate import Sweep
+from paceline_advisor.commands import Sweep
 from paceline_advisor.tuning.lr_range import as_tested, find_lr, sparkline
 
 # Dropout, BatchNorm, augmentation, accumulation, an average, clipping: whatever could be disturbed.

@@ -85,7 +85,7 @@ def test_a_residual_network_on_an_a100() -> None:
     assert sum(each.share for each in report.layers) == pytest.approx(1)
     assert report.arithmetic_seconds < report.products_seconds < report.least_seconds
     assert 0 < report.best_mfu < report.best_fused_mfu < 1
-    assert report.uncounted == ()
+    assert report.found.uncounted == ()
     assert report.low_intensity is None
     # 1.814 GMAC for an image; three passes but for the first layer's gradient of the image.
     first = by_name["conv1", "forward"].flops
@@ -133,7 +133,7 @@ def test_the_operators_of_shipped_recipes_are_known(recipe: str) -> None:
         "batch={global_size: 4, micro_size: 4}",
         "data.image_size=32",
     ]
-    assert roofline(Roofline(recipe=recipe, overrides=tuple(changes), device="h100")).uncounted == ()
+    assert roofline(Roofline(recipe=recipe, overrides=tuple(changes), device="h100")).found.uncounted == ()
 
 
 def test_the_precision_that_a_device_lacks_is_not_assumed() -> None:

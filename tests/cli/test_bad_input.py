@@ -281,11 +281,11 @@ def test_a_file_that_is_no_image(
     shape = ("data.image_size=12", f"data.backend={backend}", "data.augment.crop=none", "batch.global_size=4")
     brief = ("train.duration=1 epochs", "schedule.warmup=0 steps", "train.ema=off")
     done = paceline_here("train", *FOLDER, "data.path=photos", *net, *shape, *brief, "--run-dir", "run")
-    # Found while it trains, so there are lines of progress; the rest is as for any mistake.
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert (done.code, done.err.count("\n")) == (2, 4), done.err
     assert "Traceback" not in done.err
-    for word in ("9.png", "data.max_broken"):
+    for word in ("'dog/9.png'", "data.on_bad=skip", "--quarantine"):
         assert word in done.err
+    assert not (tmp_path / "run").exists()
     allowed = paceline_here(
         "train", *FOLDER, "data.path=photos", *net, *shape, *brief, "data.max_broken=1", "--run-dir", "on"
     )

@@ -384,6 +384,23 @@ def test_evaluate(paceline_here: Callable[..., Any], finished: Path, tmp_path: P
     assert f"{answer['top1_accuracy']:.2f} %" in told.out
 
 
+def test_evaluate_by_class(paceline_here: Callable[..., Any], finished: Path) -> None:
+    answer = strict_json(paceline_here("evaluate", finished, "--per-class", "--json").out)
+    classes = answer["per_class"]
+    assert sum(each["count"] for each in classes) == 359
+    right = sum(each["recall"] * each["count"] / 100 for each in classes)
+    assert round(right) == answer["top1_correct"]
+    assert answer["mean"]["f1"] == pytest.approx(sum(each["f1"] for each in classes) / len(classes))
+    told = paceline_here("evaluate", finished, "--per-class")
+    assert (told.code, told.err) == (0, "")
+    first = [line.split()[0] for line in told.out.splitlines() if line.strip()]
+    rows = [each for each in first if each in {known["class"] for known in classes}]
+    assert rows == [each["class"] for each in classes]
+    assert f"{classes[0]['f1']:.2f} %" in told.out
+    refused = paceline_here("evaluate", finished, "--per-class", "--sizes", "8")
+    assert (refused.code, "--per-class is for one evaluation" in refused.err) == (2, True)
+
+
 def test_evaluate_the_best(paceline_here: Callable[..., Any], finished: Path) -> None:
     best = strict_json((finished / "checkpoints" / "best.json").read_text())
     done = paceline_here("evaluate", finished, "--best", "--weights", best["weights"], "--json")

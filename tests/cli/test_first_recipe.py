@@ -80,6 +80,18 @@ def test_from_published_weights_where_they_are(
     assert [each for each in many.overrides if each.startswith("train.duration")] == ["train.duration=2 steps"]
 
 
+def test_unequal_classes_are_told_with_what_helps(photos: Path) -> None:
+    def told(*asked: str) -> list[str]:
+        return [each for each in first_recipe.choose_recipe(str(photos), asked).reasons if "data.sampling" in each]
+
+    assert told() == []
+    for number in range(2, 16):
+        (photos / "dog" / f"{number:02d}.jpg").unlink()
+    (hint,) = told()
+    assert hint.startswith("'cat' has 13 images and 'dog' 1")
+    assert told("train.class_weights=balanced") == []
+
+
 def test_the_cache_is_looked_into(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "resnet18" in first_recipe.why_no_weights("resnet18")
     folder = tmp_path / "hub" / "models--timm--resnet18.a1_in1k"

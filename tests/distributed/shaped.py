@@ -27,7 +27,7 @@ from paceline.recipe.training import Batch
 from paceline.units import Duration
 from paceline_advisor.bench.interleaved import for_bursts
 from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, Prediction, predict
-from paceline_advisor.scaling.here import Trials, measure, probe
+from paceline_advisor.scaling.here import measure, probe
 from paceline_advisor.scaling.network import describe
 from paceline_advisor.scaling.room import Share
 from paceline_advisor.scaling.study import fabric_of
@@ -104,9 +104,7 @@ def compare(
     recipe = recipe_of(batch)
     shares = {size: Share(size, batch // size, 1) for size in sizes}
     threads = dict.fromkeys(sizes, 1)
-    alone = measure(
-        Trials(recipe=recipe, alone=shares, together={}, threads=threads, rounds=rounds), lambda _: None
-    ).alone
+    alone, _ = measure(recipe, shares, {}, threads, rounds, lambda _: None)
     found = []
     for size in sizes:
         prediction = predicted(recipe, shares[size], alone[size], megabits)

@@ -168,8 +168,8 @@ def test_a_broken_image_is_told_once(
         allowed = run(*command, "train.duration=2 epochs", "data.max_broken=1", where=studio)
     finally:
         broken.write_bytes(whole)
-    assert (refused.code, refused.err.count("\n"), refused.err.count("007.png")) == (2, 1, 1), refused.err
-    assert "data.max_broken" in refused.err
+    assert (refused.code, refused.err.count("\n"), refused.err.count("007.png")) == (2, 4, 1), refused.err
+    assert "data.on_bad=skip" in refused.err
     assert allowed.code == 0, allowed.err
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     incidents = [event for event in events if event["event"] == "incident"]

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
@@ -14,6 +15,7 @@ from annotated_types import Ge
 from paceline.command import Log, Overrides, Shape, command
 from paceline.escaping import one_line
 from paceline.pages.shown import Document, Result, Shown
+from paceline.units import format_count
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,14 +36,17 @@ class CheckData:
 
     Every image is read as a run reads it. Reported are images that a run cannot read (breaks), images in two splits
     or two classes (spoils), what makes reading slow (costs) and what may not be meant (notice), each with file names
-    and what to do. Nothing in SOURCE is changed. KEY=VALUE changes the data section, for example
-    data.validation_fraction=0.1.
+    and what to do. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
+
+    Nothing in SOURCE is changed, unless --quarantine moves what breaks a run out of it. Nothing is deleted:
+    sh DIR/undo.sh moves everything back.
 
     Exit code 1 if anything breaks or spoils a run, 0 if not.
 
     Examples:
       paceline check-data photos
       paceline check-data photos --limit 2000
+      paceline check-data photos --quarantine photos-broken
       paceline check-data resnet50 data.path=imagenet --json
     """
 
@@ -49,12 +54,21 @@ class CheckData:
     overrides: Overrides = ()
     workers: Annotated[int | None, Ge(1), "Processes that read (default: one per core)."] = None
     limit: Annotated[int | None, Ge(1), "Look at N images only, spread over all of them."] = None
+    quarantine: Annotated[
+        Path | None, Shape(metavar="DIR"), "Move files and folders that break a run to DIR, next to the data."
+    ] = None
 
     def run(self, _: Log) -> Result:
         """Check the data."""
         from paceline.data.inspect.check import Asked, check_data
 
-        asked = Asked(source=self.source, overrides=self.overrides, workers=self.workers, limit=self.limit)
+        asked = Asked(
+            source=self.source,
+            overrides=self.overrides,
+            workers=self.workers,
+            limit=self.limit,
+            quarantine=self.quarantine,
+        )
         with _progress() as progress:
             report = check_data(asked, progress)
         return Document(document=report.to_json(), shown=Shown(blocks=list(_lines(report)), ok=report.passed or ""))
@@ -110,7 +124,13 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
     yield from _figures(report)
     if report.cost:
         yield from _cost(report)
+    if report.quarantine is not None:
+        moved, where = format_count(len(report.quarantine.moved)), one_line(str(report.quarantine.folder))
+        back = f"; `{report.quarantine.undo}` moves them back" if report.quarantine.moved else ""
+        yield one_line(f"moved     {moved} files and folders to {where}{back}")
     found = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
+    if report.quarantine is not None and report.passed:
+        found = found.replace(" breaks", " breaks, moved away")
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
     processes = f"{report.workers} process{'es' * (report.workers != 1)}"
     yield Text.from_markup(verdict).append(f": {found}; {report.seconds:.1f} s with {processes}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +12,7 @@ import click
 
 from paceline.cli.options import present_gpus, usable_gpus
 from paceline.command import Best, JoinedProcesses, Log, Overrides, Shape, Target, TrustCode, Weights, command
-from paceline.errors import NotFiniteError
+from paceline.errors import NotFiniteError, PacelineError
 from paceline.escaping import one_line
 from paceline.loading import loading
 from paceline.pages.page import Table
@@ -43,6 +43,7 @@ class Evaluate:
 
     Examples:
       paceline evaluate runs/digits --best
+      paceline evaluate runs/photos --per-class
       paceline evaluate runs/photos evaluate.augment=flip
       paceline evaluate runs/photos --sizes 192,224,256,288
       paceline evaluate runs/photos data.path=more-photos --predictions answers.csv
@@ -58,6 +59,9 @@ class Evaluate:
         "Write one line per sample (.jsonl or .csv): id, sample, and what the task says; of a class: prediction, "
         "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",
     ] = None
+    per_class: Annotated[
+        bool, "Also show precision, recall, F1 and the number of samples of each class, worst first."
+    ] = False
     weights: Weights = "auto"
     best: Best = False
     trust_code: TrustCode = False
@@ -74,10 +78,11 @@ class Evaluate:
 
     def __post_init__(self) -> None:
         refuse_training_overrides(self.overrides)
-        if self.sizes and self.predictions is not None:
-            raise click.UsageError(
-                "--predictions is for one evaluation, and --sizes makes several; leave one of them out."
-            )
+        for option, given in (("--predictions", self.predictions is not None), ("--per-class", self.per_class)):
+            if self.sizes and given:
+                raise click.UsageError(
+                    f"{option} is for one evaluation, and --sizes makes several; leave one of them out."
+                )
 
     def usable_gpus(self) -> int:
         """Count the GPUs of the kind that the weights' recipe or an override names."""
@@ -106,10 +111,10 @@ class Evaluate:
         )
         if self.sizes:
             return _of_sizes(sweep_sizes(request, self.sizes))
-        return _of_one(evaluate_target(request))
+        return _of_one(evaluate_target(request), per_class=self.per_class)
 
 
-def _of_one(report: EvaluationReport) -> Result:
+def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
     lines = {name: _in_words(name, value) for name, value in report.metrics.items()}
     blocks: list[Any] = [
         f"{report.path} ({report.weights} weights)",
@@ -118,11 +123,39 @@ def _of_one(report: EvaluationReport) -> Result:
     ]
     if report.no_confusion:
         blocks.append(f"  no confusion matrix (--json has one): {report.no_confusion}")
+    scores = _by_class(report) if per_class else {}
+    if per_class:
+        columns = ("class", "samples", "precision", "recall", "F1")
+        means = {"class": "mean over classes", "count": report.samples, **scores["mean"]}
+        blocks.append(Table(columns=columns, rows=[_class_row(each) for each in (*scores["per_class"], means)]))
     blocks += [f"note: {sentence}" for sentence in report.left_out]
     fields = dataclasses.asdict(report)
     apart = {"metrics", "counts", "seconds", "not_finite"}
-    document = {k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"]
+    document = {k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"] | scores
     return Document(document=document, shown=Shown(blocks=blocks, ok=next(_not_finite(report), True)))
+
+
+def _by_class(report: EvaluationReport) -> dict[str, Any]:
+    """The scores of each class, the worst first, and their means.
+
+    Raises:
+        PacelineError: If there are none: samples do not have one label each, or there are too many classes.
+    """
+    from paceline.metrics.answers import MOST_CLASSES, scores_by_class
+
+    if report.confusion is None:
+        why = (
+            report.no_confusion or f"samples do not have one label each, or there are more than {MOST_CLASSES} classes"
+        )
+        raise PacelineError(f"--per-class has nothing to show: {why}; leave it out.")
+    found = scores_by_class(report.confusion)
+    means = {key: sum(each[key] for each in found) / max(len(found), 1) for key in ("precision", "recall", "f1")}
+    return {"per_class": found, "mean": means}
+
+
+def _class_row(scores: Mapping[str, Any]) -> tuple[str, ...]:
+    shares = (f"{scores[key]:.2f} %" for key in ("precision", "recall", "f1"))
+    return (one_line(scores["class"]), f"{scores['count']:,}", *shares)
 
 
 def _of_sizes(sweep: SizeSweep) -> Result:

@@ -14,6 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray[Any]]
+Stamp = tuple[int, int, int, int]
+"""A file's size in bytes, inode, and times of writing and change in ns."""
+
+# Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
+TOO_FRESH_NS = 3_000_000_000
+
+
+def stamp_of(path: str) -> Stamp:
+    """Return what changes when a file is written or replaced; raises OSError."""
+    found = os.stat(path)
+    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def remember(path: Path, content: bytes) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
+from paceline.data.class_balance import ClassDraws, drawn_order
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.plan.epochs import Epochs
 from paceline.world import World
@@ -85,6 +86,9 @@ class StepGeometry:
             gather their weights together in each; what is missing is phantoms.
         lengths: How long each sample is; None where that makes no difference.
         sizes: Height and width of each sample, [samples, 2], where a micro-batch is padded to its tallest and widest.
+        class_weights: What each sample's class counts for in the loss, float64 [samples]; None: each the same. Shares
+            of micro-batches and statistics of BatchNorm do not depend on it.
+        draws: How samples are drawn with replacement; None: each is used once an epoch.
         balanced: Whether steps and micro-batches are to cost about the same, where samples are of unequal length.
     """
 
@@ -100,6 +104,8 @@ class StepGeometry:
     sizes: NDArray[np.int64] | None = field(default=None, repr=False, compare=False)
     balanced: bool = True
     sort_key: NDArray[Any] | None = field(default=None, repr=False, compare=False)
+    class_weights: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
+    draws: ClassDraws | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def epochs(self) -> Epochs:
@@ -108,10 +114,12 @@ class StepGeometry:
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
         """The micro-batches of one step on one process, in logical order, phantoms first; never empty."""
-        ids, bounds = self._cut(step)
+        keys, bounds = self._cut_keys(step)
+        ids = self._ids(keys)
         epoch, ranks = self.epochs.place(step)[0], self.epochs.phase_at(step).logical_ranks
         parts = _parts(bounds, world, in_step=self.in_step)
         step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
+        class_weight = None if self.class_weights is None else float(self.class_weights[ids].mean())
         return [
             SampleSlice(
                 step=step,
@@ -124,6 +132,8 @@ class StepGeometry:
                 step_samples=None if self.weights is None else len(ids),
                 logical_ranks=ranks,
                 phantom=part.phantom,
+                mean_class_weight=class_weight,
+                keys=None if self.draws is None else keys[part.begin : part.end],
             )
             for part in parts
         ]
@@ -169,13 +179,27 @@ class StepGeometry:
         # Of no samples there is nothing to be longest.
         return [(end - begin) * int(padded[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
 
+    def uses(self, epoch: int) -> NDArray[np.int64] | None:
+        """How often each sample is used in an epoch, [samples]; None: once."""
+        return None if self.draws is None else np.bincount(self._ids(self._order(epoch)), minlength=self.samples)
+
+    def _ids(self, keys: SampleIds) -> SampleIds:
+        return keys if self.draws is None else keys % self.samples
+
     def _order(self, epoch: int) -> SampleIds:
+        if self.draws is not None:
+            return drawn_order(self.seed, epoch, self.draws, self.repeats)
         if self._balances is None:
             return epoch_order(self.seed, epoch, self.samples, self.repeats)
         return balanced_order(self.seed, epoch, self._balances, self.epochs.phase_of_epoch(epoch).global_batch_size)
 
     def _cut(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
         """The samples of one step, and where each logical rank's begin and end among them."""
+        keys, bounds = self._cut_keys(step)
+        return self._ids(keys), bounds
+
+    def _cut_keys(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
+        """The same with the keys of samples that are drawn with replacement."""
         (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
         if self._balances is not None:
             return _balanced_cut(
@@ -183,14 +207,14 @@ class StepGeometry:
             )
         ids = self._order(epoch)[position * phase.global_batch_size : (position + 1) * phase.global_batch_size]
         if self.sort_key is not None:
-            ids = ids[np.argsort(self.sort_key[ids], kind="stable")]
+            ids = ids[np.argsort(self.sort_key[self._ids(ids)], kind="stable")]
         return ids, even_bounds(len(ids), phase.logical_ranks)
 
     @property
     def _balances(self) -> SampleLengths | None:
         """The lengths that steps and micro-batches are balanced by, if they are; repeated samples stay together."""
-        balances = self.balanced and self.repeats == 1 and self.lengths is not None and self.lengths.is_ragged
-        return self.lengths if balances else None
+        balances = self.balanced and self.repeats == 1 and self.draws is None
+        return self.lengths if balances and self.lengths is not None and self.lengths.is_ragged else None
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
         """All micro-batches of one process for steps ``first_step`` to ``last_step`` (excluded), across epochs."""

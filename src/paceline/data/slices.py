@@ -32,6 +32,9 @@ class SampleSlice:
             zero, only so that its collectives match the other ranks'.
         weight: What these samples weigh; None where each counts once.
         step_samples: Samples in the whole global step, where they weigh something.
+        mean_class_weight: Mean class weight of the whole global step's samples; None without class weights. Each
+            micro-batch's weighted loss is divided by it, so that the step's loss is the weighted mean.
+        keys: Of samples that are drawn with replacement, a number for each draw, int64 [N]; None otherwise.
     """
 
     step: int
@@ -45,3 +48,10 @@ class SampleSlice:
     phantom: bool = False
     weight: int | None = None
     step_samples: int | None = None
+    mean_class_weight: float | None = None
+    keys: SampleIds | None = None
+
+    @property
+    def variation_keys(self) -> SampleIds:
+        """What keys the samples' augmentation, int64 [N]: their ids, or where ids repeat, a number for each draw."""
+        return self.ids if self.keys is None else self.keys

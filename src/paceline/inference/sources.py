@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from paceline.data.image.dataset import BAD
 from paceline.data.image.decode import BrokenImageError, read_file
 from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
@@ -63,6 +64,11 @@ class PictureFile:
 def is_image_name(name: str) -> bool:
     """Whether a file's name ends as those of images do."""
     return has_ending(name, EXTENSIONS)
+
+
+def _why_not(name: str) -> str:
+    """Say why a file that has not an image's name is left out."""
+    return BAD["heic_images"] if has_ending(name, ("heic", "heif")) else OTHERS
 
 
 def _content_of(path: Path) -> bytes:
@@ -128,7 +134,7 @@ def _inside(folder: Path, left_out: LeftOut) -> list[PictureFile]:
         if is_image_name(name):
             inside.append(folder / name)
         else:
-            left_out.add(OTHERS, str(folder / name))
+            left_out.add(_why_not(name), str(folder / name))
     if not inside:
         raise DataError(
             f"'{folder}' holds no image; files with these endings are read: {', '.join(EXTENSIONS)}. Lines of "
@@ -147,7 +153,7 @@ def _matching(pattern: str, left_out: LeftOut) -> Iterable[PictureFile]:
         elif is_image_name(path.name) or is_archive(path):
             usable.append(path)
         elif not is_ignored(path.name):
-            left_out.add(OTHERS, str(path))
+            left_out.add(_why_not(path.name), str(path))
     if not usable:
         raise DataError(
             f"the pattern '{pattern}' matches no image; files with these endings are read: {', '.join(EXTENSIONS)}. "
@@ -211,7 +217,7 @@ def _is_read(archive: Path, name: str, left_out: LeftOut) -> bool:
     if is_ignored_member(name) and not _leads_out(name):
         return False
     if not is_image_name(name):
-        left_out.add(OTHERS, str(_shown(archive, name)))
+        left_out.add(_why_not(name), str(_shown(archive, name)))
         return False
     return True
 

@@ -6,7 +6,7 @@ The samples are chosen on the device, and are the same for any number of process
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,35 @@ def confusion_document(triples: Triples, names: Sequence[str]) -> dict[str, Any]
     for label, predicted, count in answered:
         matrix[label][predicted] = count
     return {**found, "matrix": matrix}
+
+
+def scores_by_class(confusion: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return precision, recall and F1 in percent and the number of samples of each class, the lowest F1 first.
+
+    As in scikit-learn, a share of nothing is 0, and a class without samples and answers is left out.
+
+    Args:
+        confusion: As :func:`confusion_document` makes it.
+    """
+    names = confusion["classes"]
+    if "matrix" in confusion:
+        counts = np.array(confusion["matrix"], dtype=np.int64)
+    else:
+        counts = np.zeros((len(names), len(names)), dtype=np.int64)
+        for label, predicted, count in confusion["triples"]:
+            counts[label, predicted] = count
+    right, samples, answers = counts.diagonal(), counts.sum(axis=1), counts.sum(axis=0)
+    columns = {
+        "precision": 100 * right / np.maximum(answers, 1),
+        "recall": 100 * right / np.maximum(samples, 1),
+        "f1": 200 * right / np.maximum(answers + samples, 1),
+    }
+    found = [
+        {"class": name, "count": int(samples[row]), **{key: float(column[row]) for key, column in columns.items()}}
+        for row, name in enumerate(names)
+        if samples[row] or answers[row]
+    ]
+    return sorted(found, key=lambda each: (each["f1"], each["recall"]))
 
 
 THUMBNAIL_PIXELS = 96

@@ -378,6 +378,8 @@ _ALWAYS_TOLD = (
     "data.content_digest",
     "data.subset",
     "data.only_classes",
+    "data.sampling",
+    "train.class_weights",
     "parallel.exact",
     "parallel.affinity",
     "telemetry.mlperf",

@@ -36,6 +36,10 @@ class TaskFacts:
         headline: The metric that one looks at first.
         sample_name: What samples are called (``images``).
         weight_unit: What they count for in a step's mean loss (``tokens``).
+        class_weights: Weight of each class in the loss (``train.class_weights``); empty: all the same.
+        sampling: How often a sample of each class is drawn, relative to one of another (``data.sampling``); empty: each
+            is used once an epoch.
+        classes_sha256: Of the samples' classes, by which they are drawn; None if they are not.
         lengths_sha256: Of the samples' lengths by which steps are balanced (``batch.balance``); None if they are not.
     """
 
@@ -44,6 +48,9 @@ class TaskFacts:
     sample_name: str = "samples"
     weight_unit: str = "samples"
     lengths_sha256: str | None = None
+    class_weights: tuple[float, ...] = ()
+    sampling: tuple[float, ...] = ()
+    classes_sha256: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -13,6 +14,7 @@ from paceline.recipe.fields import (
     STRICT,
     Applies,
     Auto,
+    ByClass,
     FiniteFloat,
     Fraction,
     LocalPath,
@@ -351,6 +353,10 @@ class Data:
     subset: Annotated[Part | None, Off, Applies("dataset", _SUBSET)] = None
     """Train on so many images (`1000`), or such a share of them (`10%`), of each class alike; always the same ones, and
     those of a smaller subset are among those of a larger one. The held-out images stay; `off`: on all."""
+    sampling: Literal["uniform"] | ByClass = "uniform"
+    """How an epoch's samples are drawn. `uniform`: each once. Otherwise with replacement, as many as there are: by a
+    mapping of class names to weights, 1 for other classes, which say how often a sample of the class is drawn relative
+    to one of another; or `balanced`, by which all classes are drawn equally often. Each draw is varied anew."""
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""
@@ -389,7 +395,10 @@ class Data:
     is chosen after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""
     evaluation_crop: Annotated[PositiveFloat, Field(le=1)] = 0.875
     """Share of the resized image's side that the evaluation's centre crop keeps."""
-    max_broken: NonNegativeInt = 0
+    on_bad: Literal["refuse", "skip"] = "refuse"
+    """Files that a run cannot use: `refuse` lists them all and stops; `skip` leaves them out, reports them at the start
+    and keeps their number in the plan. A sample that cannot be read later is skipped too, with an incident."""
+    max_broken: Annotated[NonNegativeInt, Applies("on_bad", ("refuse",))] = 0
     """Unreadable samples to leave out, each with an incident in the log, before the run stops."""
     mean: Auto | tuple[FiniteFloat, ...] = "auto"
     """Per-channel mean subtracted from pixels in [0, 1]."""
@@ -413,3 +422,8 @@ class Data:
     """Numbers and categories of samples that were clicked on or not."""
     detection: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
     """How pictures with boxes are read and shown."""
+
+    @property
+    def most_broken(self) -> int:
+        """How many unreadable samples are left out before a run stops."""
+        return sys.maxsize if self.on_bad == "skip" else self.max_broken

@@ -55,6 +55,8 @@ OpenFraction = Annotated[float, _Number, Field(ge=0, lt=1)]
 FiniteFloat = Annotated[float, _Number, Field(allow_inf_nan=False)]
 Switch = Annotated[bool, BeforeValidator(as_switch), Field(strict=True)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
+ByClass = Literal["balanced"] | dict[str, PositiveFloat]
+"""A weight for each class, by its name."""
 
 
 def _named_options(value: object) -> object:

@@ -133,6 +133,7 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
 _FOR_TRAINING = (
     *("optimizer.", "schedule.", "checkpoint.", "telemetry.", "distillation."),
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
+    *("train.class_weights", "data.sampling"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb"),
     *("batch.micro_size", "batch.growth", "data.holdout_fraction", "data.subset"),

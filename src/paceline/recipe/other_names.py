@@ -41,6 +41,7 @@ _FOREIGN = {
     "schedule.gamma": ("decay_rate", "lr_gamma"),
     "train.precision": ("amp", "amp_dtype", "dtype", "fp16", "bf16"),
     "train.label_smoothing": ("smoothing",),
+    "train.class_weights": ("class_weight",),
     "train.ema": ("model_ema", "model_ema_decay", "ema_decay"),
     "evaluate.augment": ("tta", "test_time_augmentation"),
     "data.evaluation_size": ("val_resize_size", "val_crop_size", "test_input_size"),

@@ -12,6 +12,7 @@ from paceline.recipe.fields import (
     STRICT,
     Applies,
     Auto,
+    ByClass,
     Epoch,
     Fraction,
     Length,
@@ -98,6 +99,10 @@ class Train:
     """Make mixed and smoothed targets 1 above this and 0 below, or `off`."""
     label_smoothing: OpenFraction = 0.0
     """Share of the target spread over all classes (Szegedy et al. 2015)."""
+    class_weights: Annotated[ByClass | None, Off] = None
+    """How much a sample counts in the loss, by its class: a mapping of class names to weights, 1 for other classes; or
+    `balanced`, n / (classes * n_c), by which all classes count alike. The loss of a step is the weighted mean over its
+    global batch."""
     nonfinite: Annotated[Literal["stop", "skip"], _NOT_SCALED] = "stop"
     """What a loss that is not finite does, before it moves the weights: end the run, or leave out its step."""
     max_nonfinite: Annotated[PositiveInt, Applies("nonfinite", ("skip",)), _NOT_SCALED] = 10

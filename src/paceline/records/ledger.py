@@ -18,7 +18,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,8 @@ class EpochCount:
         epoch: The epoch, counted from 0.
         used: Uses of samples in gradients.
         broken: Samples that could not be read.
-        duplicates: Uses, or failed readings, of a sample beyond the first.
-        missing: Samples neither used nor found broken.
+        duplicates: Uses, or failed readings, of a sample beyond the first, or beyond its draws.
+        missing: Samples, or draws, neither used nor found broken.
         is_over: Whether the epoch's every step was taken, so that ``missing`` will not become smaller.
     """
 
@@ -215,7 +215,7 @@ class EpochCount:
 
     @property
     def is_complete(self) -> bool:
-        """True if each sample was accounted for exactly once."""
+        """True if each sample, or draw, was accounted for exactly once."""
         return self.missing == 0 and self.duplicates == 0
 
 
@@ -242,7 +242,13 @@ class LedgerSummary:
         return {**asdict(self.facts), "samples_per_epoch": self.samples_per_epoch, "epochs": epochs}
 
 
-def count_epochs(directory: Path, samples_per_epoch: int, *, epochs_over: int = 0) -> LedgerSummary:
+def count_epochs(
+    directory: Path,
+    samples_per_epoch: int,
+    *,
+    epochs_over: int = 0,
+    uses: Callable[[int], NDArray[np.int64] | None] = lambda _: None,
+) -> LedgerSummary:
     """Count every sample of every epoch. Memory: one counter per sample, whatever the length of the run.
 
     Args:
@@ -250,6 +256,7 @@ def count_epochs(directory: Path, samples_per_epoch: int, *, epochs_over: int = 
         samples_per_epoch: Number of training samples; their ids are 0 to one less.
         epochs_over: Epochs whose every step was taken, if known. Without it the last epoch found is taken to
             go on if samples are missing from it.
+        uses: How often each sample belongs into an epoch, int64 [samples]; None: once.
 
     Raises:
         RunDirectoryError: If a file is damaged, or holds ids the training set does not have.
@@ -259,7 +266,8 @@ def count_epochs(directory: Path, samples_per_epoch: int, *, epochs_over: int = 
     while any(reader.head is not None for reader in readers) or len(epochs) < epochs_over:
         epoch = len(epochs)
         counts, broken = _count(readers, epoch, samples_per_epoch)
-        missing = int(np.count_nonzero(counts == 0))
+        expected = uses(epoch)
+        missing = int(np.maximum((1 if expected is None else expected) - counts, 0).sum())
         is_over = epoch < epochs_over or any(reader.head is not None for reader in readers) or missing == 0
         total = int(counts.sum())
         epochs.append(
@@ -347,7 +355,7 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise RunDirectoryError(f"the samples' lengths cannot be read from '{path}': {error}.") from error
+        raise RunDirectoryError(f"what is kept of each sample cannot be read from '{path}': {error}.") from error
     if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
-        raise RunDirectoryError(f"'{path}' holds no lengths of samples: one row of whole numbers.")
+        raise RunDirectoryError(f"'{path}' does not hold one row of whole numbers, a number for each sample.")
     return found.astype(np.int64)

@@ -93,6 +93,11 @@ class RunDirectory:
         return self.root / "sample_lengths.npy"
 
     @property
+    def sample_classes(self) -> Path:
+        """The class of each training sample, where samples are drawn by that."""
+        return self.root / "sample_classes.npy"
+
+    @property
     def confusion(self) -> Path:
         """Which classes the last evaluation took for which."""
         return self.root / "evaluation" / "confusion.json"

@@ -10,7 +10,7 @@ directory too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.balance import SampleLengths
+from paceline.data.class_balance import ClassDraws
 from paceline.data.order import StepGeometry
 from paceline.errors import RunDirectoryError
 from paceline.pages.blocks import Table
@@ -50,6 +51,8 @@ class Audit:
         epochs: The count of each epoch.
         objections: What is wrong, one sentence each; empty if every promise was kept.
         left_out: What of the data never became a sample, as the run's plan counts it: wrong lines, by name.
+        is_drawn: Whether samples were drawn with replacement (``data.sampling``): duplicates and missing ones are then
+            counted against the recipe's draws.
     """
 
     run_dir: Path
@@ -58,6 +61,7 @@ class Audit:
     epochs: tuple[EpochCount, ...]
     objections: tuple[str, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
+    is_drawn: bool = False
 
     @property
     def passed(self) -> bool:
@@ -73,6 +77,7 @@ class Audit:
             "steps": self.steps,
             "objections": list(self.objections),
             "left_out": dict(self.left_out),
+            "drawn_with_replacement": self.is_drawn,
             **counted.to_json(),
         }
 
@@ -84,8 +89,9 @@ class Audit:
             lines.append(f"left out: {format_count(count)} {words}, of which no sample was made")
         lines += [f"objection: {objection}" for objection in self.objections]
         if self.passed:
+            what = "draws with replacement (data.sampling)" if self.is_drawn else "samples"
             lines.append(
-                f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} samples "
+                f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {what} "
                 f"was used{', or found broken,' * any(one.broken for one in self.epochs)} exactly once per "
                 f"{'finished ' * any(not one.is_over for one in self.epochs)}epoch, in the recipe's order."
             )
@@ -112,7 +118,7 @@ def audit_run(run_dir: Path) -> Audit:
     """
     directory = existing_run(run_dir)
     plan, recipe = read_plan_to_resume(directory), read_recipe(directory)
-    geometry = _geometry(plan, recipe, None)
+    geometry = _geometry(plan, recipe)
     if not directory.summary.is_file():
         raise RunDirectoryError(
             f"the run in '{run_dir}' has not come to a stop (no summary.json): it is under way or was killed; run its "
@@ -128,12 +134,12 @@ def audit_run(run_dir: Path) -> Audit:
     objections: list[str] = []
     try:
         objections += _missing_events(directory.events, summary.step)
-        counted = count_epochs(directory.ledger, geometry.samples, epochs_over=geometry.epochs.completed(steps))
-        epochs = counted.epochs
-        objections += _wrong_counts(epochs)
+        draws, over = _draws(directory, plan), geometry.epochs.completed(steps)
+        geometry = replace(geometry, draws=draws)
+        epochs = count_epochs(directory.ledger, geometry.samples, epochs_over=over, uses=geometry.uses).epochs
+        objections += _wrong_counts(epochs, is_drawn=draws is not None)
         # What each sample was used for can be counted without its length; in which order cannot be told.
-        ordered = _geometry(plan, recipe, _lengths(directory, plan))
-        objections += _wrong_order(directory.ledger, ordered, steps)
+        objections += _wrong_order(directory.ledger, replace(geometry, lengths=_lengths(directory, plan)), steps)
     except RunDirectoryError as error:
         objections = [*objections, str(error)]
     return Audit(
@@ -143,6 +149,7 @@ def audit_run(run_dir: Path) -> Audit:
         epochs=epochs,
         objections=tuple(objections),
         left_out=_left_out(plan),
+        is_drawn=bool(plan.get("sampling")),
     )
 
 
@@ -187,7 +194,24 @@ def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths 
     return lengths
 
 
-def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any], lengths: SampleLengths | None) -> StepGeometry:
+def _draws(directory: RunDirectory, plan: Mapping[str, Any]) -> ClassDraws | None:
+    """How samples were drawn with replacement, if they were.
+
+    Raises:
+        RunDirectoryError: If their classes are not there any more, or others.
+    """
+    if not plan.get("sampling"):
+        return None
+    draws = ClassDraws(classes=read_lengths(directory.sample_classes), weights=tuple(plan["sampling"]))
+    if draws.sha256 != plan.get("classes_sha256"):
+        raise RunDirectoryError(
+            f"'{directory.sample_classes}' holds other classes than the samples were drawn by: their order cannot be "
+            "checked."
+        )
+    return draws
+
+
+def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometry:
     """The run's steps, each whole: it does not matter here who takes which part of one."""
     try:
         return StepGeometry(
@@ -197,7 +221,6 @@ def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any], lengths: Sampl
             logical_ranks=1,
             repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
             growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan["batch_phases"][1:]),
-            lengths=lengths,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
@@ -212,12 +235,13 @@ def _steps_done(samples: int, geometry: StepGeometry) -> int:
     return geometry.epochs.first_step(epoch) + -(-within // size)
 
 
-def _wrong_counts(epochs: tuple[EpochCount, ...]) -> Iterator[str]:
+def _wrong_counts(epochs: tuple[EpochCount, ...], *, is_drawn: bool) -> Iterator[str]:
+    first, sample = ("the recipe's draws", "draw(s)") if is_drawn else ("its first", "sample(s)")
     for one in epochs:
         if one.duplicates:
-            yield f"epoch {one.epoch + 1}: {one.duplicates} use(s) of a sample beyond its first."
+            yield f"epoch {one.epoch + 1}: {one.duplicates} use(s) of a sample beyond {first}."
         if one.missing and one.is_over:
-            yield f"epoch {one.epoch + 1}: {one.missing} sample(s) were never used."
+            yield f"epoch {one.epoch + 1}: {one.missing} {sample} were never used."
 
 
 def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[str]:

@@ -29,7 +29,10 @@ from paceline.tasks.task import Model, Task
 from paceline.world import World
 
 _DATASETS = ("coco", "shapes")
-_USED = ("data.dataset", "data.path", "data.workers", "data.prefetch", "data.max_broken", "data.detection")
+_USED = (
+    *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
+    "data.detection",
+)
 _UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
 _NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need a graph of its own"
 _NOT_SHARDED = (

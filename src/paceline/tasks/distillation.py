@@ -79,7 +79,8 @@ class Distillation(ImageClassification):
             taught = F.cross_entropy(logits, answers.argmax(dim=1))
         else:
             taught = _divergence(logits, answers, asked.temperature)
-        return (1 - asked.weight) * self._loss(logits, batch.targets) + asked.weight * taught
+        labelled = self._loss(logits, batch.targets, batch.slice.mean_class_weight)
+        return (1 - asked.weight) * labelled + asked.weight * taught
 
     def _network_of(self, saved: SavedWeights) -> nn.Module:
         data, tree, where = saved.described("data"), saved.described("recipe"), str(saved.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.data.batch import Backend, Batch, Progress
+from paceline.data.class_balance import SampleClasses
 from paceline.data.image.datasets import ImageDataset, content_of, open_dataset
 from paceline.data.image.decode import describe_decoder
 from paceline.data.image.feeding import remembered
@@ -82,7 +84,11 @@ class ImageClassification(Task):
 
     @cached_property
     def _loss(self) -> ClassificationLoss:
-        return ClassificationLoss(self.recipe.train)
+        return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
+
+    def sample_classes(self) -> SampleClasses:
+        """The images' labels, as often as each image is repeated."""
+        return np.tile(self.dataset.train.labels, self.recipe.data.augment.repeats)
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the dataset and resolve what is `auto` about it."""
@@ -214,7 +220,7 @@ class ImageClassification(Task):
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """The recipe's loss."""
-        return self._loss(model(batch.inputs), batch.targets)
+        return self._loss(model(batch.inputs), batch.targets, batch.slice.mean_class_weight)
 
     def evaluated(self, model: Model) -> Model:
         """The network, or one that answers to several views of each image."""
@@ -301,26 +307,55 @@ def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 class ClassificationLoss:
     """The recipe's training loss, a mean over samples, in nats.
 
+    With class weights it is a micro-batch's part of the step's weighted mean: the sum of w_i * l_i, divided by the
+    micro-batch's samples and by the step's mean weight. Each term of the cross-entropy has its own class's weight, as
+    in ``torch.nn.CrossEntropyLoss``; so a mixed sample counts as its classes do, by their shares.
+
     * cross_entropy, with label smoothing (Szegedy et al. 2015)
     * bce: one yes-or-no question for each class, and the mean over them (Wightman et al. 2021); targets are smoothed
       in the same way, and with ``target_threshold`` become 1 where they are above it, else 0
     """
 
-    def __init__(self, train: Train) -> None:
+    def __init__(self, train: Train, class_weights: Sequence[float] = ()) -> None:
+        self._weights = torch.tensor(class_weights, dtype=torch.float64) if class_weights else None
         self._is_bce = train.loss == "bce"
         self._smoothing = train.label_smoothing
         self._threshold = train.target_threshold
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of logits [N, classes] on classes, int64 [N], or probabilities [N, classes]."""
+    def __call__(self, logits: Tensor, targets: Tensor, mean_class_weight: float | None = None) -> Tensor:
+        """The loss of logits [N, classes] on classes, int64 [N], or probabilities [N, classes].
+
+        Args:
+            logits: Scores.
+            targets: What is right.
+            mean_class_weight: Of the step's samples; None where the micro-batch belongs to no step.
+        """
+        if self._weights is not None:
+            return self._weighted(logits, targets, self._weights) / (len(logits) * (mean_class_weight or 1.0))
         if not self._is_bce:
             return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
-        wanted = targets if targets.is_floating_point() else F.one_hot(targets, logits.shape[1]).to(torch.float32)
+        return F.binary_cross_entropy_with_logits(logits.float(), self._wanted(targets, logits.shape[1]))
+
+    def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """The sum of w_i * l_i over the micro-batch."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        self._weights = weights = weights.to(logits)
+        targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
+        if not self._is_bce:
+            return F.cross_entropy(logits, targets, weight=weights, label_smoothing=self._smoothing, reduction="sum")
+        own = targets @ weights if targets.is_floating_point() else weights[targets]
+        wanted = self._wanted(targets, logits.shape[1]).to(logits.dtype)
+        losses = F.binary_cross_entropy_with_logits(logits, wanted, weight=own[:, None], reduction="sum")
+        return losses / logits.shape[1]
+
+    def _wanted(self, targets: Tensor, classes: int) -> Tensor:
+        """The answers to each class's question, float32 [N, classes]."""
+        wanted = targets if targets.is_floating_point() else F.one_hot(targets, classes).to(torch.float32)
         if self._smoothing:
-            wanted = wanted * (1 - self._smoothing) + self._smoothing / logits.shape[1]
+            wanted = wanted * (1 - self._smoothing) + self._smoothing / classes
         if self._threshold is not None:
             wanted = (wanted > self._threshold).to(wanted.dtype)
-        return F.binary_cross_entropy_with_logits(logits.float(), wanted.float())
+        return wanted.float()
 
 
 CROPS = ("five_crop", "ten_crop")

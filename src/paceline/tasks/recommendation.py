@@ -121,7 +121,7 @@ class Recommendation(Task):
         name = self.dataset.name
         used = {"data.dataset", "data.recommendation"}
         used |= {"data.samples"} if name == "synthetic_clicks" else {"data.path", "data.validation_fraction"}
-        used |= {"data.max_broken"} if name == "criteo" else set()
+        used |= {"data.on_bad", "data.max_broken"} if name == "criteo" else set()
         found = all_but(used, _NO_IMAGES)
         if name == "synthetic_clicks":
             found["data.path"] = "generated samples lie nowhere"

@@ -19,6 +19,7 @@ from torch import nn
 from paceline import registry
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested
+from paceline.data.class_balance import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
 from paceline.errors import RecipeError
@@ -70,6 +71,26 @@ class Task(ABC):
         By default None: each counts once. Known after :meth:`data_facts`, and a function of the data alone.
         """
         return None
+
+    def sample_classes(self) -> SampleClasses | None:
+        """The class of each training sample, int64 [samples], numbered as ``description()["class_names"]``.
+
+        By default None: samples have no class, and `train.class_weights` and `data.sampling` have no effect. Known
+        after :meth:`data_facts`. A loss that weighs classes divides by the batch's ``slice.mean_class_weight``.
+        """
+        return None
+
+    def weights_by_class(self, key: str) -> tuple[float, ...]:
+        """The weight of each class by `train.class_weights` or `data.sampling`; empty: all samples are alike.
+
+        Raises:
+            RecipeError: If the recipe names an unknown class.
+        """
+        labels = self.sample_classes()
+        asked = self.recipe.data.sampling if key == "data.sampling" else self.recipe.train.class_weights
+        if labels is None or asked is None or asked == "uniform":
+            return ()
+        return weights_by_class(key, asked, labels, self.description()["class_names"])
 
     def sample_lengths(self) -> SampleLengths | None:
         """How long each training sample is, in tokens or whatever decides what it costs; by default no matter.

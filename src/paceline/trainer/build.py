@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.profile import Assignment, NsightTool, Profiled, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
+from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator, Keep
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
@@ -56,6 +57,7 @@ class Setting:
     directory: RunDirectory
     display: Display
     stop: StopRequest
+    callbacks: Callbacks = field(default_factory=Callbacks)
     mirroring: Mirroring | None = None
     lock: RunLock | None = None
     identity: str = ""
@@ -117,6 +119,7 @@ def build_run(setting: Setting) -> Run:
         watchdog=_watchdog(heartbeat, prepared),
         recorder=_recorder(setting, ledger, progress),
         display=setting.display,
+        callbacks=setting.callbacks,
         stop=setting.stop,
         components=Registry(),
         writer=BackgroundWriter(),

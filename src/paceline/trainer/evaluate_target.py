@@ -17,6 +17,7 @@ from torch import nn
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained, read_weights
 from paceline.data.batch import Batch, Nested, mapped
+from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import common_size, evaluation_size
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
@@ -179,22 +180,22 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 keep=Keep(weights=saved.weights),
             )
             with turn:
-                reports.append(_score(request, saved, evaluator, network, max_broken=recipe.data.max_broken))
+                reports.append(_score(request, saved, evaluator, network, most_broken=recipe.data.most_broken))
     return [replace(report, left_out=left_out) for report in reports]
 
 
 def _score(
-    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, max_broken: int
+    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, most_broken: int
 ) -> EvaluationReport:
     started = time.perf_counter()
     lines = _Predictions(evaluator.pipeline)
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
-    if len(evaluation.broken) > max_broken:
+    if len(evaluation.broken) > most_broken:
         first = evaluation.broken[0]
         raise DataError(
             f"'{first.path}' could not be read: {first.reason}. {len(evaluation.broken)} broken sample(s), and "
-            f"data.max_broken={max_broken}; raise that to score the others, or repair or remove them."
+            f"data.max_broken={most_broken}; score the others with data.on_bad=skip, or repair or remove them."
         )
     if request.predictions is not None:
         _write_predictions(request.predictions, lines, evaluator.collectives)
@@ -225,10 +226,13 @@ def scoring_task(
     request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World
 ) -> tuple[Task, DataFacts]:
     """The task that the weights were trained with, and what its data are."""
+    other = _other_images(request, saved, recipe)
     if request.on != "holdout":
         # What is scored does not depend on it, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
     task = build_task(_with_tables(recipe, saved))
+    if other is not None and isinstance(task, ImageClassification):
+        task.dataset = other
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(
@@ -249,6 +253,28 @@ def scoring_task(
     _check_classes(task, saved)
     _check_shown_alike(task, saved)
     return task, facts
+
+
+def _other_images(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe) -> ImageDataset | None:
+    """All images of a folder that is not the one trained on, and has no split of its own or no training images.
+
+    None for other data: of a folder of class folders that was trained on, the held-out part is scored.
+    """
+    given, data = set_by(request.overrides), recipe.data
+    by_hand = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(given)
+    if request.on == "holdout" or "data.path" not in given or by_hand or data.path is None:
+        return None
+    root, before = Path(data.path).expanduser(), stored_recipe(saved.described("recipe"), str(saved.path)).data.path
+    if data.dataset != "image_folder" or (root / "train").is_dir() or not root.is_dir():
+        return None
+    if before is not None and Path(before).resolve() == root.resolve():
+        return None
+    is_split = any((root / name).is_dir() for name in ("val", "test"))
+    if not is_split and open_dataset(data).digest == saved.described("data").get("digest"):
+        return None
+    found = open_dataset(replace(data, subset=None), score_all=True)
+    note = f"all {len(found.validation):,} images are scored: this is not the folder that was trained on"
+    return found if is_split else replace(found, left_out=(*found.left_out, note))
 
 
 def _with_tables(recipe: Recipe, saved: SavedWeights) -> Recipe:

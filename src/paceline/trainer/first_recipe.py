@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
+
 from paceline.data.image.datasets import open_dataset
 from paceline.distributed.device import choose_device
 from paceline.errors import RecipeError
@@ -22,6 +24,7 @@ from paceline.world import World
 
 _HUB_SECONDS = 3.0  # an answer of the hub that takes longer is as good as none
 _WEIGHTS = "model.safetensors"
+_UNEQUAL = 5  # times as many images as another class has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,15 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     machine = f"a {device.type} device" if on_gpu else f"{format_count(available_cores())} CPU cores"
     held_out, classes = format_count(len(images.validation)), format_count(len(images.classes))
     reasons = [f"{format_count(count)} images to train on and {held_out} held out, of {classes} classes; {machine}"]
+    counts = np.bincount(images.train.labels, minlength=len(images.classes))
+    present = np.flatnonzero(counts)
+    most, least = int(counts.argmax()), int(present[counts[present].argmin()])
+    if counts[most] > _UNEQUAL * counts[least] and not given & {"data.sampling", "train.class_weights"}:
+        reasons.append(
+            f"{images.classes[most]!r} has {format_count(int(counts[most]))} images and {images.classes[least]!r} "
+            f"{format_count(int(counts[least]))}: data.sampling=balanced draws all classes equally often, "
+            "train.class_weights=balanced makes all count alike in the loss"
+        )
     is_network_given = bool(given & {"model.name", "model.pretrained", "model.initialize_from"})
     if is_network_given:
         pretrained, missing = tried.model.pretrained or tried.model.initialize_from is not None, ""

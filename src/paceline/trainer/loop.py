@@ -32,6 +32,7 @@ def _fit(run: Run) -> str:
         run.guard.report(run.collectives, run.recorder, run.last_good)
         run.clock.end_step(plan.step_samples(progress.position - 1), run.load)
         run.display.advance(progress.step)
+        run.callbacks("on_step_end", progress.step)
 
         run.heartbeat.enter("record")
         if run.due("log"):
@@ -46,6 +47,7 @@ def _fit(run: Run) -> str:
         if run.checkpoint_due(agreed) or ending:
             run.heartbeat.enter("save")
             save_checkpoint(run)
+            run.callbacks("on_checkpoint", progress.step)
     run.heartbeat.enter("save")
     finish_saving(run)
     return ending
@@ -62,3 +64,4 @@ def evaluate(run: Run) -> None:
         run.progress.take_results(evaluation.results, run.best_metric())
         write_evaluation(run, evaluation, seconds=time.perf_counter() - started)
         check_results(run.task, evaluation.results, run.recorder)
+        run.callbacks("on_evaluation", run.progress.step, evaluation.results)

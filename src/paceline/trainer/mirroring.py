@@ -244,7 +244,8 @@ class Mirroring:
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:
     """Return the flushed records of the present state: growing ones with their sizes, and small ones."""
     growing = [directory.events, *ledger_files(directory.ledger)]
-    small = (directory.recipe, directory.identity, directory.plan, directory.environment, directory.sample_lengths)
+    known = (directory.recipe, directory.identity, directory.plan, directory.environment)
+    small = (*known, directory.sample_lengths, directory.sample_classes)
     sizes = {str(each.relative_to(directory.root)): each.stat().st_size for each in growing if each.is_file()}
     return sizes, tuple(each.name for each in small if each.is_file())
 

@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
+from paceline.data.class_balance import ClassDraws, in_words
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -183,6 +185,7 @@ def _weights_of(task: Task) -> SampleWeights | None:
 
 def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
     """Which samples every step of a run uses, and what they weigh."""
+    classes = task.sample_classes()
     return StepGeometry(
         seed=recipe.seed,
         samples=plan.train_samples,
@@ -196,6 +199,8 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         balanced=recipe.batch.balance,
         sort_key=task.sample_keys(),
         sizes=task.sample_sizes(),
+        class_weights=np.array(plan.class_weights)[classes] if plan.class_weights else None,
+        draws=draws_of(task),
     )
 
 
@@ -213,17 +218,45 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     data = task.data_facts(world)
     # The class is part of what a run is: weights of one task are not another's.
     data = replace(data, description={"task": task_name(task), **data.description})
+    classes, data = _about_classes(task, data)
     best_metric(task)
     lengths = task.sample_lengths()
-    is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1
+    is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1 and "sampling" not in classes
     facts = TaskFacts(
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,
         sample_name=task.unit if task.sample_weights() is None else "samples",
         weight_unit=task.unit,
+        **classes,
         lengths_sha256=lengths.sha256 if is_balanced and lengths is not None and lengths.is_ragged else None,
     )
     return partial(make, recipe, world=world, data=data, machine=machine, task=facts)
+
+
+def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts]:
+    """The plan's facts of a task's classes, and those of the data with what is to be said of their weights."""
+    labels = task.sample_classes()
+    unused: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    found: dict[str, Any] = {}
+    for key, name in (("train.class_weights", "class_weights"), ("data.sampling", "sampling")):
+        if labels is None:
+            unused[key] = f"the task {task_name(task)} names no class of its samples"
+        elif weights := task.weights_by_class(key):
+            found[name] = weights
+            reasons[key] = in_words(weights, labels, task.description()["class_names"])
+    if draws := draws_of(task):
+        found["classes_sha256"] = draws.sha256
+        reasons["data.sampling"] = f"drawn with replacement, {reasons['data.sampling']}"
+    return found, replace(data, unused={**unused, **data.unused}, reasons={**data.reasons, **reasons})
+
+
+def draws_of(task: Task) -> ClassDraws | None:
+    """How a task's samples are drawn, if not each once: each image once, however often it is repeated."""
+    classes, weights = task.sample_classes(), task.weights_by_class("data.sampling")
+    if classes is None or not weights:
+        return None
+    return ClassDraws(classes=classes[: len(classes) // task.recipe.data.augment.repeats], weights=weights)
 
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:

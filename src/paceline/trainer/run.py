@@ -36,6 +36,7 @@ from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
+from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
@@ -99,6 +100,7 @@ class Run:
     watchdog: Watchdog
     recorder: Recorder
     display: Display
+    callbacks: Callbacks
     stop: StopRequest
     components: Registry
     file_metadata: Mapping[str, str]
@@ -129,7 +131,7 @@ class Run:
 
     def control_flags(self) -> ControlFlags:
         """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
-        stop = self.stop.requested or self.writer.has_failed
+        stop = self.stop.requested or self.writer.has_failed or bool(self.callbacks.stopped_by)
         stop = stop or (self.mirroring is not None and self.mirroring.has_failed)
         return ControlFlags(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 

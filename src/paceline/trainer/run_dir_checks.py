@@ -25,6 +25,7 @@ from paceline.checkpoint.store import (
     step_of,
 )
 from paceline.data.balance import SampleLengths
+from paceline.data.class_balance import ClassDraws
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError
 from paceline.plain_json import load_json
@@ -99,6 +100,7 @@ _FREE_DATA = (
     "data.path",
     "data.workers",
     "data.prefetch",
+    "data.on_bad",
     "data.max_broken",
     "train.precision",
     "train.nonfinite",
@@ -258,6 +260,7 @@ _FIXED_NUMBERS = {
     "steps_per_epoch": "batch.global_size",
     # Otherwise a longer run would freeze again what it trains already.
     "lengths_sha256": "the samples' lengths, by which batch.balance shares them out",
+    "classes_sha256": "the samples' classes, by which data.sampling draws them",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
     "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
 }
@@ -293,6 +296,7 @@ class ResumeRequest:
         resume: ``auto``, ``never``, or the path of a checkpoint of this run.
         device_facts: What the trainer knows of the device, for environment.json.
         lengths: Lengths of the training samples, where these matter.
+        draws: How samples are drawn, if not each once.
     """
 
     recipe: Recipe
@@ -300,6 +304,7 @@ class ResumeRequest:
     resume: str
     device_facts: dict[str, Any]
     lengths: SampleLengths | None = None
+    draws: ClassDraws | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,6 +412,8 @@ def _take(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
     environment = capture_environment(request.device_facts)
     if request.lengths is not None and request.plan.lengths_sha256 is not None:
         write_lengths(directory.sample_lengths, request.lengths.tokens)
+    if request.draws is not None:
+        write_lengths(directory.sample_classes, request.draws.classes)
     write_json(directory.plan, request.plan.to_tree())
     write_json(directory.environment, environment)
     # Last, since a directory counts as a run's once its recipe is there.
@@ -481,9 +488,10 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
 
 def _is_ours(name: str) -> bool:
     """Whether a launch that was killed early, or a batch job, may have left this file before there was a run."""
-    ours = ("plan.json", "environment.json", "sample_lengths.npy", "mirror.json", "run.json", ".lock")
-    begun = (".writable-", ".plan", ".environment", ".sample_lengths", ".recipe", ".mirror", ".run", "slurm-")
-    return name in ours or name.startswith(begun)
+    ours = ("plan.json", "environment.json", "mirror.json", "run.json", ".lock")
+    samples = ("sample_lengths.npy", "sample_classes.npy")
+    begun = (".writable-", ".plan", ".environment", ".sample_", ".recipe", ".mirror", ".run", "slurm-")
+    return name in (*ours, *samples) or name.startswith(begun)
 
 
 def never_trained(directory: RunDirectory) -> bool:

@@ -131,7 +131,7 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
     """Write down unreadable samples that were left out.
 
     Raises:
-        DataError: If there are more than ``data.max_broken``.
+        DataError: If there are more than the recipe lets be left out.
     """
     known = run.progress.broken_evaluation_ids
     new = broken if training else [each for each in broken if each.id not in known]
@@ -144,11 +144,11 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
             {"path": each.path, "sample": each.id, "split": "train" if training else "validation"},
         )
     count = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids)
-    if new and count > run.recipe.data.max_broken:
+    if new and count > run.recipe.data.most_broken:
         raise DataError(
             f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and "
-            f"data.max_broken={run.recipe.data.max_broken}; raise that to go on without them, or repair or remove "
-            "them and begin in another --run-dir."
+            f"data.max_broken={run.recipe.data.max_broken}; the same command with data.on_bad=skip goes on without "
+            "them, or repair or remove them and begin in another --run-dir."
         )
 
 
@@ -172,7 +172,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
     ledger = None
     if status != "failed":
         over = plan.epochs.completed(progress.position)
-        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over).facts
+        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over, uses=run.geometry.uses).facts
     warning = divergence(run.window, progress.last) if status == "completed" else ""
     details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
     # What part of its data the run has seen, if not all of it.

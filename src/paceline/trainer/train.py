@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from paceline.tasks.task import Task, build_task
 from paceline.telemetry.display import Display, RunProgress, SilentDisplay
 from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer.build import Setting, build_run
+from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.forecast import ReadAhead, measure
@@ -140,6 +141,7 @@ class Options:
         resume: ``auto``, ``never`` or the path of a checkpoint.
         display: Where progress is shown.
         task: Makes the task, instead of the one the recipe names.
+        callbacks: Observers of the run.
         report: Writes the report of a run that has come to an end, where the recipe wants one; called on the first
             process when its records are whole.
     """
@@ -148,6 +150,7 @@ class Options:
     resume: str = "auto"
     display: Display | None = None
     task: TaskMaker | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
     report: Reporter | None = None
 
 
@@ -290,6 +293,7 @@ def _opened(
             resume=options.resume,
             device_facts=_device_facts(prepared, launch),
             lengths=prepared.geometry.lengths,
+            draws=prepared.geometry.draws,
         )
         mirror_state = restore_from_mirror(directory, request, collectives, display.message)
         opening = on_first_without_timeout(
@@ -315,6 +319,7 @@ def _opened(
                 directory=directory,
                 display=display,
                 stop=stop,
+                callbacks=options.callbacks,
                 mirroring=mirroring,
                 lock=lock,
                 identity=opening.identity,
@@ -418,7 +423,7 @@ def _fit(run: Run) -> TrainResult:
             run.display.message,
         )
         reasons = {
-            "signal": run.stop.signal_name or "another process was asked",
+            "signal": run.stop.signal_name or run.callbacks.stopped_by or "another process was asked",
             "patience": "no better evaluation",
             "until": f"train.until={run.recipe.train.until}",
         }

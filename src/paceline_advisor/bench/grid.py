@@ -27,7 +27,10 @@ from paceline_advisor.commands import Bench
 _AT_ONCE = 4
 
 
-@dataclass(kw_only=True)
+_FACTS = ("workers", "workers_asked", "workers_reason", "workers_measured", "parameters", "compile", "channels_last")
+
+
+@dataclass
 class Cell:
     """One combination.
 
@@ -103,18 +106,14 @@ def _cells(asked: Bench, recipe: Recipe) -> Iterator[Cell]:
             changed["train.precision"] = precision
         if asked.backends:
             changed["data.backend"] = backend
-        made, refusal = _recipe(asked, changed)
+        given = [f"{key}={'null' if value is None else value}" for key, value in changed.items()]
+        made, refusal = None, ""
+        try:
+            made = load_recipe(asked.recipe, (*asked.overrides, *given)).recipe
+        except PacelineError as error:
+            refusal = str(error)
         for part in asked.parts:
-            yield Cell(
-                device=device,
-                precision=precision,
-                backend=backend,
-                batch_size=batch_size,
-                part=part,
-                processes=asked.processes,
-                recipe=made,
-                refusal=refusal,
-            )
+            yield Cell(device, precision, backend, batch_size, part, asked.processes, made, refusal)
 
 
 def _once_each(cells: Sequence[Cell], asked: Bench) -> list[Cell]:
@@ -150,14 +149,6 @@ def _comes_to(cell: Cell) -> tuple[Any, ...] | None:
     return (cell.part, plan.device, plan.precision, plan.global_batch_size, *data)
 
 
-def _recipe(asked: Bench, changed: Mapping[str, Any]) -> tuple[Recipe | None, str]:
-    given = [f"{key}={'null' if value is None else value}" for key, value in changed.items()]
-    try:
-        return load_recipe(asked.recipe, (*asked.overrides, *given)).recipe, ""
-    except PacelineError as error:
-        return None, str(error)
-
-
 def _row(cell: Cell) -> dict[str, Any]:
     """One combination as it stands in the result."""
     good = [each for each in cell.measured if each.rounds]
@@ -177,14 +168,8 @@ def _row(cell: Cell) -> dict[str, Any]:
         "out_of_memory": any(each.out_of_memory for each in cell.measured),
         "asked": cell.name,
         "same": cell.same,
-        "workers": facts.get("workers"),
-        "workers_asked": facts.get("workers_asked"),
-        "workers_reason": facts.get("workers_reason"),
-        "workers_measured": facts.get("workers_measured"),
         "threads": facts.get("threads_per_process"),
-        "parameters": facts.get("parameters"),
-        "compile": facts.get("compile"),
-        "channels_last": facts.get("channels_last"),
+        **{key: facts.get(key) for key in _FACTS},
     }
     return {**first, **told, **_figures(good, facts)}
 

@@ -7,20 +7,30 @@ round in the other order. What slows the machine for a while slows all of them, 
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from paceline.distributed.local_launch import rank_variables
+from paceline.machine import available_cores
 from paceline.metrics.intervals import Interval, paired_ratio, rate_interval
+from paceline.processes import Child, ProcessGroup, without_rank
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan
-from paceline_advisor.bench.interleaved_members import Member, MemberError
+from paceline_advisor.bench.interleaved_process import Orders, command_line
 from paceline_advisor.launches import check_alone
 
 T = TypeVar("T")
@@ -33,6 +43,10 @@ _OPEN_SECONDS = 900.0
 _BLOCK_SECONDS = 600.0
 _PATIENCE = TimeSpan(60, "minutes")
 _MOST_WARM_STEPS = 10_000
+_LOOK_SECONDS = 0.2
+_LEAVE_SECONDS = 10.0
+# The others of a world learn late that one has failed, and say then only that they miss it.
+_CAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,64 +200,121 @@ def run_bursts(
         name: each if isinstance(each, Variant) else Variant(recipe=each, processes=processes)
         for name, each in variants.items()
     }
-    pace = _Pace(rounds=rounds, block_seconds=block_seconds, say=say)
-    found = _in_turns(asked, pace)
+    found = _in_turns(asked, rounds, block_seconds, say)
     for name, each in found.items():
         if each.out_of_memory and len(asked) > 1:
             say(f"{name}: once more by itself, as with the others there was not enough memory")
-            found[name] = replace(_in_turns({name: asked[name]}, pace)[name], alone=True)
+            alone = _in_turns({name: asked[name]}, rounds, block_seconds, say)
+            found[name] = replace(alone[name], alone=True)
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pace:
-    rounds: int
-    block_seconds: float
-    say: Callable[[str], None]
+class MemberError(Exception):
+    """A variant cannot go on.
 
-    @property
-    def limit_seconds(self) -> float:
-        """What takes longer than this does not come back."""
-        return _BLOCK_SECONDS + 20 * self.block_seconds
+    Attributes:
+        out_of_memory: Whether for want of memory.
+    """
+
+    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.out_of_memory = out_of_memory
+
+
+class _Rank:
+    """One process with its two pipes."""
+
+    def __init__(self, group: ProcessGroup, orders: Orders, environment: Mapping[str, str], errors: Path) -> None:
+        self.answers, theirs = os.pipe()
+        self._read = b""
+        try:
+            self.child = group.start(
+                command_line(replace(orders, answers=theirs)),
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=(theirs,),
+            )
+        except OSError as error:
+            os.close(self.answers)
+            raise MemberError(f"a process cannot be started ({error.strerror})") from error
+        finally:
+            os.close(theirs)
+
+    def grant(self, lead: int, steps: int) -> None:
+        assert self.child.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is told where its answer is waited for
+            self.child.process.stdin.write(json.dumps({"lead": lead, "steps": steps}).encode() + b"\n")
+            self.child.process.stdin.flush()
+
+    def line(self) -> dict[str, Any] | None:
+        """What it says, if it has said something."""
+        if b"\n" not in self._read and select.select([self.answers], [], [], 0)[0]:
+            self._read += os.read(self.answers, 1 << 16)
+        whole, newline, rest = self._read.partition(b"\n")
+        if not newline:
+            return None
+        self._read = rest
+        found: dict[str, Any] = json.loads(whole)
+        return found
+
+    def close(self) -> None:
+        """Close its pipes."""
+        assert self.child.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.child.process.stdin.close()
+        os.close(self.answers)
 
 
 class _Player:
-    """One variant that takes turns."""
+    """One variant that takes turns: its processes, and what they measured.
 
-    def __init__(self, variant: Variant, scratch: Path, index: int, pace: _Pace) -> None:
+    What cannot be started, fails or gives no answer is noted as its trouble, and its processes are ended.
+
+    Args:
+        variant: What is measured.
+        scratch: A folder of all variants, to be removed if this process cannot do it any more.
+        index: Among the variants.
+        block_seconds: About how long a turn is timed.
+    """
+
+    def __init__(self, variant: Variant, scratch: Path, index: int, block_seconds: float) -> None:
         self.measured = Measured(variant=variant)
-        self._pace = pace
-        self._steps = 1
+        self._block_seconds, self._steps = block_seconds, 1
+        self._group = ProcessGroup()
+        self._ranks: list[_Rank] = []
         folder = scratch / str(index)
-        folder.mkdir()
+        temporary = folder / "t"  # a short name: sockets of loader processes lie in it, whose paths have 108 bytes
+        meeting = folder / "m"
+        for each in (folder, temporary, meeting):
+            each.mkdir()
         recipe = folder / "recipe.yaml"
         recipe.write_text(to_yaml(for_bursts(variant.recipe)), encoding="utf-8")
-        self._member: Member | None = None
-        self._try(lambda: self._start(recipe, scratch))
+        orders = Orders(
+            recipe=str(recipe),
+            run_dir=str(folder / "run"),
+            scratch=str(scratch),
+            part=variant.part,
+            parent=os.getpid(),
+            answers=-1,
+        )
 
-    def _start(self, recipe: Path, scratch: Path) -> None:
-        variant = self.measured.variant
-        self._member = Member(recipe, variant.part, processes=variant.processes, folder=recipe.parent, scratch=scratch)
+        def start() -> None:
+            ours, count, cores = without_rank(os.environ), variant.processes, available_cores()
+            for rank in range(count):
+                of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
+                environment = {**ours, "TMPDIR": str(temporary), **of_rank}
+                self._ranks.append(_Rank(self._group, orders, environment, folder / f"errors-{rank}"))
 
-    @property
-    def member(self) -> Member:
-        """Its processes, which were started."""
-        assert self._member is not None
-        return self._member
+        try:
+            self.attempt(start)
+        except BaseException:
+            self.kill()
+            raise
 
-    def open(self) -> None:
-        """Wait for its run."""
-        self._try(self._open)
-
-    def warm_up(self) -> None:
-        """Take the first steps, and find out how many make a block."""
-        self._try(self._warm_up)
-
-    def play(self) -> None:
-        """Take one turn."""
-        self._try(self._play)
-
-    def _try(self, act: Callable[[], None]) -> None:
+    def attempt(self, act: Callable[[], None]) -> None:
+        """Do something unless the variant has failed."""
         if self.measured.trouble:
             return
         try:
@@ -252,84 +323,112 @@ class _Player:
             self.measured.trouble, self.measured.out_of_memory = str(error), error.out_of_memory
             self.kill()
 
-    def kill(self) -> None:
-        """End its processes, if there are any."""
-        if self._member is not None:
-            self._member.kill()
+    def open(self) -> None:
+        """Wait until all its processes stand before their first step."""
+        self.measured.facts = self._answers(_OPEN_SECONDS)[0]
 
-    def leave(self) -> None:
-        """Let its processes end in order."""
-        if self._member is not None:
-            self._member.leave()
-
-    def _open(self) -> None:
-        self.measured.facts = self.member.opened(limit_seconds=_OPEN_SECONDS)
-
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
+        """Take the first steps, and find out how many make a block."""
         measured, steps = self.measured, 1
         while True:
             block = self._turn(0, steps)
             measured.warm_up_steps += steps
             measured.warm_up_seconds += block.seconds
-            if measured.warm_up_steps > WARMUP_STEPS and measured.warm_up_seconds >= self._pace.block_seconds:
+            if measured.warm_up_steps > WARMUP_STEPS and measured.warm_up_seconds >= self._block_seconds:
                 break
             # The first steps are slow, and say little of how many there is time for.
-            left = max(0.0, self._pace.block_seconds - measured.warm_up_seconds) / block.step_seconds
+            left = max(0.0, self._block_seconds - measured.warm_up_seconds) / block.step_seconds
             steps = WARMUP_STEPS if measured.warm_up_steps == 1 else max(1, min(int(left) + 1, _MOST_WARM_STEPS))
-        self._steps = max(1, round(self._pace.block_seconds / block.step_seconds))
+        self._steps = max(1, round(self._block_seconds / block.step_seconds))
 
-    def _play(self) -> None:
-        self.measured.rounds.append(self._turn(min(self._held, self._steps), self._steps))
-
-    @property
-    def _held(self) -> int:
-        """Batches that may lie ready after a pause, and one for caches that others have filled."""
+    def play(self) -> None:
+        """Take one turn."""
         facts, part = self.measured.facts, self.measured.variant.part
-        return 1 if part == "compute" else int(facts["workers"] or 0) * int(facts["prefetch"]) + 1
+        # Batches that may lie ready after a pause, and one for caches that others have filled.
+        held = 1 if part == "compute" else int(facts["workers"] or 0) * int(facts["prefetch"]) + 1
+        self.measured.rounds.append(self._turn(min(held, self._steps), self._steps))
+
+    def leave(self) -> None:
+        """Let its processes end in order, and see to it that they do."""
+        for rank in self._ranks:
+            rank.grant(0, 0)
+        self._group.wait(_LEAVE_SECONDS, after_failure=_LEAVE_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all its processes, with their loader processes."""
+        self._group.kill()
+        for rank in self._ranks:
+            rank.close()
+        self._ranks = []
 
     def _turn(self, lead: int, steps: int) -> Round:
-        answer = self.member.turn(lead=lead, steps=steps, limit_seconds=self._pace.limit_seconds)
+        """Take steps that are not timed, and then some that are; return what the slowest process measured."""
+        for rank in self._ranks:
+            rank.grant(lead, steps)
+        # What takes longer than this does not come back.
+        answer = of_all(self._answers(_BLOCK_SECONDS + 20 * self._block_seconds))
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
         return Round(**answer)
 
+    def _answers(self, limit_seconds: float) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + limit_seconds
+        while len(found) < len(self._ranks):
+            waiting = [index for index in range(len(self._ranks)) if index not in found]
+            select.select([self._ranks[index].answers for index in waiting], [], [], _LOOK_SECONDS)
+            for index in waiting:
+                ended = self._ranks[index].child.code is not None
+                answer = self._ranks[index].line()
+                if answer is not None:
+                    found[index] = answer
+                if (answer is None and ended) or (answer is not None and "failed" in answer):
+                    raise self._failure(found)
+            if time.monotonic() > deadline:
+                raise MemberError(f"it gave no answer within {limit_seconds:.0f} s")
+        return [found[index] for index in range(len(self._ranks))]
 
-def _in_turns(variants: Mapping[str, Variant], pace: _Pace) -> dict[str, Measured]:
+    def _failure(self, found: Mapping[int, dict[str, Any]]) -> MemberError:
+        """The cause: want of memory before anything else, and what a process says before its mere end."""
+        deadline = time.monotonic() + (_CAUSE_SECONDS if len(self._ranks) > 1 else 0.0)
+        said: list[dict[str, Any]] = [each for each in found.values() if "failed" in each]
+        while time.monotonic() < deadline:
+            said += [each for rank in self._ranks if (each := rank.line()) is not None and "failed" in each]
+            time.sleep(_LOOK_SECONDS / 4)
+        return _cause(said, [rank.child for rank in self._ranks if rank.child.code is not None])
+
+
+def _in_turns(
+    variants: Mapping[str, Variant], rounds: int, block_seconds: float, say: Callable[[str], None]
+) -> dict[str, Measured]:
     with ExitStack() as held:
         scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="paceline-b")))
         players: dict[str, _Player] = {}
         for index, (name, variant) in enumerate(variants.items()):
-            players[name] = _Player(variant, scratch, index, pace)
+            players[name] = _Player(variant, scratch, index, block_seconds)
             held.callback(players[name].kill)
-        pace.say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
+        say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
         for each in players.values():
-            each.open()
+            each.attempt(each.open)
         for name, each in players.items():
-            each.warm_up()
-            pace.say(f"{name}: {_in_words(each.measured)}")
-        _play(list(players.values()), pace)
+            each.attempt(each.warm_up)
+            found = each.measured
+            warm = f"warm after {found.warm_up_steps} steps, {found.warm_up_seconds:.1f} s"
+            say(f"{name}: {found.trouble or warm}")
+        for number in range(rounds):
+            if all(each.measured.trouble for each in players.values()):
+                break
+            say(f"round {number + 1} of {rounds}")
+            for each in in_order(list(players.values()), number):
+                each.attempt(each.play)
         for each in players.values():
             each.leave()
         return {name: each.measured for name, each in players.items()}
 
 
-def _play(players: Sequence[_Player], pace: _Pace) -> None:
-    for number in range(pace.rounds):
-        if all(each.measured.trouble for each in players):
-            return
-        pace.say(f"round {number + 1} of {pace.rounds}")
-        for each in in_order(players, number):
-            each.play()
-
-
 def in_order(players: Sequence[T], number: int) -> Sequence[T]:
-    """Who has a turn after whom in a round: the last ones first in every second, so that a drift favours nobody."""
+    """Return who has a turn after whom in a round: reversed in every second, so that a drift favours nobody."""
     return players if number % 2 == 0 else players[::-1]
-
-
-def _in_words(measured: Measured) -> str:
-    if measured.trouble:
-        return measured.trouble
-    return f"warm after {measured.warm_up_steps} steps, {measured.warm_up_seconds:.1f} s"
 
 
 def for_bursts(recipe: Recipe) -> Recipe:
@@ -343,3 +442,29 @@ def for_bursts(recipe: Recipe) -> Recipe:
         parallel=replace(recipe.parallel, timeout=max(timeout, _PATIENCE, key=lambda each: each.seconds)),
         telemetry=replace(recipe.telemetry, profile=Profile(), mlperf=False),
     )
+
+
+def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One answer for a block of steps that several processes took, each of which measured itself."""
+    # A step is done when the last one has done it; where nothing is exchanged, as with `data`, they are not as fast.
+    found = dict(max(answers, key=lambda each: float(each["seconds"])))
+    peaks = [each["peak_memory_bytes"] for each in answers if each["peak_memory_bytes"] is not None]
+    # Processes on one machine's processors read one counter; those with a GPU each, as many.
+    used = {each["energy_counter"]: each["joules"] for each in answers}
+    del found["energy_counter"]
+    known = [each for each in used.values() if each is not None]
+    return {
+        **found,
+        "peak_memory_bytes": max(peaks, default=None),
+        "joules": sum(known) if len(known) == len(used) else None,
+    }
+
+
+def _cause(said: Sequence[dict[str, Any]], ended: Sequence[Child]) -> MemberError:
+    short = [each for each in said if each["out_of_memory"]]
+    killed = [child for child in ended if (child.code or 0) < 0]
+    if killed and not short:
+        return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
+    if found := [*short, *said]:
+        return MemberError(found[0]["failed"], out_of_memory=found[0]["out_of_memory"])
+    return MemberError(ended[0].ending if ended else "it broke off")

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +90,38 @@ def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Reci
     Raises:
         PacelineError: If the target cannot be used at all.
     """
-    is_saved = Path(asked.recipe).exists() and _holds_weights(Path(asked.recipe))
-    name, recipe = _described(asked) if is_saved else _loaded(asked)
+    target = Path(asked.recipe)
+    is_saved = target.exists() and _holds_weights(target)
+    if is_saved:
+        if asked.overrides:
+            raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
+        saved = read_weights(target, asked.weights)
+        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
+    else:
+        loaded = load_recipe(asked.recipe, asked.overrides)
+        name, recipe = loaded.name, loaded.recipe
     rows: list[dict[str, Any]] = []
-    for device_name in asked.devices or (recipe.parallel.device,):
-        for precision in asked.precisions or (recipe.train.precision,):
-            try:
-                if precision not in ("auto", "fp32", *_AUTOCAST):
-                    raise RecipeError(f"{precision}: answers are measured in fp32, bf16 or fp16.")
-                device = choose_device(device_name, World())
-                subject = _saved(asked, device, precision) if is_saved else _untrained(recipe, device, precision)
-            except PacelineError as error:
-                if asked.devices or asked.precisions:
-                    rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
-                    continue
-                raise
-            rows += _scenarios(subject, asked, say)
+    for device_name, precision in product(
+        asked.devices or (recipe.parallel.device,), asked.precisions or (recipe.train.precision,)
+    ):
+        try:
+            if precision not in ("auto", "fp32", *_AUTOCAST):
+                raise RecipeError(f"{precision}: answers are measured in fp32, bf16 or fp16.")
+            device = choose_device(device_name, World())
+            # Auto as training resolves it.
+            resolved = resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
+            if is_saved:
+                predictor = load_predictor(target, weights=asked.weights, trust_code=is_code_trusted(), device=device)
+                answer: Answer = predictor.probabilities
+                shape = predictor.shape
+            else:
+                answer, shape = _untrained(recipe, device)
+        except PacelineError as error:
+            if asked.devices or asked.precisions:
+                rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
+                continue
+            raise
+        rows += _scenarios(_Subject(answer=answer, shape=shape, device=device, precision=resolved), asked, say)
     return name, recipe, rows
 
 
@@ -114,29 +131,7 @@ def _holds_weights(target: Path) -> bool:
     return any((target / "checkpoints").glob("step-*"))
 
 
-def _loaded(asked: Bench) -> tuple[str, Recipe]:
-    loaded = load_recipe(asked.recipe, asked.overrides)
-    return loaded.name, loaded.recipe
-
-
-def _described(asked: Bench) -> tuple[str, Recipe]:
-    if asked.overrides:
-        raise RecipeError(f"overrides change recipes, but '{asked.recipe}' holds saved weights; leave them out.")
-    saved = read_weights(Path(asked.recipe), asked.weights)
-    return f"{asked.recipe} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
-
-
-def _saved(asked: Bench, device: torch.device, precision: str) -> _Subject:
-    predictor = load_predictor(Path(asked.recipe), weights=asked.weights, trust_code=is_code_trusted(), device=device)
-    return _Subject(
-        answer=predictor.probabilities,
-        shape=predictor.shape,
-        device=device,
-        precision=_resolved(precision, device),
-    )
-
-
-def _untrained(recipe: Recipe, device: torch.device, precision: str) -> _Subject:
+def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int, int, int]]:
     """A recipe's network with its first weights: they change no time."""
     task = build_task(recipe)
     facts = task.data_facts(World()).description
@@ -155,17 +150,7 @@ def _untrained(recipe: Recipe, device: torch.device, precision: str) -> _Subject
         return found
 
     size = int(facts["evaluation_size"])
-    return _Subject(
-        answer=answer,
-        shape=(int(facts["channels"]), size, size),
-        device=device,
-        precision=_resolved(precision, device),
-    )
-
-
-def _resolved(precision: str, device: torch.device) -> str:
-    """``auto`` as training resolves it."""
-    return resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
+    return answer, (int(facts["channels"]), size, size)
 
 
 def _scenarios(subject: _Subject, asked: Bench, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -203,7 +188,12 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return _row(subject.device.type, subject.precision, scenario, size, trouble=reason[0])
     row = _row(subject.device.type, subject.precision, scenario, size)
-    row |= _figures(times, size, has_latency=scenario != "offline")
+    # Queries that follow one another are alike: the interval is of means over parts.
+    means = [part / size for part in part_means(times)]
+    row |= {"samples_per_second": rate_interval(means).to_json(), "times": [means], "queries": len(times)}
+    if scenario != "offline":
+        percents = {f"p{percent}": quantile(times, percent / 100) for percent in _PERCENTS}
+        row["latency_seconds"] = {"mean": statistics.fmean(times), **percents}
     row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(subject.device) if on_gpu else None
     used = None if before is None or after is None else after - before
     row["joules_per_sample"] = None if used is None else used / (len(times) * each * size)
@@ -236,16 +226,16 @@ def _queries(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[l
     """Seconds of one query after the other, and 1: the queries that each of them stands for."""
     times: list[float] = []
     begun = last = time.perf_counter()
-    while len(times) < 2 or not _is_enough(last - begun, len(times), seconds):
+    while (
+        len(times) < 2
+        or last - begun < seconds
+        or (len(times) < _FEWEST_QUERIES and last - begun < _PATIENCE * seconds)
+    ):
         subject.query(images)
         now = time.perf_counter()
         times.append(now - last)
         last = now
     return times, 1
-
-
-def _is_enough(passed: float, count: int, seconds: float) -> bool:
-    return passed >= seconds and (count >= _FEWEST_QUERIES or passed >= _PATIENCE * seconds)
 
 
 def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:
@@ -264,16 +254,3 @@ def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[l
         torch.stack(kept).cpu()
         times.append((time.perf_counter() - begun) / batches)
     return times, batches
-
-
-def _figures(times: list[float], size: int, *, has_latency: bool) -> dict[str, Any]:
-    # Queries that follow one another are alike: the interval is of means over parts.
-    means = [each / size for each in part_means(times)]
-    rate = rate_interval(means)
-    figures: dict[str, Any] = {"samples_per_second": rate.to_json(), "times": [means], "queries": len(times)}
-    if has_latency:
-        figures["latency_seconds"] = {
-            "mean": statistics.fmean(times),
-            **{f"p{percent}": quantile(times, percent / 100) for percent in _PERCENTS},
-        }
-    return figures

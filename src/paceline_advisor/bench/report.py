@@ -68,7 +68,14 @@ class BenchReport:
             "rows": list(self.rows),
             "notes": list(self.notes),
             "recipe": to_tree(self.recipe),
-            "environment": capture_environment(_device_facts()),
+            # A GPU is not woken by asking.
+            "environment": capture_environment(
+                {
+                    "torch": torch.__version__,
+                    "cuda": torch.version.cuda,
+                    "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                }
+            ),
         }
 
     def __paceline__(self) -> Shown:
@@ -95,7 +102,9 @@ class BenchReport:
         known = {name: document.get(name) for name in ("device_name", "torch", "cuda", "python", "platform", "command")}
         known = {"cpu": document["cpu"]["model"], "cores": document["cpu"]["usable_cores"], **known}
         told = {**known, **self.settings}
-        lines += [f"- {name}: {_word(value)}" for name, value in told.items() if value not in (None, ())]
+        for name, value in told.items():
+            if value not in (None, ()):
+                lines.append(f"- {name}: {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
         return "\n".join([*lines, ""])
 
     def write(self, folder: Path) -> list[Path]:
@@ -241,13 +250,12 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
         notes.append(f"each warmed up for {min(warm):.1f} to {max(warm):.1f} s before its first round")
     if any(row.get("alone") for row in rows):
         notes.append("some were measured by themselves, as there was not enough memory beside the others")
-    notes += [f"measured once, as they come to the same run here: {', '.join(each)}" for each in _same(rows)]
-    return [*notes, *_worker_notes(rows), *_energy_notes(rows), *_memory_notes(rows)]
-
-
-def _same(rows: Sequence[Row]) -> list[list[str]]:
-    """Combinations that were one run, by their names as asked for."""
-    return [[row["asked"], *row["same"]] for row in rows if row.get("same")]
+    same = [[row["asked"], *row["same"]] for row in rows if row.get("same")]
+    notes += [f"measured once, as they come to the same run here: {', '.join(each)}" for each in same]
+    notes += [*_worker_notes(rows), *_energy_notes(rows)]
+    if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
+        notes.append("peak memory on a CPU is the training process's main memory, libraries and data in it")
+    return notes
 
 
 def _worker_notes(rows: Sequence[Row]) -> list[str]:
@@ -299,90 +307,70 @@ def _energy_notes(rows: Sequence[Row]) -> list[str]:
     return [f"energy is not known: {why}" for why in reasons] + [f"energy of: {each}" for each in counters]
 
 
-def _memory_notes(rows: Sequence[Row]) -> list[str]:
-    if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
-        return ["peak memory on a CPU is the training process's main memory, libraries and data in it"]
-    return []
-
-
-def _device_facts() -> dict[str, Any]:
-    """What only torch knows; a GPU is not woken by asking."""
-    available = torch.cuda.is_available()
-    return {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "device_name": torch.cuda.get_device_name() if available else None,
-    }
-
-
-def _word(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def _bar(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:,.2f}"
+def _interval(value: Mapping[str, Any] | None, digits: int = 1) -> str:
+    """Write a value with the ends of its interval; what nothing bounds is left open."""
+    if value is None:
+        return ""
+    low, middle, high = (
+        "–" if end is None or math.isinf(end) else f"{end:,.{digits}f}"
+        for end in (value["low"], value["middle"], value["high"])
+    )
+    return middle if value["count"] < 2 else f"{middle} ({low} to {high})"
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f} %"
+_ALWAYS = ("batch", "samples/s", "seconds to target")
+Column = Callable[[Row], str]
 
 
-def _energy(row: Row) -> str:
-    joules = row.get("joules_per_sample")
-    return "" if joules is None else f"{joules:.3g}"
+def _text(key: str) -> Column:
+    return lambda row: str(row.get(key) or "")
+
+
+def _figure(*keys: str, scale: float = 1, form: str = ",.2f", unit: str = "") -> Column:
+    """Return a column of one figure, in a mapping within the row if there are two keys; empty where it is missing."""
+
+    def show(row: Row) -> str:
+        value: Any = row
+        for key in keys:
+            value = (value or {}).get(key)
+        return "" if value is None else f"{scale * value:{form}}{unit}"
+
+    return show
 
 
 def _peak(row: Row) -> str:
     return "" if row.get("peak_memory_bytes") is None else format_bytes(row["peak_memory_bytes"])
 
 
-def _interval(value: Mapping[str, Any] | None, digits: int = 1) -> str:
-    """A value with the ends of its interval; what nothing bounds is left open."""
-    if value is None:
-        return ""
-    low, middle, high = (_end(value[key], digits) for key in ("low", "middle", "high"))
-    return middle if value["count"] < 2 else f"{middle} ({low} to {high})"
-
-
-def _end(value: float | None, digits: int) -> str:
-    return "–" if value is None or math.isinf(value) else f"{value:,.{digits}f}"
-
-
-_ALWAYS = ("batch", "samples/s", "seconds to target")
-_COLUMNS: dict[str, dict[str, Any]] = {
+_FIRST = {"device": _text("device"), "precision": _text("precision")}
+_BATCH = {"batch": _text("batch_size")}
+_RATE: dict[str, Column] = {"samples/s": lambda row: _interval(row["samples_per_second"])}
+_LAST = {"peak memory": _peak, "J/sample": _figure("joules_per_sample", form=".3g"), "trouble": _text("trouble")}
+_COLUMNS: dict[str, dict[str, Column]] = {
     "throughput": {
-        "device": lambda row: str(row["device"]),
-        "precision": lambda row: str(row["precision"]),
-        "back-end": lambda row: str(row["backend"]),
-        "batch": lambda row: str(row["batch_size"]),
-        "part": lambda row: str(row["part"]),
-        "samples/s": lambda row: _interval(row["samples_per_second"]),
-        "ms/step": lambda row: _milliseconds(row.get("step_seconds", {}).get("median")),
+        **_FIRST,
+        "back-end": _text("backend"),
+        **_BATCH,
+        "part": _text("part"),
+        **_RATE,
+        "ms/step": _figure("step_seconds", "median", scale=1e3),
         "workers": lambda row: str(row["workers"]) if row.get("workers") and row["part"] != "compute" else "",
-        "data wait": lambda row: _share(row.get("data_wait_fraction")),
-        "peak memory": _peak,
-        "J/sample": _energy,
-        "trouble": lambda row: row["trouble"] or "",
+        "data wait": _figure("data_wait_fraction", scale=100, form=".0f", unit=" %"),
+        **_LAST,
     },
     "latency": {
-        "device": lambda row: str(row["device"]),
-        "precision": lambda row: str(row["precision"]),
-        "scenario": lambda row: str(row["scenario"]),
-        "batch": lambda row: str(row["batch_size"]),
-        "samples/s": lambda row: _interval(row["samples_per_second"]),
-        "mean ms": lambda row: _milliseconds(row.get("latency_seconds", {}).get("mean")),
-        "50 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p50")),
-        "90 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p90")),
-        "95 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p95")),
-        "99 %": lambda row: _milliseconds(row.get("latency_seconds", {}).get("p99")),
-        "queries": lambda row: str(row.get("queries", "")),
-        "peak memory": _peak,
-        "J/sample": _energy,
-        "trouble": lambda row: row["trouble"] or "",
+        **_FIRST,
+        "scenario": _text("scenario"),
+        **_BATCH,
+        **_RATE,
+        "mean ms": _figure("latency_seconds", "mean", scale=1e3),
+        **{f"{each} %": _figure("latency_seconds", f"p{each}", scale=1e3) for each in (50, 90, 95, 99)},
+        "queries": _text("queries"),
+        **_LAST,
     },
     "time_to_target": {
         "target": lambda row: f"{row['metric']} {row['target']:g}",
@@ -391,6 +379,6 @@ _COLUMNS: dict[str, dict[str, Any]] = {
         "seconds to target": lambda row: _interval(row["median_seconds"]),
         "wall seconds": lambda row: _interval(row["median_wall_seconds"]),
         "cost": lambda row: _interval(row["cost"], 4),
-        "trouble": lambda row: row["trouble"] or "",
+        "trouble": _text("trouble"),
     },
 }

@@ -23,7 +23,7 @@ from typing import Any
 from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, TrainingError
-from paceline.metrics.intervals import Interval, time_to_event
+from paceline.metrics.intervals import TimeToEvent, time_to_event
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_plan
@@ -128,9 +128,12 @@ def run_to_target(asked: Bench, say: Log) -> tuple[LoadedRecipe, Target, list[Ta
     with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
         for index in range(asked.runs):
             runs.append(one_run(target, loaded, Path(scratch) / str(index), index, processes=asked.processes))
-            say(f"run {index + 1} of {asked.runs}: {_in_words(runs[-1])}")
-            if index == 0 and runs[0].trouble:
-                raise TrainingError(f"the first run failed: {runs[0].trouble}")
+            run = runs[-1]
+            seconds = f"{run.train_seconds:.1f} s"
+            told = f"{seconds} to the target" if run.reached else f"not there after {seconds}"
+            say(f"run {index + 1} of {asked.runs}: {run.trouble or f'{told} (seed {run.seed})'}")
+            if index == 0 and run.trouble:
+                raise TrainingError(f"the first run failed: {run.trouble}")
     return loaded, target, runs
 
 
@@ -183,7 +186,8 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
             begun = begun or event["time"]
             continue
         if target.metric not in event:
-            known = [name for name, value in event.items() if isinstance(value, float) and not _is_of_clock(name)]
+            clocks = [name for name in event if name == "time" or name.endswith("seconds")]
+            known = [name for name, value in event.items() if isinstance(value, float) and name not in clocks]
             run.trouble = f"--to {target.metric}: not measured; there is {', '.join(known)}"
             return
         run.train_seconds, run.wall_seconds = event["train_seconds"], event["time"] - begun
@@ -197,26 +201,23 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     run.evaluations = list(found.values())
 
 
-def _is_of_clock(name: str) -> bool:
-    return name == "time" or name.endswith("seconds")
-
-
-def _in_words(run: TargetRun) -> str:
-    if run.trouble:
-        return run.trouble
-    if run.reached:
-        return f"{run.train_seconds:.1f} s to the target (seed {run.seed})"
-    return f"not there after {run.train_seconds:.1f} s (seed {run.seed})"
-
-
 def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> dict[str, Any]:
     """What runs come to, as the row of a result."""
     # A run that failed counts as one that was watched for so long, and as long as any if it did not get anywhere:
     # leaving it out would praise what fails.
     reached = [run.reached for run in runs]
-    trained = time_to_event(_watched([run.train_seconds for run in runs]), reached)
-    wall = time_to_event(_watched([run.wall_seconds for run in runs]), reached)
+
+    def time_of(seconds: Sequence[float]) -> TimeToEvent:
+        longest = max(seconds) or 1.0  # none got anywhere, and it does not matter how late
+        return time_to_event([each or longest for each in seconds], reached)
+
+    trained = time_of([run.train_seconds for run in runs])
+    wall = time_of([run.wall_seconds for run in runs])
     missed = len(runs) - sum(reached)
+    cost = None
+    if price is not None:
+        seconds = wall.median.to_json()
+        cost = {**seconds, **{key: seconds[key] / _HOUR * price for key in ("middle", "low", "high")}}
     trouble = next((run.trouble for run in runs if run.trouble), "")
     return {
         "metric": target.metric,
@@ -229,7 +230,7 @@ def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | Non
         "seconds_with_restarts": trained.restarting,
         "curve": [list(each) for each in trained.curve],
         "price_per_hour": price,
-        "cost": None if price is None else _cost(wall.median, price),
+        "cost": cost,
         "cost_with_restarts": None if price is None else wall.restarting / _HOUR * price,
         "each": [
             {
@@ -244,27 +245,8 @@ def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | Non
         "trouble": trouble or (f"{missed} of {len(runs)} did not get there" if missed else None),
         # A comparison of times asks that all have got there.
         "times": [] if missed else [[run.train_seconds for run in runs]],
-        "mean_seconds": _mean(runs),
+        "mean_seconds": None if missed else statistics.fmean(run.train_seconds for run in runs),
     }
-
-
-def _watched(seconds: Sequence[float]) -> list[float]:
-    longest = max(seconds) or 1.0  # none got anywhere, and it does not matter how late
-    return [each or longest for each in seconds]
-
-
-def _mean(runs: Sequence[TargetRun]) -> float | None:
-    """The plain mean, where all have got there."""
-    return statistics.fmean(run.train_seconds for run in runs) if all(run.reached for run in runs) else None
-
-
-def _cost(seconds: Interval, price: float) -> dict[str, float]:
-    found = seconds.to_json()
-    return {**found, **{key: found[key] / _HOUR * price for key in ("middle", "low", "high")}}
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def write_dawnbench(
@@ -291,11 +273,7 @@ def write_dawnbench(
             "hardware": run.hardware,
             **({} if price is None else {"costPerHour": price}),
             "timestamp": time.strftime("%Y-%m-%d"),
-            "misc": {
-                "recipe": loaded.name,
-                "seed": run.seed,
-                "target": f"{target.metric} {target.value:g}",
-            },
+            "misc": {"recipe": loaded.name, "seed": run.seed, "target": f"{target.metric} {target.value:g}"},
         }
         path = folder / f"{stem}-{number}.json"
         write_json(path, entry)
@@ -304,7 +282,8 @@ def write_dawnbench(
         lines = ["\t".join(["epoch", "hours", *(name for _, name in known)])]
         for each in run.evaluations:
             figures = [f"{each['epoch']}", f"{each['train_seconds'] / _HOUR:.9g}"]
-            lines.append("\t".join([*figures, *(_figure(each.get(key)) for key, _ in known)]))
+            figures += ["" if each.get(key) is None else f"{each[key]:.4g}" for key, _ in known]
+            lines.append("\t".join(figures))
         write_text(path.with_suffix(".tsv"), "\n".join([*lines, ""]))
         written += [path, path.with_suffix(".tsv")]
     return written

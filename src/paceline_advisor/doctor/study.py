@@ -31,9 +31,9 @@ from paceline.world import World
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
 from paceline_advisor.doctor.behaviour import Behaviour, behave, untouched, watching_loaders
-from paceline_advisor.doctor.checks import code, compute, training
+from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, ranked
-from paceline_advisor.doctor.subject import Check, Subject, Target, choose_target, lack_of_room
+from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, lack_of_room
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
 _KEPT = {"same": "", "rounding": " [the numbers round otherwise]", "training": " [trains something else]"}
@@ -163,7 +163,7 @@ def _shown(finding: Finding) -> Iterator[str]:
 
 
 def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
-    """Look for everything in :data:`~paceline_advisor.doctor.study.CHECKS`.
+    """Look for everything in :data:`~paceline_advisor.doctor.subject.CHECKS`.
 
     Nothing is trained or written, and no state of this process is otherwise afterwards.
 
@@ -272,60 +272,3 @@ def _sockets() -> int:
 def _events(source: str) -> tuple[dict[str, Any], ...]:
     path = RunDirectory(Path(source)).events
     return tuple(read_events(path)) if path.is_file() else ()
-
-
-CHECKS: tuple[Check, ...] = (
-    # What the user's code does in a step
-    code.debugging,
-    code.synchronisation,
-    code.host_tensors,
-    code.debug_environment,
-    code.pointwise,
-    code.gradient_in_evaluation,
-    # How the device computes
-    compute.precision,
-    compute.slow_precision,
-    compute.channels_last,
-    compute.layout_lost,
-    compute.autotune_off,
-    compute.unfused_optimizer,
-    compute.threads,
-    compute.bias_before_batchnorm,
-    # How samples come
-    code.no_workers,
-    code.too_many_workers,
-    code.unpinned,
-    code.no_persistent_workers,
-    code.drop_last,
-    # Whether there is room for a step
-    training.does_not_fit,
-    # Which sizes the network has
-    compute.alignment,
-    compute.batch_alignment,
-    compute.tiles,
-    compute.first_layer,
-    compute.memory_bound,
-    compute.depthwise,
-    compute.recurrent_sizes,
-    compute.recurrent_cells,
-    # What several processes would wait for
-    training.unused_parameters,
-    training.unused_parameter_search,
-    training.construction_order,
-    training.data_parallel,
-    training.affinity,
-    # What is done between steps
-    training.log_every_step,
-    training.evaluation_often,
-    # Whether fast steps lead somewhere
-    training.no_warmup,
-    training.learning_rate,
-    training.ragged_tail,
-    training.loss_scale,
-    # What a run that was made has recorded
-    training.diverged,
-    training.data_wait,
-    training.scaler_health,
-    training.slow_rank,
-    training.recompilation,
-)

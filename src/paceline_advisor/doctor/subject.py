@@ -1,10 +1,12 @@
-"""What the checks look at: the recipe and its plan, the target device, its memory, the network."""
+"""What checks look at: recipe, plan, device, its memory, network; and the declaration of a check."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
 from paceline_advisor.doctor.behaviour import Behaviour, Loader
-from paceline_advisor.doctor.findings import Finding
+from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import trace_steps, without_collection
 
@@ -212,7 +214,73 @@ class Subject:
         return total / max(1, sum(layer.calls for layer in self.layers))
 
 
-Check = Callable[[Subject], Iterator[Finding]]
+@dataclass(frozen=True)
+class Found:
+    """What a check has found in a run; what is not None is said in place of the check's own.
+
+    Attributes:
+        evidence: The value found, in a sentence.
+        more_why: Follows the reason.
+    """
+
+    evidence: str
+    _: KW_ONLY
+    name: str | None = None
+    severity: Severity | None = None
+    why: str | None = None
+    more_why: str = ""
+    advice: str | None = None
+    overrides: Mapping[str, Any] | None = None
+    keeps: Keeps | None = None
+    expected: str | None = None
+    speedup: tuple[float, float] | None = None
+    predicted: bool | None = None
+    places: tuple[Place, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def but(self, **changes: Any) -> Found:
+        """Return it with changes."""
+        return replace(self, **changes)
+
+
+Check = Callable[[Subject], list[Finding]]
+CHECKS: list[Check] = []
+
+
+def check(
+    *,
+    why: str,
+    advice: str,
+    expected: str,
+    severity: Severity = "slows",
+    source: str = TUNING,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    **others: Any,
+) -> Callable[[Callable[[Subject], Found | Iterable[Found] | None]], Check]:
+    """Declare a check: its name is the finding's, and the rest is what a finding says unless it is given otherwise.
+
+    ``others`` are ``keeps``, ``speedup`` and ``predicted``. See :class:`~paceline_advisor.doctor.findings.Finding`.
+    """
+    says = dict(why=why, advice=advice, expected=expected, severity=severity, overrides=overrides, **others)
+
+    def declare(look: Callable[[Subject], Found | Iterable[Found] | None]) -> Check:
+        @wraps(look)
+        def findings(subject: Subject) -> list[Finding]:
+            found = look(subject)
+            each_of_them = [] if found is None else [found] if isinstance(found, Found) else found
+            return [_finding({"name": look.__name__, **says}, source, each) for each in each_of_them]
+
+        CHECKS.append(findings)
+        return findings
+
+    return declare
+
+
+def _finding(says: dict[str, Any], source: str, found: Found) -> Finding:
+    told = says | {key: value for key, value in vars(found).items() if value is not None}
+    advice = Advice(words=told.pop("advice"), overrides=dict(told.pop("overrides")), keeps=told.pop("keeps", "same"))
+    told["why"] += told.pop("more_why")
+    return Finding(source=source, advice=advice, **told)
 
 
 def named(names: tuple[str, ...] | list[str], most: int = 4) -> str:

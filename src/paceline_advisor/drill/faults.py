@@ -76,15 +76,15 @@ def _undisturbed(ground: Ground, name: str) -> Disturbed:
 
 def _kills(processes: int) -> Iterator[Fault]:
     for rank in range(processes):
-        yield Fault(f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_killed, partial(_kill_rank, rank)))
+
+        def strike(launch: Launch, _: Path, rank: int = rank) -> None:
+            launch.send(signal.SIGKILL, [launch.ranks()[rank]])
+
+        yield Fault(f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_killed, strike))
     yield Fault("kill-all", "SIGKILL to all processes at once", partial(_killed, lambda launch, _: launch.kill()))
     yield Fault("kill-launcher", "SIGKILL to the process that started the ranks", _kill_launcher)
     yield Fault("kill-worker", "SIGKILL to a loader process", _kill_worker)
     yield Fault("kill-in-save", "SIGKILL to all while a checkpoint is being written", _kill_in_save)
-
-
-def _kill_rank(rank: int, launch: Launch, _: Path) -> None:
-    launch.send(signal.SIGKILL, [launch.ranks()[rank]])
 
 
 def _killed(strike: Strike, ground: Ground, name: str) -> Disturbed:
@@ -140,17 +140,15 @@ def _being_saved(run_dir: Path) -> bool:
 
 def _stops() -> Iterator[Fault]:
     for number in STOP_SIGNALS:
-        to_one, to_all = partial(_signal_one, number), partial(_signal_all, number)
+
+        def to_one(launch: Launch, _: Path, number: signal.Signals = number) -> None:
+            launch.send(number, launch.ranks()[-1:])
+
+        def to_all(launch: Launch, _: Path, number: signal.Signals = number) -> None:
+            launch.send(number, launch.family())
+
         yield Fault(f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, to_one))
         yield Fault(f"{number.name}-group", f"{number.name} to every process of the run", partial(_stopped, to_all))
-
-
-def _signal_one(number: signal.Signals, launch: Launch, _: Path) -> None:
-    launch.send(number, launch.ranks()[-1:])
-
-
-def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
-    launch.send(number, launch.family())
 
 
 def _stopped(strike: Strike, ground: Ground, name: str) -> Disturbed:
@@ -200,8 +198,7 @@ def _stopped_for_good(ground: Ground, name: str) -> Disturbed:
         launch.send(signal.SIGSTOP, launch.ranks()[-1:])
 
     found = ground.disturb(name, strike, again=Again(overrides=(f"parallel.timeout={_PATIENCE}",)))
-    _expect(found, _FAILED)
-    _expect_words(found, f"for rank {ground.processes - 1} on ")
+    _expect(found, _FAILED, words=[f"for rank {ground.processes - 1} on "])
     ground.recover(found)
     return found
 
@@ -243,8 +240,7 @@ def _disk_full(ground: Ground, name: str) -> Disturbed:
 
     with contextlib.ExitStack() as cleanup:
         found = ground.disturb(name, fill, make=make)
-        _expect(found, _FAILED)
-        _expect_words(found, "No space left")
+        _expect(found, _FAILED, words=["No space left"])
         for each in ("filler", "rest"):
             (found.run_dir / each).unlink(missing_ok=True)
         ground.recover(found)
@@ -262,8 +258,7 @@ def _file_limit(ground: Ground, name: str) -> Disturbed:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))
 
     found = ground.disturb(name, strike)
-    _expect(found, _FAILED)
-    _expect_words(found, "File too large")
+    _expect(found, _FAILED, words=["File too large"])
     ground.recover(found)
     return found
 
@@ -283,8 +278,7 @@ def _read_only(ground: Ground, name: str) -> Disturbed:
 
     with cleanup:
         found = ground.disturb(name, strike)
-    _expect(found, _FAILED)
-    _expect_words(found, "Read-only file system" if not os.geteuid() else "Permission denied")
+    _expect(found, _FAILED, words=["Permission denied" if os.geteuid() else "Read-only file system"])
     ground.recover(found)
     return found
 
@@ -296,8 +290,7 @@ def _moved(ground: Ground, name: str) -> Disturbed:
         moved.append(run_dir.rename(run_dir.with_name(f"{run_dir.name}-moved")))
 
     found = ground.disturb(name, strike)
-    _expect(found, _FAILED)
-    _expect_words(found, "was moved")
+    _expect(found, _FAILED, words=["was moved"])
     if found.run_dir.exists():
         found.objections.append("something was written under the old name")
     found.run_dir, found.step = moved[-1], last_step(moved[-1])
@@ -331,15 +324,27 @@ def _mount(arguments: list[str], *, busy_seconds: float = 0.0) -> None:
 
 
 def _spoils() -> Iterator[Fault]:
-    yield Fault("torn-checkpoint", "the newest checkpoint's largest file ends half-way", partial(_spoilt, _tear))
+    yield Fault(
+        "torn-checkpoint",
+        "the newest checkpoint's largest file ends half-way",
+        partial(_spoilt, lambda each: _cut_in_half(_largest(each))),
+    )
     yield Fault("flipped-bit", "one bit of the newest checkpoint's largest file is another", partial(_spoilt, _flip))
-    yield Fault("lost-file", "the newest checkpoint's largest file is gone", partial(_spoilt, _lose))
-    yield Fault("lost-manifest", "the newest checkpoint's manifest is gone", partial(_spoilt, _lose_manifest))
+    yield Fault(
+        "lost-file",
+        "the newest checkpoint's largest file is gone",
+        partial(_spoilt, lambda checkpoint: _largest(checkpoint).unlink()),
+    )
+    yield Fault(
+        "lost-manifest",
+        "the newest checkpoint's manifest is gone",
+        partial(_spoilt, lambda each: (each / "manifest.json").unlink()),
+    )
     yield Fault("no-checkpoints", "the checkpoints are gone at a restart, and back at the next", _no_checkpoints)
     yield Fault("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign)
     yield Fault("cut-events", "the second half of events.jsonl is gone", _cut_events)
-    yield Fault("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl", _half_a_line))
-    yield Fault("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger", _half_a_record))
+    yield Fault("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl"))
+    yield Fault("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger"))
 
 
 def _spoilt(spoil: Callable[[Path], None], ground: Ground, name: str) -> Disturbed:
@@ -359,8 +364,7 @@ def _largest(folder: Path) -> Path:
     return max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-def _tear(checkpoint: Path) -> None:
-    path = _largest(checkpoint)
+def _cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
@@ -371,14 +375,6 @@ def _flip(checkpoint: Path) -> None:
         (byte,) = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-
-
-def _lose(checkpoint: Path) -> None:
-    _largest(checkpoint).unlink()
-
-
-def _lose_manifest(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").unlink()
 
 
 def _no_checkpoints(ground: Ground, name: str) -> Disturbed:
@@ -423,25 +419,19 @@ def _cut_events(ground: Ground, name: str) -> Disturbed:
     return found
 
 
-def _torn(where: str, part: Callable[[bytes], bytes], ground: Ground, name: str) -> Disturbed:
+def _torn(where: str, ground: Ground, name: str) -> Disturbed:
     found = ground.killed(name)
     path = found.run_dir / where
     if path.is_dir():
         path = max(path.iterdir(), key=lambda each: each.stat().st_size)
-    content = path.read_bytes()
+        part = path.read_bytes()[:20]  # less than a record's head
+    else:
+        line = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
+        part = line[: len(line) // 2]
     with path.open("ab") as file:
-        file.write(part(content))
+        file.write(part)
     ground.recover(found)
     return found
-
-
-def _half_a_line(content: bytes) -> bytes:
-    line = content.rstrip(b"\n").rpartition(b"\n")[2]
-    return line[: len(line) // 2]
-
-
-def _half_a_record(content: bytes) -> bytes:
-    return content[:20]  # less than a record's head
 
 
 # ---------------------------------------------------------------------------------------------- images
@@ -451,13 +441,12 @@ def _images() -> Iterator[Fault]:
     yield Fault(
         "half-images",
         "goes on with a class of images that end half-way, then with the whole ones",
-        partial(_with_images, _halve, ("has changed",)),
+        partial(_with_images, _cut_in_half, ("has changed", "cannot be opened")),
     )
     yield Fault(
         "broken-images",
         "goes on with a class of images that are zeros, data.max_broken=0, then with the whole ones",
-        # Before the first step where contents are digested; else when one is read, by name.
-        partial(_with_images, _blank, ("have changed", "data.max_broken=0")),
+        partial(_with_images, _blank, ("have changed", "cannot be opened")),
     )
 
 
@@ -488,10 +477,6 @@ def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
         source, target = copied, target / copied.name
         target.mkdir()
     return [Path(shutil.copyfile(path, target / path.name)) for path in sorted(source.iterdir())]
-
-
-def _halve(image: Path) -> None:
-    os.truncate(image, image.stat().st_size // 2)
 
 
 def _blank(image: Path) -> None:
@@ -546,16 +531,13 @@ def _refused(ground: Ground, found: Disturbed, *says: str, again: Again | None =
     with ground.begin(found.run_dir, again) as launch:
         found.exit_code, found.message = launch.wait(), said(launch)
     found.step = last_step(found.run_dir)
-    _expect(found, _REFUSED)
-    _expect_words(found, *says)
+    _expect(found, _REFUSED, words=says)
 
 
-def _expect(found: Disturbed, *codes: int) -> None:
+def _expect(found: Disturbed, *codes: int, words: Sequence[str] = ()) -> None:
+    """Object if the disturbed launch ended with another exit code, or its message has none of some words."""
     if found.exit_code not in codes:
         wanted = " or ".join(str(code) for code in codes)
         found.objections.append(f"exit code {found.exit_code}, but it should be {wanted}")
-
-
-def _expect_words(found: Disturbed, *any_of: str) -> None:
-    if not any(words in found.message for words in any_of):
-        found.objections.append(f"its message says none of {', '.join(map(repr, any_of))}")
+    if words and not any(each in found.message for each in words):
+        found.objections.append(f"its message says none of {', '.join(map(repr, words))}")

@@ -7,8 +7,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from paceline.errors import PacelineError, RecipeError, TrainingError, did_you_m
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.recipe.load import load_recipe
+from paceline.records.reader import read_summary
+from paceline.records.run_directory import RunDirectory
 from paceline_advisor.commands import Drill
 from paceline_advisor.drill.faults import Fault, all_faults
 from paceline_advisor.drill.ground import Ground, SkippedError
@@ -116,15 +119,23 @@ def drill(asked: Drill, tell: Callable[[str], None]) -> DrillReport:
         PacelineError: If the recipe is wrong, a fault is unknown, or the undisturbed run fails.
     """
     check_can_watch()
-    faults = _chosen(all_faults(asked.processes), asked.only)
+    faults = {fault.name: fault for fault in all_faults(asked.processes)}
+    for name in asked.only:
+        if name not in faults:
+            raise RecipeError(
+                f"--only: there is no fault '{name}'.{did_you_mean(name, faults)} Faults: {', '.join(faults)}."
+            )
     begun = time.perf_counter()
-    with _scratch(keep=asked.keep) as scratch:
+    scratch = Path(tempfile.mkdtemp(prefix="paceline-drill-"))
+    with ExitStack() as held:
+        if not asked.keep:
+            held.callback(shutil.rmtree, scratch, ignore_errors=True)
         ground = Ground(
             recipe=asked.recipe,
             overrides=(*asked.overrides, *shortened(asked)),
             processes=asked.processes,
             steps=asked.steps,
-            every=_every(asked.steps),
+            every=max(2, asked.steps // 10),
             scratch=scratch,
             limit_seconds=_FIRST_LIMIT_SECONDS,
         )
@@ -133,13 +144,19 @@ def drill(asked: Drill, tell: Callable[[str], None]) -> DrillReport:
         ground.train_undisturbed(ground.undisturbed)
         longest = max(_SHORTEST_LIMIT_SECONDS, 10 * (time.perf_counter() - begun))
         ground = replace(ground, limit_seconds=longest)
+        summary = read_summary(RunDirectory(ground.undisturbed))
+        if summary.step != asked.steps:
+            raise TrainingError(
+                f"the undisturbed run ended after {summary.step} of {asked.steps} steps; see evaluate.patience."
+            )
+        chosen = [fault for fault in faults.values() if not asked.only or fault.name in asked.only]
         return DrillReport(
             recipe=asked.recipe,
             overrides=ground.overrides,
             processes=asked.processes,
             steps=asked.steps,
-            weights_sha256=_digest(ground),
-            trials=tuple(_try_all(ground, faults, tell)),
+            weights_sha256=summary.weights_sha256 or "",
+            trials=tuple(_try_all(ground, chosen, tell)),
             seconds=time.perf_counter() - begun,
             scratch=scratch if asked.keep else None,
         )
@@ -156,7 +173,7 @@ def shortened(asked: Drill) -> tuple[str, ...]:
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     short = [
         f"train.duration={asked.steps} steps",
-        f"checkpoint.every={_every(asked.steps)} steps",
+        f"checkpoint.every={max(2, asked.steps // 10)} steps",
         f"checkpoint.keep={max(3, recipe.checkpoint.keep)}",
         "telemetry.log_every=1 steps",
         "telemetry.trackers=[]",
@@ -171,76 +188,30 @@ def shortened(asked: Drill) -> tuple[str, ...]:
     return tuple(short)
 
 
-def _every(steps: int) -> int:
-    return max(2, steps // 10)
-
-
-def _chosen(faults: Sequence[Fault], only: tuple[str, ...]) -> list[Fault]:
-    names = [fault.name for fault in faults]
-    for name in only:
-        if name not in names:
-            raise RecipeError(
-                f"--only: there is no fault '{name}'.{did_you_mean(name, names)} Faults: {', '.join(names)}."
-            )
-    return [fault for fault in faults if not only or fault.name in only]
-
-
 def _try_all(ground: Ground, faults: Sequence[Fault], tell: Callable[[str], None]) -> Iterator[Trial]:
     repeats = True
     for fault in faults:
-        if repeats:
-            trial = _try(ground, fault)
-            repeats = not (fault.name == "nothing" and trial.result == "FAIL")
-        else:
-            trial = _skipped(fault, "the run does not repeat itself undisturbed, so a comparison would tell nothing")
-        tell(f"{fault.name}: {trial.result}{f' ({trial.reason})' if trial.reason else ''}")
-        yield trial
-
-
-def _try(ground: Ground, fault: Fault) -> Trial:
-    try:
-        found = fault.perform(ground, fault.name)
-        lost = ground.lost(found.run_dir)
-    except SkippedError as skipped:
-        return _skipped(fault, str(skipped))
-    except (OverdueError, PacelineError) as error:
-        return Trial(fault=fault.name, does=fault.does, result="FAIL", reason=str(error))
-    reasons = [*found.objections, *([f"lost: {', '.join(lost)}"] if lost else [])]
-    return Trial(
-        fault=fault.name,
-        does=fault.does,
-        result="FAIL" if reasons else "pass",
-        reason="; ".join(reasons),
-        exit_code=found.exit_code,
-        message=found.message,
-        step=found.step,
-        steps_again=found.steps_again,
-        seconds_to_recover=found.seconds_to_recover,
-        lost=tuple(lost),
-    )
-
-
-def _skipped(fault: Fault, reason: str) -> Trial:
-    return Trial(fault=fault.name, does=fault.does, result="skipped", reason=reason)
-
-
-def _digest(ground: Ground) -> str:
-    from paceline.records.reader import read_summary
-    from paceline.records.run_directory import RunDirectory
-
-    summary = read_summary(RunDirectory(ground.undisturbed))
-    if summary.step != ground.steps:
-        raise TrainingError(
-            f"the undisturbed run ended after {summary.step} of {ground.steps} steps; see evaluate.patience."
-        )
-    return summary.weights_sha256 or ""
-
-
-@contextmanager
-def _scratch(*, keep: bool) -> Iterator[Path]:
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-drill-"))
-    try:
-        yield scratch
-    finally:
-        if not keep:
-            shutil.rmtree(scratch, ignore_errors=True)
+        trial = partial(Trial, fault=fault.name, does=fault.does)
+        try:
+            if not repeats:
+                raise SkippedError("the run does not repeat itself undisturbed, so a comparison would tell nothing")
+            found = fault.perform(ground, fault.name)
+            lost = ground.lost(found.run_dir)
+            reasons = [*found.objections, *([f"lost: {', '.join(lost)}"] if lost else [])]
+            tried = trial(
+                result="FAIL" if reasons else "pass",
+                reason="; ".join(reasons),
+                exit_code=found.exit_code,
+                message=found.message,
+                step=found.step,
+                steps_again=found.steps_again,
+                seconds_to_recover=found.seconds_to_recover,
+                lost=tuple(lost),
+            )
+        except SkippedError as skipped:
+            tried = trial(result="skipped", reason=str(skipped))
+        except (OverdueError, PacelineError) as error:
+            tried = trial(result="FAIL", reason=str(error))
+        repeats = repeats and not (fault.name == "nothing" and tried.result == "FAIL")
+        tell(f"{fault.name}: {tried.result}{f' ({tried.reason})' if tried.reason else ''}")
+        yield tried

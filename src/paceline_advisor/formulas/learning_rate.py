@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-
-from paceline.errors import RecipeError
-
-FEWEST_STEPS = 20
-
 
 # No mean of some losses in a row that is lower than those before by so many standard errors: it has not fallen.
 _SURE = 3.5
@@ -221,46 +214,3 @@ def _why_none(losses: Sequence[float], first: int, last: int) -> str:
     if (falls <= _SURE * errors).all():
         return "the loss does not fall beyond its own noise"
     return ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """How a range test is done.
-
-    Attributes:
-        lowest: Learning rate of the first step.
-        highest: Learning rate of the last.
-        steps: Optimizer steps.
-        shape: ``exponential``: the same factor from each step to the next. ``linear``: the same difference.
-        smoothing: Weight of the past in the average that is looked at, in [0, 1).
-        divergence: The test ends where the average is above so many times its lowest value.
-
-    Raises:
-        RecipeError: If they do not fit together.
-    """
-
-    lowest: float = 1e-7
-    highest: float = 10.0
-    steps: int = 100
-    shape: Literal["exponential", "linear"] = "exponential"
-    smoothing: float = 0.98
-    divergence: float = 4.0
-
-    def __post_init__(self) -> None:
-        if not (0 < self.lowest < self.highest and math.isfinite(self.highest)):
-            raise RecipeError(
-                f"a range test from {self.lowest:g} to {self.highest:g} cannot be: it goes from a rate above 0 to a "
-                "higher one; change --lowest or --highest."
-            )
-        if self.steps < FEWEST_STEPS:
-            raise RecipeError(
-                f"a range test of {self.steps} steps says nothing; take at least {FEWEST_STEPS} (--steps)."
-            )
-        if self.shape not in ("exponential", "linear"):
-            raise RecipeError(f"shape={self.shape!r} is none that a range test has; choose exponential or linear.")
-        if not 0 <= self.smoothing < 1:
-            raise RecipeError(f"smoothing={self.smoothing:g} is not in [0, 1); 0 looks at each loss by itself.")
-        if not self.divergence > 1:
-            raise RecipeError(
-                f"divergence={self.divergence:g} would end the test at its best loss; take a factor above 1."
-            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Literal
@@ -21,9 +21,9 @@ from paceline.distributed.collectives import Collectives
 from paceline_advisor.formulas.network import keskar_sharpness
 from paceline_advisor.landscape.subject import Split, Subject
 
-Point = dict[str, float]
-Work = Callable[[], Any]
-"""Something that one process computes; what it gives back is made of plain numbers."""
+Numbers = NDArray[np.float64]
+
+# --------------------------------------------------------------------------------------------- points and processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,6 @@ class Curve:
 
     positions: tuple[float, ...]
     values: Mapping[str, tuple[float, ...]]
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,85 +53,89 @@ class Surface:
     y: tuple[float, ...]
     values: Mapping[str, tuple[tuple[float, ...], ...]]
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Job:
+    """Work that processes share.
+
+    Attributes:
+        parts: Each is done by one process, and returns plain numbers.
+        assemble: Makes the result of what the parts return, in order.
+    """
+
+    parts: Sequence[Callable[[], Any]]
+    assemble: Callable[[list[Any]], Any] = list
 
 
 def positions(first: float, last: float, count: int) -> tuple[float, ...]:
-    """So many evenly spaced numbers; the middle of an odd number of them between -r and r is exactly 0."""
-    return tuple(float(each) for each in np.linspace(first, last, count))
+    """Return evenly spaced numbers; the middle of an odd number of them between -r and r is exactly 0."""
+    return tuple(np.linspace(first, last, count).tolist())
 
 
-def along(
-    subject: Subject, weights: Tensor, directions: Sequence[Tensor], at: Sequence[Sequence[float]], on: Split
-) -> list[Work]:
-    """The work of measuring at some points.
+def curve(at: Sequence[float], measure: Callable[[float], dict[str, float]]) -> Job:
+    """Measure along a line."""
 
-    Args:
-        subject: The network and its samples.
-        weights: The origin, [size].
-        directions: The axes, [size] each.
-        at: For each point, how far it is along each axis.
-        on: The split that is scored.
-    """
+    def assemble(found: list[dict[str, float]]) -> Curve:
+        return Curve(positions=tuple(at), values={name: tuple(each[name] for each in found) for name in found[0]})
 
-    def measure(point: Sequence[float]) -> Point:
-        moved = weights.clone()
-        for share, direction in zip(point, directions, strict=True):
-            moved.add_(direction, alpha=share)
-        return subject.measure(moved, on)
-
-    return [partial(measure, point) for point in at]
+    return Job([partial(measure, position) for position in at], assemble)
 
 
-def on_grid(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:
-    """The points of a grid, row by row."""
-    return [(across, up) for up, across in product(y, x)]
+def surface(x: Sequence[float], y: Sequence[float], measure: Callable[[float, float], dict[str, float]]) -> Job:
+    """Measure on a grid, row by row."""
+
+    def assemble(found: list[dict[str, float]]) -> Surface:
+        rows = [found[begin : begin + len(x)] for begin in range(0, len(found), len(x))]
+        values = {name: tuple(tuple(each[name] for each in row) for row in rows) for name in found[0]}
+        return Surface(x=tuple(x), y=tuple(y), values=values)
+
+    return Job([partial(measure, across, up) for up, across in product(y, x)], assemble)
 
 
-def curve_of(at: Sequence[float], found: Sequence[Point]) -> Curve:
-    """Put the points of a line together."""
-    return Curve(positions=tuple(at), values={name: tuple(each[name] for each in found) for name in found[0]})
+def moved(subject: Subject, weights: Tensor, axes: Sequence[Tensor], on: Split) -> Callable[..., dict[str, float]]:
+    """Return what measures at a point that is given by its distances along the axes, [size] each."""
+
+    def measure(*distances: float) -> dict[str, float]:
+        point = weights.clone()
+        for distance, axis in zip(distances, axes, strict=True):
+            point.add_(axis, alpha=distance)
+        return subject.measure(point, on)
+
+    return measure
 
 
-def surface_of(x: Sequence[float], y: Sequence[float], found: Sequence[Point]) -> Surface:
-    """Put the points of :func:`on_grid` together."""
-    rows = [found[begin : begin + len(x)] for begin in range(0, len(found), len(x))]
-    values = {name: tuple(tuple(each[name] for each in row) for row in rows) for name in found[0]}
-    return Surface(x=tuple(x), y=tuple(y), values=values)
+def share_out(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, Any]:
+    """Do jobs together. Collective: every rank must call this, with the same jobs.
 
+    Rank r does every world-size-th part, from the r-th on. An error for the user on one rank is raised on all.
 
-def share_out(work: Sequence[Work], collectives: Collectives) -> list[Any]:
-    """What each piece of work gives, in order; a collective.
-
-    An error for the user in one process is raised in all of them.
-
-    Args:
-        work: The same list on every process; process r does every world-size-th piece, from the r-th on.
-        collectives: The processes.
+    Returns:
+        Each job's result, by name.
     """
     world = collectives.world
-    mine = collectives.on_all(lambda: [each() for each in work[world.rank :: world.world_size]])
-    parts = collectives.gather(mine)
-    return [parts[number % world.world_size][number // world.world_size] for number in range(len(work))]
+    parts = [part for job in jobs.values() for part in job.parts]
+    mine = collectives.on_all(lambda: [part() for part in parts[world.rank :: world.world_size]])
+    all_of_them = collectives.gather(mine)
+    done = iter([all_of_them[number % world.world_size][number // world.world_size] for number in range(len(parts))])
+    return {name: job.assemble([next(done) for _ in job.parts]) for name, job in jobs.items()}
 
+
+# ------------------------------------------------------------------------------------------------------ directions
 
 _PER_BLOCK = 4
-# Half a step of the draws: the quantile of 0 is no number.
+# Half a step of the draws: the quantile of 0 is not finite.
 _HALF = 2.0**-33
 
 
-def random_numbers(seed: int, number: int, count: int) -> NDArray[np.float64]:
-    """So many numbers in (0, 1): the ``number``-th vector of a seed."""
+def random_numbers(seed: int, number: int, count: int) -> Numbers:
+    """Return numbers in (0, 1): the ``number``-th vector of a seed."""
     blocks = np.arange(-(-count // _PER_BLOCK), dtype=np.int64)
     return uniforms(seed, number, blocks, _PER_BLOCK).reshape(-1)[:count] + _HALF
 
 
 def normal_vector(seed: int, number: int, like: Tensor) -> Tensor:
-    """A vector of standard normal numbers, with the length, dtype and device of another."""
-    drawn = ndtri(random_numbers(seed, number, like.numel()))
-    return torch.from_numpy(drawn).to(device=like.device, dtype=like.dtype)
+    """Return a vector of standard normal numbers, with the length, dtype and device of another."""
+    return torch.from_numpy(ndtri(random_numbers(seed, number, like.numel()))).to(like)
 
 
 def filter_normalised(direction: Tensor, weights: Tensor, shapes: Mapping[str, torch.Size]) -> Tensor:
@@ -164,12 +164,60 @@ def filter_normalised(direction: Tensor, weights: Tensor, shapes: Mapping[str, t
     return scaled
 
 
-def random_direction(weights: Tensor, shapes: Mapping[str, torch.Size], *, seed: int, number: int) -> Tensor:
-    """The ``number``-th filter-normalised random direction of a seed, [size]."""
-    return filter_normalised(normal_vector(seed, number, weights), weights, shapes)
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """The plane through the last weights that lies closest to all others.
+
+    Attributes:
+        axes: Two orthogonal unit vectors, [size] each.
+        coordinates: Where each checkpoint is in it, the last one at (0, 0).
+        explained: The share of the squared distances from the last weights that lies along each axis.
+    """
+
+    axes: tuple[Tensor, Tensor]
+    coordinates: tuple[tuple[float, float], ...]
+    explained: tuple[float, float]
 
 
-Numbers = NDArray[np.float64]
+_AT_A_TIME = 2**20
+
+
+def principal_plane(weights: Sequence[Tensor]) -> Plane:
+    """Return the plane of a run's weights, at least three, in the order in which they were saved.
+
+    Raises:
+        ValueError: If nothing moved.
+
+    Source:
+        Li et al., Visualizing the Loss Landscape of Neural Nets, arXiv:1712.09913, section 7.2.
+    """
+    last = weights[-1]
+    moves = torch.stack([each - last for each in weights[:-1]])
+    # As many rows as checkpoints: their products are a small matrix, whatever the network's size.
+    gram = np.zeros((len(moves), len(moves)))
+    for part in torch.split(moves, _AT_A_TIME, dim=1):
+        exact = part.cpu().double()
+        gram += (exact @ exact.T).numpy()
+    squares, vectors = np.linalg.eigh(gram)
+    squares = np.clip(squares, 0, None)
+    total = float(squares.sum())
+    if not np.isfinite(total) or total == 0:
+        raise ValueError("the weights of all checkpoints are the same, or are not finite")
+    axes = []
+    for square, shares in zip(squares[:-3:-1], vectors.T[:-3:-1], strict=True):
+        mixed = torch.from_numpy(shares.copy()).to(moves) @ moves
+        # A run along a straight line has no second axis: what is left over are rounding errors.
+        axes.append(mixed / float(np.sqrt(square)) if square > 0 else torch.zeros_like(mixed))
+    x, y = ((vectors[:, -each] * np.sqrt(squares[-each])).tolist() for each in (1, 2))
+    return Plane(
+        axes=(axes[0], axes[1]),
+        coordinates=(*zip(x, y, strict=True), (0.0, 0.0)),
+        explained=(float(squares[-1] / total), float(squares[-2] / total)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- sharpness
+
 Start = Literal["weights", "random"]
 STARTS: tuple[Start, ...] = ("weights", "random")
 
@@ -178,29 +226,12 @@ _START_NUMBER, _SUBSPACE_NUMBER = 1000, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
-    """In which box the largest loss is sought, and how hard.
-
-    Attributes:
-        epsilon: Half its width, for a weight of 0; wider for larger ones.
-        iterations: Of L-BFGS-B, from each start.
-        subspace: Dimensions of a random subspace that the search is kept in; None for all of them.
-        seed: Keys the random start and the subspace.
-    """
-
-    epsilon: float = 1e-3
-    iterations: int = 10
-    subspace: int | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ascent:
-    """One search.
+    """One search for the largest loss in a box.
 
     Attributes:
         start: Where it began.
-        largest_loss: The largest loss it saw; infinite if one was no number.
+        largest_loss: The largest loss it saw; infinite if one was not finite.
         iterations: Of L-BFGS-B.
         gradients: Losses and gradients computed.
     """
@@ -216,11 +247,11 @@ class Sharpness:
     """Keskar's measure.
 
     Attributes:
-        epsilon: See :class:`Box`.
+        epsilon: Half the width of the box that is searched, for a weight of 0; it is wider for larger ones.
         percent: By how much the loss can rise, in percent of one plus the loss.
         loss: At the weights.
         ascents: The searches; the best one counts.
-        subspace: See :class:`Box`.
+        subspace: Dimensions of the random subspace that the search kept to; None for all of them.
     """
 
     epsilon: float
@@ -229,99 +260,72 @@ class Sharpness:
     ascents: tuple[Ascent, ...]
     subspace: int | None
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
+def climb(
+    subject: Subject,
+    weights: Tensor,
+    on: Split,
+    epsilon: float,
+    start: Start,
+    *,
+    iterations: int = 10,
+    subspace: int | None = None,
+    seed: int = 0,
+) -> Ascent:
+    """Search the box around the weights, [size], for the largest loss of a split, from one start.
 
-def climb(subject: Subject, weights: Tensor, on: Split, box: Box, start: Start) -> Ascent:
-    """Search the box for the largest loss, from one start.
-
-    Args:
-        subject: The network and its samples.
-        weights: The middle of the box, [size].
-        on: The split whose loss it is.
-        box: The box.
-        start: ``weights`` or ``random``.
+    The search's own numbers are in [-1, 1]. ``seed`` keys the random start and the subspace.
     """
-    space = _whole(weights, box) if box.subspace is None else _subspace(weights, box, box.subspace)
-    seen = _Seen(lambda at: subject.loss_and_gradient(at, on), weights, space)
-    drawn = random_numbers(box.seed, _START_NUMBER, space.dimensions)
-    begin = np.zeros(space.dimensions) if start == "weights" else 2 * drawn - 1
-    try:
-        slope = seen.slope(begin) or 1.0
-        done = minimize(
-            partial(seen, scale=slope),
-            begin,
-            jac=True,
-            method="L-BFGS-B",
-            bounds=Bounds(-np.ones(space.dimensions), np.ones(space.dimensions)),
-            # It stops when its iterations are done, or nothing rises any more: the scale of a loss says nothing.
-            options={"maxiter": box.iterations, "maxfun": 20 * (box.iterations + 1), "ftol": 0.0, "gtol": 0.0},
-        )
-        iterations, largest = int(done.nit), seen.largest
-    except FloatingPointError:
-        iterations, largest = 0, math.inf
-    return Ascent(start=start, largest_loss=largest, iterations=iterations, gradients=seen.count)
+    if subspace is None:
+        half, basis = epsilon * (weights.abs() + 1), None
+    else:
+        basis = torch.stack([normal_vector(seed, _SUBSPACE_NUMBER + each, weights) for each in range(subspace)], dim=1)
+        # The pseudo-inverse times the weights; random columns are far from dependent.
+        half = epsilon * (torch.linalg.solve(basis.T @ basis, basis.T @ weights).abs() + 1)
+    seen: list[float] = []
 
-
-def sharpness(loss: float, ascents: Sequence[Ascent], box: Box) -> Sharpness:
-    """What searches of one box come to."""
-    largest = max(each.largest_loss for each in ascents)
-    # The weights are a point of the box themselves.
-    percent = keskar_sharpness(max(largest, loss), loss) if math.isfinite(loss) else math.nan
-    return Sharpness(epsilon=box.epsilon, percent=percent, loss=loss, ascents=tuple(ascents), subspace=box.subspace)
-
-
-@dataclass(frozen=True)
-class _Space:
-    """How the search's numbers, in [-1, 1], move the weights, and how a gradient comes back to them."""
-
-    dimensions: int
-    move: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor], Tensor]
-
-
-def _whole(weights: Tensor, box: Box) -> _Space:
-    half = box.epsilon * (weights.abs() + 1)
-    return _Space(weights.numel(), lambda at: half * at, lambda gradient: half * gradient)
-
-
-def _subspace(weights: Tensor, box: Box, dimensions: int) -> _Space:
-    columns = [normal_vector(box.seed, _SUBSPACE_NUMBER + each, weights) for each in range(dimensions)]
-    basis = torch.stack(columns, dim=1)
-    # The pseudo-inverse times the weights; random columns are far from dependent.
-    inverse = torch.linalg.solve(basis.T @ basis, basis.T @ weights)
-    half = box.epsilon * (inverse.abs() + 1)
-    return _Space(dimensions, lambda at: basis @ (half * at), lambda gradient: half * (basis.T @ gradient))
-
-
-class _Seen:
-    """The negative loss for an algorithm that minimises, and the largest loss it has met."""
-
-    def __init__(
-        self, loss_and_gradient: Callable[[Tensor], tuple[float, Tensor]], weights: Tensor, space: _Space
-    ) -> None:
-        self._ask, self._weights, self._space = loss_and_gradient, weights, space
-        self.largest, self.count = -math.inf, 0
-
-    def __call__(self, at: Numbers, *, scale: float) -> tuple[float, Numbers]:
-        loss, gradient = self._at(at)
-        return -loss / scale, -gradient / scale
-
-    def slope(self, at: Numbers) -> float:
-        return float(np.abs(self._at(at)[1]).max())
-
-    def _at(self, at: Numbers) -> tuple[float, Numbers]:
-        moved = torch.from_numpy(np.array(at)).to(device=self._weights.device, dtype=self._weights.dtype)
-        loss, gradient = self._ask(self._weights + self._space.move(moved))
-        self.count += 1
-        slopes = self._space.back(gradient).cpu().double().numpy()
+    def loss_at(place: Numbers) -> tuple[float, Numbers]:
+        step = half * torch.from_numpy(np.array(place)).to(weights)
+        loss, gradient = subject.loss_and_gradient(weights + (step if basis is None else basis @ step), on)
+        seen.append(loss)
+        slopes = (half * (gradient if basis is None else basis.T @ gradient)).cpu().double().numpy()
         if not math.isfinite(loss) or not np.isfinite(slopes).all():
-            raise FloatingPointError("a loss that is no number")
-        self.largest = max(self.largest, loss)
+            raise FloatingPointError("a loss that is not finite")
         return loss, slopes
 
+    def fall(place: Numbers, scale: float) -> tuple[float, Numbers]:
+        loss, slopes = loss_at(place)
+        return -loss / scale, -slopes / scale
+
+    dimensions = half.numel()
+    begin = np.zeros(dimensions)
+    if start == "random":
+        begin = 2 * random_numbers(seed, _START_NUMBER, dimensions) - 1
+    try:
+        done = minimize(
+            fall,
+            begin,
+            args=(float(np.abs(loss_at(begin)[1]).max()) or 1.0,),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=Bounds(-np.ones(dimensions), np.ones(dimensions)),
+            # It stops when its iterations are done, or nothing rises any more: the scale of a loss says nothing.
+            options={"maxiter": iterations, "maxfun": 20 * (iterations + 1), "ftol": 0.0, "gtol": 0.0},
+        )
+    except FloatingPointError:
+        return Ascent(start=start, largest_loss=math.inf, iterations=0, gradients=len(seen))
+    return Ascent(start=start, largest_loss=max(seen), iterations=int(done.nit), gradients=len(seen))
+
+
+def sharpness(loss: float, ascents: Sequence[Ascent], epsilon: float, subspace: int | None = None) -> Sharpness:
+    """Return the sharpness that searches of one box come to."""
+    # The weights are a point of the box themselves.
+    largest = max(loss, *(each.largest_loss for each in ascents))
+    percent = keskar_sharpness(largest, loss) if math.isfinite(loss) else math.nan
+    return Sharpness(epsilon=epsilon, percent=percent, loss=loss, ascents=tuple(ascents), subspace=subspace)
+
+
+# ------------------------------------------------------------------------------------------------------- curvature
 
 _NOTHING = 1e-10
 
@@ -331,13 +335,13 @@ class Eigenvalue:
     """The largest eigenvalue of a Hessian.
 
     Attributes:
-        value: The eigenvalue; not a number where the loss is none.
+        value: The eigenvalue; NaN where the loss is not finite.
         residual: Length of ``H v - value * v`` for its unit vector v, from one more product, as a share of the value:
-            an eigenvalue lies within so much of it.
+            an eigenvalue lies within that distance.
         tolerance: The residual that was asked for.
         products: Hessian-vector products taken.
         converged: Whether the residual is as small as that.
-        lowest: The lowest eigenvalue that came up: above 0 only in a bowl; an upper bound, not converged.
+        lowest: The lowest eigenvalue seen: above 0 only in a bowl; an upper bound, not converged.
     """
 
     value: float
@@ -347,19 +351,15 @@ class Eigenvalue:
     converged: bool
     lowest: float
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
 
 def top_eigenvalue(
     apply: Callable[[Tensor], Tensor], start: Tensor, *, tolerance: float = 1e-2, most: int = 40
 ) -> Eigenvalue:
-    """The algebraically largest eigenvalue of a symmetric operator.
+    """Return the algebraically largest eigenvalue of a symmetric operator.
 
     Args:
         apply: Multiplies a vector by it.
-        start: Any vector that is not orthogonal to the one that is sought; a random one.
+        start: Any vector that is not orthogonal to the eigenvector; a random one.
         tolerance: Largest residual, as a share of the eigenvalue.
         most: Most products; one more measures the residual.
 
@@ -370,12 +370,14 @@ def top_eigenvalue(
     diagonal: list[float] = []
     beside: list[float] = []
     values, vectors = np.zeros(1), np.zeros((1, 1))
+    found = partial(Eigenvalue, tolerance=tolerance)
     while len(diagonal) < min(most, start.numel()):
         product = apply(basis[-1])
         diagonal.append(_dot(product, basis[-1]))
         if not math.isfinite(diagonal[-1]):
-            return _none(tolerance, len(diagonal))
-        product = _orthogonal(product, basis)
+            return found(value=math.nan, residual=math.inf, products=len(diagonal), converged=False, lowest=math.nan)
+        for each in basis * 2:  # twice is enough (Kahan; Parlett, The Symmetric Eigenvalue Problem, 6.9)
+            product = product - _dot(product, each) * each
         length = product.norm().item()
         values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
         if length * abs(vectors[-1, -1]) <= tolerance * abs(values[-1]) or length <= _NOTHING:
@@ -388,30 +390,10 @@ def top_eigenvalue(
     value = _dot(product, vector)
     residual = (product - value * vector).norm().item()
     share = residual / abs(value) if value else (0.0 if residual <= _NOTHING else math.inf)
-    return Eigenvalue(
-        value=value,
-        residual=share,
-        tolerance=tolerance,
-        products=len(diagonal) + 1,
-        converged=share <= tolerance,
-        lowest=float(values[0]),
-    )
-
-
-def _none(tolerance: float, products: int) -> Eigenvalue:
-    return Eigenvalue(
-        value=math.nan, residual=math.inf, tolerance=tolerance, products=products, converged=False, lowest=math.nan
-    )
+    converged = share <= tolerance
+    return found(value=value, residual=share, products=len(diagonal) + 1, converged=converged, lowest=float(values[0]))
 
 
 def _dot(first: Tensor, second: Tensor) -> float:
     exact = torch.float32 if first.device.type == "mps" else torch.float64
     return float(torch.dot(first.to(exact), second.to(exact)).item())
-
-
-def _orthogonal(vector: Tensor, basis: list[Tensor]) -> Tensor:
-    # Twice is enough (Kahan; Parlett, The Symmetric Eigenvalue Problem, 6.9).
-    for _ in range(2):
-        for each in basis:
-            vector = vector - _dot(vector, each) * each
-    return vector

@@ -1,16 +1,26 @@
-"""Result of a study of loss landscapes, and its page."""
+"""Result of a study of loss landscapes: its numbers, and what a person sees of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline_advisor.landscape.measures import Curve, Eigenvalue, Sharpness, Surface
+
+_NORMS = {
+    "recomputed": "BatchNorm normalises each batch by its own statistics, as in training",
+    "stored": "BatchNorm has the statistics that were stored with the weights",
+    "none": "There is no BatchNorm",
+}
+# Colours by the logarithm where the largest loss is so many times the smallest: else one corner outshines all.
+_WIDE = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +86,14 @@ class Line:
 
     Attributes:
         curves: By split.
-        barrier: How far the loss rises above the line between the two losses, by split; NaN where a loss is none.
+        barrier: How far the loss rises above the line between the two losses, by split; NaN where one is not finite.
     """
 
     curves: Mapping[str, Curve]
     barrier: Mapping[str, float]
 
     def in_words(self) -> str:
-        """The barrier as one sentence."""
+        """Return the barrier as one sentence."""
         known = ", ".join(f"{rise:.4g} ({on})" for on, rise in self.barrier.items() if not math.isnan(rise))
         odd = " and ".join(on for on, rise in self.barrier.items() if math.isnan(rise))
         said = [f"the loss rises above the line between the two by {known}"] if known else []
@@ -93,7 +103,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapeReport:
-    """Everything.
+    """The whole result.
 
     Attributes:
         split: Whose loss the curves, surfaces, sharpness and curvature are of.
@@ -111,35 +121,75 @@ class LandscapeReport:
     seed: int
     runs: tuple[RunLandscape, ...]
     line: Line | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the result as JSON values."""
         return asdict(self)
 
     def __paceline__(self) -> Shown:
         """Show all runs side by side, what was found of each, and the way between two; on the page, with charts."""
         names = [str(run.run) for run in self.runs]
-        norms = {
-            "recomputed": "BatchNorm normalises each batch by its own statistics, as in training",
-            "stored": "BatchNorm has the statistics that were stored with the weights",
-            "none": "There is no BatchNorm",
-        }[self.batch_norm]
-        blocks: list[Block | str] = [f"{norms}; seed {self.seed}.", table_of(self)]
+        # What tells the table's losses from those of the curves.
+        stored = "; losses and accuracies with BatchNorm's stored statistics" * (self.batch_norm == "recomputed")
+        columns, rows = comparison(self)
+        blocks: list[Block | str] = [
+            f"{_NORMS[self.batch_norm]}; seed {self.seed}.",
+            Table(columns=columns, rows=rows, caption=f"Results, generalisation gap and sharpness{stored}"),
+        ]
         for run in self.runs:
-            blocks += [*_found(run), *_charts(run, self.split)]
+            blocks += _of_run(run, self.split)
         if self.line is not None:
-            blocks += _line_charts(self.line, names)
-        blocks += [f"note: {note}" for note in self.notes]
+            blocks.append(Text(f"From {names[0]} (0) to {names[1]} (1): {self.line.in_words()}."))
+            blocks += _curve_charts(self.line.curves, "from one run to the other")
         return Shown(
             title=f"Loss landscape: {', '.join(names)}",
             subtitle=f"loss over {self.samples[self.split]:,} {self.split} samples, without augmentation or dropout",
-            blocks=blocks,
+            blocks=[*blocks, *(f"note: {note}" for note in self.notes)],
         )
 
 
-def _found(run: RunLandscape) -> Iterator[Block | str]:
-    """Yield what a terminal shows of one run."""
+def not_finite(where: str, *parts: Curve | Surface | None) -> Iterator[str]:
+    """Yield how many points of some curves and surfaces have a loss that is not finite, if any."""
+    losses = [np.array(next(iter(part.values.values())), dtype=float) for part in parts if part is not None]
+    odd = sum(int((~np.isfinite(each)).sum()) for each in losses)
+    if odd:
+        count = sum(each.size for each in losses)
+        yield f"{where}: the loss is no number at {odd} of {count} points, which charts leave out"
+
+
+def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Return a table of all runs: training, results and sharpness; what was not computed is missing."""
+    first = report.runs[0]
+    metric, loss = first.gap_metric, next(iter(first.results["train"]))
+    is_share = metric is not None and metric.endswith("accuracy")
+    heading = ["run", "batch", "peak lr", "steps", f"train {loss}", f"test {loss}"]
+    if is_share:
+        heading += ["train %", "test %", "gap (points)"]
+    elif metric is not None:
+        heading += [f"train {metric}", f"test {metric}", "gap"]
+    heading += [f"sharpness {each.epsilon:g} (%)" for each in first.sharpness]
+    heading += ["top eigenvalue"] if first.curvature is not None else []
+    rows = []
+    for run in report.runs:
+        train, test = run.results["train"], run.results["validation"]
+        row = [str(run.run), run.batch_size, f"{run.peak_lr:g}", run.steps, _short(train[loss]), _short(test[loss])]
+        if metric is not None:
+            figures = (train[metric], test[metric], run.gap or 0.0)
+            row += [f"{each:.2f}" if is_share else _short(each) for each in figures]
+        row += [_short(each.percent) for each in run.sharpness]
+        if run.curvature is not None:
+            row.append(_short(run.curvature.value) + " (not converged)" * (not run.curvature.converged))
+        rows.append(tuple(row))
+    return tuple(heading), rows
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "no number"
+
+
+def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
+    """Yield what was found of one run, and its charts."""
     if run.curve is not None:
         name, values = next(iter(run.curve.values.items()))
         shown = range(0, len(values), max(1, (len(values) - 1) // 10))
@@ -148,177 +198,85 @@ def _found(run: RunLandscape) -> Iterator[Block | str]:
             rows=[(f"{run.curve.positions[at]:+.2f}", f"{values[at]:.4f}") for at in shown],
             caption=f"{run.run}: {name} along a random direction",
         )
-    if run.trajectory is not None:
-        first, second = (f"{100 * share:.1f} %" for share in run.trajectory.explained)
+    way = run.trajectory
+    if way is not None:
+        first, second = (f"{100 * share:.1f} %" for share in way.explained)
         yield (
-            f"{run.run}: {len(run.trajectory.steps)} checkpoints, steps {run.trajectory.steps[0]} to "
-            f"{run.trajectory.steps[-1]}; {first} of their way lies along the first axis of the plane, {second} along "
-            "the second"
+            f"{run.run}: {len(way.steps)} checkpoints, steps {way.steps[0]} to {way.steps[-1]}; {first} of their way "
+            f"lies along the first axis of the plane, {second} along the second"
         )
     if run.curvature is not None:
         yield (
             f"{run.run}: top eigenvalue {run.curvature.value:.4g}, residual {run.curvature.residual:.1e} of it after "
             f"{run.curvature.products} products; lowest seen {run.curvature.lowest:.4g}"
         )
-
-
-def not_finite(*parts: Curve | Surface | None) -> tuple[int, int]:
-    """How many points of some curves and surfaces have a loss that is no number, and how many there are."""
-    losses = [loss for part in parts if part is not None for loss in _losses(part)]
-    return sum(not math.isfinite(loss) for loss in losses), len(losses)
-
-
-def _losses(part: Curve | Surface) -> Iterator[float]:
-    first = next(iter(part.values.values()))
-    for each in first:
-        yield from each if isinstance(each, tuple) else (each,)
-
-
-# Colours by the logarithm where the largest loss is so many times the smallest: else one corner outshines all.
-_WIDE = 50.0
-
-
-def table_of(report: LandscapeReport) -> Table:
-    """All runs side by side: what they were trained with, how well they do, and how sharp their minima are."""
-    columns, rows = comparison(report)
-    return Table(columns=columns, rows=rows, caption=f"Results, generalisation gap and sharpness{_stored(report)}")
-
-
-def _stored(report: LandscapeReport) -> str:
-    """What tells the table's losses from those of the curves, if anything does."""
-    return "; losses and accuracies with BatchNorm's stored statistics" if report.batch_norm == "recomputed" else ""
-
-
-def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """The heading and a row for each run; what was not computed is missing."""
-    metric = report.runs[0].gap_metric
-    loss = next(iter(report.runs[0].results["train"]))
-    heading = ["run", "batch", "peak lr", "steps", f"train {loss}", f"test {loss}"]
-    if metric is not None:
-        heading += (
-            ["train %", "test %", "gap (points)"] if _is_share(metric) else [f"train {metric}", f"test {metric}", "gap"]
-        )
-    epsilons = [each.epsilon for each in report.runs[0].sharpness]
-    heading += [f"sharpness {epsilon:g} (%)" for epsilon in epsilons]
-    heading += ["top eigenvalue"] if report.runs[0].curvature is not None else []
-    return tuple(heading), [tuple(_row(run, loss, metric)) for run in report.runs]
-
-
-def _is_share(metric: str) -> bool:
-    return metric.endswith("accuracy")
-
-
-def _row(run: RunLandscape, loss: str, metric: str | None) -> Iterator[object]:
-    train, test = run.results["train"], run.results["validation"]
-    yield from (str(run.run), run.batch_size, f"{run.peak_lr:g}", run.steps, _short(train[loss]), _short(test[loss]))
-    if metric is not None:
-        figures = (train[metric], test[metric], run.gap)
-        yield from (f"{each:.2f}" if _is_share(metric) else _short(each or 0.0) for each in figures)
-    yield from (_short(each.percent) for each in run.sharpness)
-    if run.curvature is not None:
-        yield _short(run.curvature.value) + ("" if run.curvature.converged else " (not converged)")
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "no number"
-
-
-def _charts(run: RunLandscape, split: str) -> Iterator[Block]:
     if run.curve is not None:
         yield from _curve_charts({split: run.curve}, "along a random direction, in lengths of the filters")
     if run.surface is not None:
         axes = ("first direction", "second direction")
-        yield _contour(run.surface, "Loss around the weights", axes, [])
+        yield _contour(run.surface, "Loss around the weights", axes)
         yield _turned(run.surface, "Loss around the weights, to turn", axes)
-    if run.trajectory is not None:
-        yield _way(run.trajectory)
+    if way is not None:
+        points = {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": "checkpoints",
+            "x": [x for x, _ in way.coordinates],
+            "y": [y for _, y in way.coordinates],
+            "text": [f"step {step}" for step in way.steps],
+            "line": {"color": "var(--series-2)", "dash": "solid"},
+            "showlegend": False,
+        }
+        axes = (f"first component ({first} of the way)", f"second component ({second})")
+        yield _contour(way.surface, f"The run's way, steps {way.steps[0]} to {way.steps[-1]}", axes, points)
 
 
-def _curve_charts(curves: dict[str, Curve], where: str) -> Iterator[Chart]:
-    loss, *others = next(iter(curves.values())).values
+def _curve_charts(curves: Mapping[str, Curve], where: str) -> Iterator[Chart]:
+    some = next(iter(curves.values()))
+    loss, *others = some.values
     # The loss and the first accuracy: a second one tells nothing else.
     for name in (loss, *[other for other in others if other.endswith("accuracy")][:1]):
-        unit = " (%)" if name.endswith("accuracy") else ""
-        traces = [
-            {"type": "scatter", "mode": "lines+markers", "name": on, "x": curve.positions, "y": curve.values[name]}
-            for on, curve in curves.items()
-        ]
+        titled = f"{name} (%)" if name.endswith("accuracy") else name
         yield Chart(
-            title=f"{name}{unit} {where}",
-            traces=traces,
-            layout={"xaxis": {"title": "position"}, "yaxis": {"title": f"{name}{unit}"}},
-            description=f"{name} at {len(next(iter(curves.values())).positions)} points; the weights are at 0.",
+            title=f"{titled} {where}",
+            traces=[
+                {"type": "scatter", "mode": "lines+markers", "name": on, "x": curve.positions, "y": curve.values[name]}
+                for on, curve in curves.items()
+            ],
+            layout={"xaxis": {"title": "position"}, "yaxis": {"title": titled}},
+            description=f"{name} at {len(some.positions)} points; the weights are at 0.",
         )
 
 
-def _contour(surface: Surface, title: str, axes: tuple[str, str], over: Sequence[dict[str, Any]]) -> Chart:
-    values, said = _height(surface)
-    trace = {
-        "type": "contour",
-        "name": said,
-        "x": surface.x,
-        "y": surface.y,
-        "z": values,
-        "ncontours": 24,
-        "colorscale": "Viridis",
-        "colorbar": {"title": {"text": said}},
-    }
+def _contour(surface: Surface, title: str, axes: tuple[str, str], *over: Mapping[str, Any]) -> Chart:
+    values, name = _height(surface)
+    trace = {"type": "contour", "name": name, "x": surface.x, "y": surface.y, "z": values, "ncontours": 24}
     return Chart(
         title=title,
-        traces=[trace, *over],
+        traces=[{**trace, "colorscale": "Viridis", "colorbar": {"title": {"text": name}}}, *over],
         layout={"height": 460, "xaxis": {"title": axes[0]}, "yaxis": {"title": axes[1]}},
-        description=f"Lines of equal {said} on a plane through the weights, which are at (0, 0).",
+        description=f"Lines of equal {name} on a plane through the weights, which are at (0, 0).",
     )
 
 
 def _turned(surface: Surface, title: str, axes: tuple[str, str]) -> Chart:
-    values, said = _height(surface)
-    trace = {
-        "type": "surface",
-        "x": surface.x,
-        "y": surface.y,
-        "z": values,
-        "colorscale": "Viridis",
-        "showscale": False,
-    }
+    values, name = _height(surface)
+    trace = {"type": "surface", "x": surface.x, "y": surface.y, "z": values, "colorscale": "Viridis"}
     eye = {"eye": {"x": 1.6, "y": 1.6, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}}
-    scene = {"xaxis": {"title": axes[0]}, "yaxis": {"title": axes[1]}, "zaxis": {"title": said}, "camera": eye}
+    scene = {"xaxis": {"title": axes[0]}, "yaxis": {"title": axes[1]}, "zaxis": {"title": name}, "camera": eye}
     return Chart(
         title=title,
-        traces=[trace],
+        traces=[{**trace, "showscale": False}],
         layout={"height": 460, "scene": scene},
-        description=f"The same {said} as a surface.",
+        description=f"The same {name} as a surface.",
     )
 
 
-def _height(surface: Surface) -> tuple[list[list[float | None]], str]:
-    """The loss, or its logarithm where it spans too much; None where it is no number."""
+def _height(surface: Surface) -> tuple[Sequence[Sequence[float | None]], str]:
+    """Return the loss, or its logarithm where it spans too much, and its name; None where it is not finite."""
     name, rows = next(iter(surface.values.items()))
-    finite = [each for row in rows for each in row if math.isfinite(each)]
-    logarithmic = bool(finite) and min(finite) > 0 and max(finite) > _WIDE * min(finite)
-    shown = [
-        [(math.log10(each) if logarithmic else each) if math.isfinite(each) else None for each in row] for row in rows
-    ]
-    return shown, f"log10 of the {name}" if logarithmic else name
-
-
-def _way(trajectory: Trajectory) -> Chart:
-    first, second = (f"{100 * share:.1f} %" for share in trajectory.explained)
-    way = {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": "checkpoints",
-        "x": [x for x, _ in trajectory.coordinates],
-        "y": [y for _, y in trajectory.coordinates],
-        "text": [f"step {step}" for step in trajectory.steps],
-        "line": {"color": "var(--series-2)", "dash": "solid"},
-        "showlegend": False,
-    }
-    title = f"The run's way, steps {trajectory.steps[0]} to {trajectory.steps[-1]}"
-    axes = (f"first component ({first} of the way)", f"second component ({second})")
-    return _contour(trajectory.surface, title, axes, [way])
-
-
-def _line_charts(line: Line, names: Sequence[str]) -> Iterator[Block]:
-    yield Text(f"From {names[0]} (0) to {names[1]} (1): {line.in_words()}.")
-    yield from _curve_charts(dict(line.curves), "from one run to the other")
+    losses = np.array(rows)
+    finite = losses[np.isfinite(losses)]
+    if finite.size and finite.min() > 0 and finite.max() > _WIDE * finite.min():
+        losses, name = np.log10(losses, where=np.isfinite(losses), out=losses), f"log10 of the {name}"
+    return [[each if math.isfinite(each) else None for each in row] for row in losses.tolist()], name

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import CheckpointError, DataError, PacelineError, UnreadableError
 from paceline.metrics.accumulator import Accumulator
 from paceline.plan.compute import resolve_channels_last, resolve_threads
-from paceline.plan.rates import lr_factor
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
@@ -39,63 +38,10 @@ from paceline.trainer.evaluate_target import EvaluationRequest, scoring_recipe, 
 from paceline.world import World
 from paceline_advisor.commands import Landscape
 
-LEAST = 3
-"""Checkpoints that a trajectory needs."""
-
-_AT_A_TIME = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plane:
-    """The plane through the last weights that lies closest to all others.
-
-    Attributes:
-        axes: Two orthogonal unit vectors, [size] each.
-        coordinates: Where each checkpoint is in it, the last one at (0, 0).
-        explained: The share of the squared distances from the last weights that lies along each axis.
-    """
-
-    axes: tuple[Tensor, Tensor]
-    coordinates: tuple[tuple[float, float], ...]
-    explained: tuple[float, float]
-
-
-def principal_plane(weights: Sequence[Tensor]) -> Plane:
-    """The plane of a run's weights, in the order in which they were saved, at least three.
-
-    Raises:
-        ValueError: If they are fewer, or nothing moved.
-
-    Source:
-        Li et al., Visualizing the Loss Landscape of Neural Nets, arXiv:1712.09913, section 7.2.
-    """
-    if len(weights) < LEAST:
-        raise ValueError(f"{len(weights)} sets of weights make no plane")
-    last = weights[-1]
-    moves = torch.stack([each - last for each in weights[:-1]])
-    # As many rows as checkpoints: their products are a small matrix, whatever the network's size.
-    gram = np.zeros((len(moves), len(moves)))
-    for begin in range(0, moves.shape[1], _AT_A_TIME):
-        part = moves[:, begin : begin + _AT_A_TIME].cpu().double()
-        gram += (part @ part.T).numpy()
-    squares, vectors = np.linalg.eigh(gram)
-    total = float(np.clip(squares, 0, None).sum())
-    if not np.isfinite(total) or total == 0:
-        raise ValueError("the weights of all checkpoints are the same, or are no numbers")
-    axes = tuple(_axis(moves, vectors[:, -each], float(squares[-each])) for each in (1, 2))
-    along = np.stack([vectors[:, -each] * np.sqrt(max(squares[-each], 0.0)) for each in (1, 2)], axis=1)
-    return Plane(
-        axes=(axes[0], axes[1]),
-        coordinates=(*((float(x), float(y)) for x, y in along), (0.0, 0.0)),
-        explained=(float(max(squares[-1], 0) / total), float(max(squares[-2], 0) / total)),
-    )
-
-
-def _axis(moves: Tensor, shares: np.ndarray, square: float) -> Tensor:
-    mixed = torch.from_numpy(shares).to(dtype=moves.dtype, device=moves.device) @ moves
-    # A run along a straight line has no second axis: what is left over are rounding errors.
-    return mixed / np.sqrt(square) if square > 0 else torch.zeros_like(mixed)
-
+# Checkpoints that a trajectory needs.
+_LEAST = 3
+# Samples in a batch; with recomputed statistics, those that are normalised together.
+_BATCH = 256
 
 BatchNormUse = Literal["recomputed", "stored"]
 Split = Literal["train", "validation"]
@@ -168,9 +114,11 @@ class Subject:
     @torch.no_grad()
     def move_to(self, point: Tensor, statistics: Tensor | None = None) -> None:
         """Give the network the weights at a point, and other statistics if there are some."""
-        _unflatten(point, self._parameters)
+        for each, part in _parts(point, self._parameters):
+            each.copy_(part)
         if statistics is not None:
-            _unflatten(statistics, self._statistics)
+            for each, part in _parts(statistics, self._statistics):
+                each.copy_(part)
 
     def measure(self, point: Tensor, on: Split, *, batch_norm: BatchNormUse | None = None) -> dict[str, float]:
         """Every metric of the task at a point, over all samples of a split; not finite where the loss is not.
@@ -209,10 +157,18 @@ class Subject:
         def apply(vector: Tensor) -> Tensor:
             self.move_to(point)
             product = torch.zeros_like(point)
-            # Attention's fast kernels have no second derivative.
-            with self._norms_in(self.batch_norm), sdpa_kernel(SDPBackend.MATH), _saying_what_has_no_derivative():
-                for share in self._losses(on):
-                    product += self._product(share, vector)
+            try:
+                # Attention's fast kernels have no second derivative.
+                with self._norms_in(self.batch_norm), sdpa_kernel(SDPBackend.MATH):
+                    for share in self._losses(on):
+                        product += self._product(share, vector)
+            except (RuntimeError, NotImplementedError) as error:
+                if "derivative" not in str(error) and "double backward" not in str(error):
+                    raise
+                raise NoSecondDerivativeError(
+                    f"the loss of this network has no second derivative ({' '.join(str(error).split())[:200]}), so "
+                    "that its curvature cannot be computed; leave curvature out of --measure."
+                ) from error
             return product
 
         return apply
@@ -220,11 +176,8 @@ class Subject:
     def _product(self, loss: Tensor, vector: Tensor) -> Tensor:
         gradients = torch.autograd.grad(loss, self._parameters, create_graph=True, materialize_grads=True)
         along = torch.zeros((), dtype=vector.dtype, device=self.device)
-        begin = 0
-        for each in gradients:
-            part = vector[begin : begin + each.numel()].view(each.shape)
+        for each, part in _parts(vector, gradients):
             along = along + (each * part).sum()
-            begin += each.numel()
         if not along.requires_grad:  # the loss is a line
             return torch.zeros_like(vector)
         return _flat(torch.autograd.grad(along, self._parameters, materialize_grads=True))
@@ -270,33 +223,14 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.reshape(-1) for each in tensors])
 
 
-def _unflatten(vector: Tensor, into: Sequence[Tensor]) -> None:
-    begin = 0
-    for each in into:
-        each.copy_(vector[begin : begin + each.numel()].view(each.shape))
-        begin += each.numel()
+def _parts(vector: Tensor, like: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor with its part of a vector, in its shape."""
+    for each, part in zip(like, torch.split(vector, [each.numel() for each in like]), strict=True):
+        yield each, part.view(each.shape)
 
 
 class NoSecondDerivativeError(PacelineError):
     """A loss whose curvature cannot be computed."""
-
-
-@contextlib.contextmanager
-def _saying_what_has_no_derivative() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        if "derivative" not in str(error) and "double backward" not in str(error):
-            raise
-        said: Any = " ".join(str(error).split())[:200]
-        raise NoSecondDerivativeError(
-            f"the loss of this network has no second derivative ({said}), so that its curvature cannot be computed; "
-            "leave curvature out of --measure."
-        ) from error
-
-
-# Samples in a batch; with recomputed statistics, those that are normalised together.
-_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,11 +253,6 @@ class Opened:
     def steps(self) -> int:
         """Optimizer steps that the weights have behind them."""
         return int(self.saved.metadata.get("step", 0))
-
-    @property
-    def peak_lr(self) -> float:
-        """The peak learning rate, after the recipe's scaling rule."""
-        return self.recipe.optimizer.lr * lr_factor(self.recipe, self.recipe.batch.global_size)
 
 
 def open_run(target: Path, ask: Landscape, world: World) -> Opened:
@@ -359,33 +288,28 @@ def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
     Raises:
         CheckpointError: If there are too few.
     """
-    store = CheckpointStore(opened.target / "checkpoints")
+    store, network, like = CheckpointStore(opened.target / "checkpoints"), opened.subject.network, opened.subject.here()
     steps: list[int] = []
     weights: list[Tensor] = []
     # Up to the weights that are looked at, which may be the best and not the newest.
     for step in (each for each in store.steps() if each <= opened.steps):
         try:
-            weights.append(_vector(opened, read_weights(store.path(step), opened.saved.weights)))
+            saved = read_weights(store.path(step), opened.saved.weights)
+            state, _ = fitted(network.state_dict(), saved.plain)
+            check_inventory(network.state_dict(), state, where=str(saved.path))
+            weights.append(torch.cat([state[name].reshape(-1) for name in opened.subject.shapes]).to(like))
             steps.append(step)
         except UnreadableError:
             raise
         except CheckpointError:
             continue
-    if len(weights) < LEAST:
+    if len(weights) < _LEAST:
         raise CheckpointError(
-            f"{opened.target} has {len(weights)} whole checkpoint(s), and a trajectory needs {LEAST}; train with "
-            f"checkpoint.keep={max(LEAST, 20)}, say, and checkpoint.every short enough, or leave trajectory out of "
+            f"{opened.target} has {len(weights)} whole checkpoint(s), and a trajectory needs {_LEAST}; train with "
+            f"checkpoint.keep={max(_LEAST, 20)}, say, and checkpoint.every short enough, or leave trajectory out of "
             "--measure."
         )
     return steps, weights
-
-
-def _vector(opened: Opened, saved: SavedWeights) -> Tensor:
-    network = opened.subject.network
-    state, _ = fitted(network.state_dict(), saved.plain)
-    check_inventory(network.state_dict(), state, where=str(saved.path))
-    names, like = opened.subject.shapes, opened.subject.here()
-    return torch.cat([state[name].reshape(-1) for name in names]).to(like)
 
 
 def check_alike(first: Opened, second: Opened) -> None:
@@ -417,26 +341,18 @@ def _samples(
     sources: dict[Split, SampleSource] = {"train": dataset.train, "validation": dataset.validation}
     found: dict[Split, tuple[Batch, ...]] = {}
     for split, source in sources.items():
+        count = len(source) if ask.samples is None else min(ask.samples, len(source))
+        some = SubsetSource(source, np.sort(epoch_order(ask.seed, 0, len(source))[:count]))
         # Training images are shown as held-out ones are: not varied, and the same at every point.
         shown = build_task(recipe)
         assert isinstance(shown, ImageClassification)
-        shown.dataset = replace(dataset, validation=_some(source, ask))
+        shown.dataset = replace(dataset, validation=some if count < len(source) else source)
         shown.data_facts(world)
-        found[split] = _scored(shown, placement, len(shown.dataset.validation))
+        # Batches as alike as can be: with recomputed statistics, the last must not be one of two samples.
+        size = -(-count // max(1, -(-count // _BATCH)))
+        with _pipeline(shown, placement, training=False) as pipeline:
+            found[split] = _whole(pipeline.evaluation_batches(size, World()), None)
     return found
-
-
-def _some(source: SampleSource, ask: Landscape) -> SampleSource:
-    if ask.samples is None or ask.samples >= len(source):
-        return source
-    return SubsetSource(source, np.sort(epoch_order(ask.seed, 0, len(source))[: ask.samples]))
-
-
-def _scored(task: Task, placement: Placement, count: int) -> tuple[Batch, ...]:
-    # Batches as alike as can be: with recomputed statistics, the last must not be one of two samples.
-    size = -(-count // max(1, -(-count // _BATCH)))
-    with _pipeline(task, placement, training=False) as pipeline:
-        return _whole(pipeline.evaluation_batches(size, World()), None)
 
 
 def _first_samples(

@@ -22,15 +22,29 @@ _MOST_TRIED = 8
 # Until two differ: a layer that drops whole samples may well do the same twice.
 _DRAWS = 16
 
+CHECKS: list[Callable[[Evidence], Check]] = []
+_Look = Callable[[Question, Evidence], Check]
 
-def order(evidence: Evidence) -> Check:
+
+def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
+    """Declare a check: its name, what it compares, and what to look at if it fails. Checks are made in this order."""
+
+    def declare(look: _Look) -> _Look:
+        question = Question(name=name, compared=compared, advice=advice)
+        CHECKS.append(lambda evidence: look(question, evidence))
+        return look
+
+    return declare
+
+
+@check(
+    "order",
+    "two epochs: each sample once in each, in different orders",
+    "Samples are repeated, left out, or come in the same order in every epoch: build the stream from the "
+    "slices that the geometry gives, which depend on the epoch.",
+)
+def order(question: Question, evidence: Evidence) -> Check:
     """Each sample once in each epoch, in an order of its own."""
-    question = Question(
-        name="order",
-        compared="two epochs: each sample once in each, in different orders",
-        advice="Samples are repeated, left out, or come in the same order in every epoch: build the stream from the "
-        "slices that the geometry gives, which depend on the epoch.",
-    )
     wanted = set(range(evidence.sizes.samples))
     for run in evidence.as_asked:
         epochs = [
@@ -53,14 +67,14 @@ def order(evidence: Evidence) -> Check:
     return question.measured(0)
 
 
-def samples(evidence: Evidence) -> Check:
+@check(
+    "samples",
+    "each step's samples and their contents, in every run",
+    "What a sample is depends on the micro-batch, the process, or a random state: key what is drawn for "
+    "it by seed, epoch and sample, as Paceline's own augmentation is.",
+)
+def samples(question: Question, evidence: Evidence) -> Check:
     """The same samples with the same contents in every run; varied anew in each epoch, if the recipe varies them."""
-    question = Question(
-        name="samples",
-        compared="each step's samples and their contents, in every run",
-        advice="What a sample is depends on the micro-batch, the process, or a random state: key what is drawn for "
-        "it by seed, epoch and sample, as Paceline's own augmentation is.",
-    )
     mixes = evidence.recipe.data.mix.mixup > 0 or evidence.recipe.data.mix.cutmix > 0
     # What is mixed has partners in its micro-batch.
     others = evidence.as_asked if mixes else evidence.runs
@@ -77,27 +91,154 @@ def samples(evidence: Evidence) -> Check:
     return question.measured(0)
 
 
-def parameters(evidence: Evidence) -> Check:
+@check(
+    "parameters",
+    "trainable parameters, and those that ever got a gradient",
+    "Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
+    "processes refuse them.",
+)
+def parameters(question: Question, evidence: Evidence) -> Check:
     """Every trainable parameter takes part in the loss."""
-    question = Question(
-        name="parameters",
-        compared="trainable parameters, and those that ever got a gradient",
-        advice="Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
-        "processes refuse them.",
-    )
     steps = evidence.asked.ranks[0].steps
     unused = [name for name in steps[0].without_gradient if all(name in step.without_gradient for step in steps)]
     return question.measured(len(unused), found=f"without a gradient: {named(unused)}" if unused else "")
 
 
-def training_mode(evidence: Evidence) -> Check:
+@check(
+    "gradient",
+    "each step's gradient against a plain PyTorch loop's",
+    "The trainer does not hand the optimizer what the loss says: look for code that changes gradients, "
+    "weights the micro-batches or draws random numbers before the loss.",
+)
+def gradient(question: Question, evidence: Evidence) -> Check:
+    """The engine against a plain loop over the same micro-batches."""
+    return _worst(question, _against_parts(evidence, evidence.asked, evidence.sizes.whole_steps), evidence)
+
+
+@check(
+    "accumulation",
+    "",
+    "A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by "
+    "the number of micro-batches or add up where the mean is meant.",
+)
+def accumulation(question: Question, evidence: Evidence) -> Check:
+    """One big batch against its micro-batches."""
+    sizes, nature = evidence.sizes, evidence.nature
+    rest = ""
+    if not nature.is_at_rest:
+        stilled = [*(["dropout off"] if nature.dropouts else []), *(["BatchNorm frozen"] if nature.norms else [])]
+        rest = f" ({', '.join(stilled)})"
+    question = question.about(f"1 and {sizes.micro_batches} micro-batches against one plain pass{rest}")
+    if nature.uncomparable:
+        return question.not_applicable(nature.uncomparable)
+    gaps = [gap for run in (evidence.whole, evidence.parts) for gap in _against_whole(evidence, run, sizes.whole_steps)]
+    return _worst(question, gaps, evidence)
+
+
+@check(
+    "tail",
+    "",
+    "The last, smaller step of an epoch is dropped or weighted wrongly: divide by the samples that are "
+    "there, not by a batch size of the recipe.",
+)
+def tail(question: Question, evidence: Evidence) -> Check:
+    """An epoch's last step, which has fewer samples."""
+    sizes = evidence.sizes
+    step = sizes.tail_step
+    question = question.about(f"an epoch's last {sizes.tail} samples, in parts, against plain PyTorch")
+    for run in evidence.runs:
+        taken = sum(len(each.ids) + len(each.broken) for each in run.micro_batches if each.step == step)
+        if taken != sizes.tail and run.went_past(step):
+            return question.failed(f"{run.name}: step {step + 1} took {taken} samples instead of {sizes.tail}")
+    gaps = [gap for run in evidence.as_asked for gap in _against_parts(evidence, run, [step])]
+    if not evidence.nature.uncomparable:
+        gaps += _against_whole(evidence, evidence.parts, [step])
+    return _worst(question, gaps, evidence)
+
+
+@check(
+    "processes",
+    "",
+    "What is computed depends on the number of processes or the rank: look for a world size in the loss, "
+    "a learning rate or a batch that is scaled by it, or state that only one process has.",
+)
+def processes(question: Question, evidence: Evidence) -> Check:
+    """Several processes against one."""
+    sizes, run = evidence.sizes, evidence.several
+    each = sizes.micro_batches // sizes.processes
+    question = question.about(f"{sizes.processes} processes of {each} micro-batches against a plain loop in one")
+    if run is None:
+        return question.not_applicable(evidence.alone)
+    if run.trouble:
+        return question.failed(f"the run ended with {run.trouble}")
+    apart = [
+        number
+        for number, notes in enumerate(zip(*(rank.steps for rank in run.ranks), strict=False), start=1)
+        if len({note.gradient for note in notes}) > 1
+    ]
+    if apart:
+        return question.failed(f"the processes got different gradients at step {apart[0]}")
+    return _worst(question, _against_parts(evidence, run, sizes.whole_steps), evidence)
+
+
+@check(
+    "learning-rate",
+    "each step's rate, and the schedule's peak, against the recipe",
+    "The rate is scaled once too often: optimizer.lr is for the global batch as given, whatever the number "
+    "of processes and micro-batches.",
+)
+def learning_rate(question: Question, evidence: Evidence) -> Check:
+    """The recipe's rate, scaled by its own rule and by nothing else."""
+    worst, found = 0.0, ""
+    for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]:
+        gap = sure(abs(rate - wanted) / wanted if wanted else abs(rate))
+        if gap > worst:
+            worst, found = (
+                gap,
+                f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
+            )
+    return question.measured(worst, _LIMIT_RATE, found=found if worst > _LIMIT_RATE else "")
+
+
+@check(
+    "moving-average",
+    "the saved average against its definition",
+    "The moving average is not updated, or more than once a step, or from other weights than those after the step.",
+)
+def moving_average(question: Question, evidence: Evidence) -> Check:
+    """The average of the weights after each optimizer step, by its definition."""
+    decay = evidence.recipe.train.ema
+    if decay is None:
+        return question.not_applicable("train.ema=off")
+    worst, found = 0.0, ""
+    if all(run.trouble for run in evidence.as_asked):
+        return question.not_applicable(_NO_END)
+    for run in evidence.as_asked:
+        wanted = run.average()
+        if run.trouble:
+            continue
+        if wanted is None:
+            return question.failed(f"{run.name}: no optimizer step was seen")
+        trained = run.saved("model")
+        saved = {key: each for key, each in run.saved("ema").items() if key in wanted}
+        # What the weights have moved since the average began is what it could be wrong by.
+        scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
+        apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
+        gap = sure(apart / scale if scale else apart)
+        if gap > worst:
+            worst, found = gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"
+    limit = _LIMIT_AVERAGE if evidence.nature.double else 1e-4
+    return question.measured(worst, limit, found=found if worst > limit else "")
+
+
+@check(
+    "training-mode",
+    "each module's mode where it learns and where it is scored",
+    "Something calls eval() or train() and does not put back what was: whoever evaluates restores each "
+    "module's mode; a model's factory returns it in training mode.",
+)
+def training_mode(question: Question, evidence: Evidence) -> Check:
     """Training mode where it is learned, evaluation mode where it is scored, and back."""
-    question = Question(
-        name="training-mode",
-        compared="each module's mode where it learns and where it is scored",
-        advice="Something calls eval() or train() and does not put back what was: whoever evaluates restores each "
-        "module's mode; a model's factory returns it in training mode.",
-    )
     for run in evidence.as_asked:
         for rank, notes in enumerate(run.ranks):
             if not notes.micro_batches:
@@ -116,14 +257,14 @@ def training_mode(evidence: Evidence) -> Check:
     return question.measured(0, found=f"in evaluation mode throughout: {named(still)}" if still else "")
 
 
-def dropout(evidence: Evidence) -> Check:
+@check(
+    "dropout",
+    "two draws of each dropout; random state of each forward pass",
+    "A dropout is configured but does nothing, or does the same at every step: call the module, leave it "
+    "in training mode, and let it draw from torch's generator.",
+)
+def dropout(question: Question, evidence: Evidence) -> Check:
     """Everything that is to drop something does, and not the same at every step."""
-    question = Question(
-        name="dropout",
-        compared="two draws of each dropout; random state of each forward pass",
-        advice="A dropout is configured but does nothing, or does the same at every step: call the module, leave it "
-        "in training mode, and let it draw from torch's generator.",
-    )
     places = dropouts(evidence.plain.network)
     if not places:
         asked = [key for key, value in evidence.recipe.model.options.items() if _asks_for_dropout(key, value)]
@@ -140,6 +281,76 @@ def dropout(evidence: Evidence) -> Check:
     inert = _inert(evidence, places)
     text = f"without effect: {named([each.title for each in inert])}" if inert else ""
     return question.measured(len(inert), found=text)
+
+
+@check(
+    "buffers",
+    "BatchNorm statistics on all processes, scored and saved",
+    "Each process has statistics of its own where they are scored or saved: what is scored then depends on "
+    "who scores it. Register them as buffers, and let the trainer make them equal.",
+)
+def buffers(question: Question, evidence: Evidence) -> Check:
+    """The same buffers on every process where they count."""
+    run = evidence.several
+    if run is None:
+        return question.not_applicable(evidence.alone)
+    if not any(True for _ in evidence.plain.network.buffers()):
+        return question.not_applicable("the network has no buffers")
+    if run.trouble:
+        return question.not_applicable(f"{run.name}: {run.trouble}")
+    seen: dict[tuple[int, str], set[str]] = {}
+    for notes in run.ranks:
+        for score in notes.scores:
+            seen.setdefault((score.position, score.weights), set()).add(score.buffers)
+        seen.setdefault((len(notes.steps), "the saved model"), set()).add(notes.final_buffers)
+    apart = [place for place, digests in seen.items() if len(digests) > 1]
+    text = f"they differ after step {apart[0][0]} ({apart[0][1]})" if apart else ""
+    return question.measured(len(apart), found=text)
+
+
+@check(
+    "metric",
+    "the last evaluation against its samples scored one by one",
+    "A mean of batch means, or samples that were padded or left out: score() returns one value for each "
+    "sample, and the trainer divides once.",
+)
+def metric(question: Question, evidence: Evidence) -> Check:
+    """What an evaluation says of weights, against the same weights scored sample by sample."""
+    if not evidence.sizes.evaluation_samples:
+        return question.not_applicable("nothing is evaluated")
+    worst, found = 0.0, ""
+    if all(run.trouble for run in evidence.as_asked):
+        return question.not_applicable(_NO_END)
+    for run in evidence.as_asked:
+        if run.trouble:
+            continue
+        for weights, samples, values in _evaluations(run):
+            wanted = evidence.sizes.evaluation_samples - _unreadable(run)
+            surplus = samples - wanted or _scored_twice(run, weights)
+            if surplus:
+                text = f"{run.name}, {weights}: {surplus:+d} samples were counted"
+                return question.measured(abs(surplus), found=text)
+            for name, true in evidence.plain.metrics(run.saved(weights)).items():
+                value = math.nan if values.get(name) is None else values[name]
+                gap = sure(abs(value - true) / max(abs(true), 1.0))
+                if gap > worst:
+                    worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
+    return question.measured(worst, _LIMIT_METRIC, found="" if worst <= _LIMIT_METRIC else found)
+
+
+@check(
+    "run",
+    "the steps of each short run",
+    "A run of this recipe does not come to its end; the checks above say what was found until then.",
+)
+def ended(question: Question, evidence: Evidence) -> Check:
+    """Every run came to its end."""
+    for run in evidence.runs:
+        taken = len(run.ranks[0].steps) if run.ranks else 0
+        if run.trouble or taken != evidence.sizes.steps:
+            text = run.trouble or f"{taken} steps instead of {evidence.sizes.steps}"
+            return question.failed(f"{run.name}: {text}")
+    return question.measured(0)
 
 
 def _epoch(evidence: Evidence, note: MicroBatchNote) -> int:
@@ -209,80 +420,6 @@ Groups = Sequence[Sequence[Batch]]
 _Gap = tuple[Observed, int, Difference]
 
 
-def gradient(evidence: Evidence) -> Check:
-    """The engine against a plain loop over the same micro-batches."""
-    question = Question(
-        name="gradient",
-        compared="each step's gradient against a plain PyTorch loop's",
-        advice="The trainer does not hand the optimizer what the loss says: look for code that changes gradients, "
-        "weights the micro-batches or draws random numbers before the loss.",
-    )
-    return _worst(question, _against_parts(evidence, evidence.asked, evidence.sizes.whole_steps), evidence)
-
-
-def accumulation(evidence: Evidence) -> Check:
-    """One big batch against its micro-batches."""
-    sizes, nature = evidence.sizes, evidence.nature
-    rest = ""
-    if not nature.is_at_rest:
-        stilled = [*(["dropout off"] if nature.dropouts else []), *(["BatchNorm frozen"] if nature.norms else [])]
-        rest = f" ({', '.join(stilled)})"
-    question = Question(
-        name="accumulation",
-        compared=f"1 and {sizes.micro_batches} micro-batches against one plain pass{rest}",
-        advice="A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by "
-        "the number of micro-batches or add up where the mean is meant.",
-    )
-    if nature.uncomparable:
-        return question.not_applicable(nature.uncomparable)
-    gaps = [gap for run in (evidence.whole, evidence.parts) for gap in _against_whole(evidence, run, sizes.whole_steps)]
-    return _worst(question, gaps, evidence)
-
-
-def tail(evidence: Evidence) -> Check:
-    """An epoch's last step, which has fewer samples."""
-    sizes = evidence.sizes
-    step = sizes.tail_step
-    question = Question(
-        name="tail",
-        compared=f"an epoch's last {sizes.tail} samples, in parts, against plain PyTorch",
-        advice="The last, smaller step of an epoch is dropped or weighted wrongly: divide by the samples that are "
-        "there, not by a batch size of the recipe.",
-    )
-    for run in evidence.runs:
-        taken = sum(len(each.ids) + len(each.broken) for each in run.micro_batches if each.step == step)
-        if taken != sizes.tail and run.went_past(step):
-            return question.failed(f"{run.name}: step {step + 1} took {taken} samples instead of {sizes.tail}")
-    gaps = [gap for run in evidence.as_asked for gap in _against_parts(evidence, run, [step])]
-    if not evidence.nature.uncomparable:
-        gaps += _against_whole(evidence, evidence.parts, [step])
-    return _worst(question, gaps, evidence)
-
-
-def processes(evidence: Evidence) -> Check:
-    """Several processes against one."""
-    sizes, run = evidence.sizes, evidence.several
-    each = sizes.micro_batches // sizes.processes
-    question = Question(
-        name="processes",
-        compared=f"{sizes.processes} processes of {each} micro-batches against a plain loop in one",
-        advice="What is computed depends on the number of processes or the rank: look for a world size in the loss, "
-        "a learning rate or a batch that is scaled by it, or state that only one process has.",
-    )
-    if run is None:
-        return question.not_applicable(evidence.alone)
-    if run.trouble:
-        return question.failed(f"the run ended with {run.trouble}")
-    apart = [
-        number
-        for number, notes in enumerate(zip(*(rank.steps for rank in run.ranks), strict=False), start=1)
-        if len({note.gradient for note in notes}) > 1
-    ]
-    if apart:
-        return question.failed(f"the processes got different gradients at step {apart[0]}")
-    return _worst(question, _against_parts(evidence, run, sizes.whole_steps), evidence)
-
-
 def _against_whole(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
     """Each step against one pass over its samples, as they came in this run: what is mixed has partners in its part."""
 
@@ -348,127 +485,6 @@ _LIMIT_RATE = 1e-12
 _LIMIT_AVERAGE = 1e-9
 _LIMIT_METRIC = 1e-5
 _NO_END = "no run came to its end; see run"
-
-
-def learning_rate(evidence: Evidence) -> Check:
-    """The recipe's rate, scaled by its own rule and by nothing else."""
-    question = Question(
-        name="learning-rate",
-        compared="each step's rate, and the schedule's peak, against the recipe",
-        advice="The rate is scaled once too often: optimizer.lr is for the global batch as given, whatever the number "
-        "of processes and micro-batches.",
-    )
-    worst, found = 0.0, ""
-    for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]:
-        gap = sure(abs(rate - wanted) / wanted if wanted else abs(rate))
-        if gap > worst:
-            worst, found = (
-                gap,
-                f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
-            )
-    return question.measured(worst, _LIMIT_RATE, found=found if worst > _LIMIT_RATE else "")
-
-
-def moving_average(evidence: Evidence) -> Check:
-    """The average of the weights after each optimizer step, by its definition."""
-    decay = evidence.recipe.train.ema
-    question = Question(
-        name="moving-average",
-        compared="the saved average against its definition",
-        advice="The moving average is not updated, or more than once a step, or from other weights than those after "
-        "the step.",
-    )
-    if decay is None:
-        return question.not_applicable("train.ema=off")
-    worst, found = 0.0, ""
-    if all(run.trouble for run in evidence.as_asked):
-        return question.not_applicable(_NO_END)
-    for run in evidence.as_asked:
-        wanted = run.average()
-        if run.trouble:
-            continue
-        if wanted is None:
-            return question.failed(f"{run.name}: no optimizer step was seen")
-        trained = run.saved("model")
-        saved = {key: each for key, each in run.saved("ema").items() if key in wanted}
-        # What the weights have moved since the average began is what it could be wrong by.
-        scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
-        apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
-        gap = sure(apart / scale if scale else apart)
-        if gap > worst:
-            worst, found = gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"
-    limit = _LIMIT_AVERAGE if evidence.nature.double else 1e-4
-    return question.measured(worst, limit, found=found if worst > limit else "")
-
-
-def buffers(evidence: Evidence) -> Check:
-    """The same buffers on every process where they count."""
-    run = evidence.several
-    question = Question(
-        name="buffers",
-        compared="BatchNorm statistics on all processes, scored and saved",
-        advice="Each process has statistics of its own where they are scored or saved: what is scored then depends on "
-        "who scores it. Register them as buffers, and let the trainer make them equal.",
-    )
-    if run is None:
-        return question.not_applicable(evidence.alone)
-    if not any(True for _ in evidence.plain.network.buffers()):
-        return question.not_applicable("the network has no buffers")
-    if run.trouble:
-        return question.not_applicable(f"{run.name}: {run.trouble}")
-    seen: dict[tuple[int, str], set[str]] = {}
-    for notes in run.ranks:
-        for score in notes.scores:
-            seen.setdefault((score.position, score.weights), set()).add(score.buffers)
-        seen.setdefault((len(notes.steps), "the saved model"), set()).add(notes.final_buffers)
-    apart = [place for place, digests in seen.items() if len(digests) > 1]
-    text = f"they differ after step {apart[0][0]} ({apart[0][1]})" if apart else ""
-    return question.measured(len(apart), found=text)
-
-
-def metric(evidence: Evidence) -> Check:
-    """What an evaluation says of weights, against the same weights scored sample by sample."""
-    question = Question(
-        name="metric",
-        compared="the last evaluation against its samples scored one by one",
-        advice="A mean of batch means, or samples that were padded or left out: score() returns one value for each "
-        "sample, and the trainer divides once.",
-    )
-    if not evidence.sizes.evaluation_samples:
-        return question.not_applicable("nothing is evaluated")
-    worst, found = 0.0, ""
-    if all(run.trouble for run in evidence.as_asked):
-        return question.not_applicable(_NO_END)
-    for run in evidence.as_asked:
-        if run.trouble:
-            continue
-        for weights, samples, values in _evaluations(run):
-            wanted = evidence.sizes.evaluation_samples - _unreadable(run)
-            surplus = samples - wanted or _scored_twice(run, weights)
-            if surplus:
-                text = f"{run.name}, {weights}: {surplus:+d} samples were counted"
-                return question.measured(abs(surplus), found=text)
-            for name, true in evidence.plain.metrics(run.saved(weights)).items():
-                value = math.nan if values.get(name) is None else values[name]
-                gap = sure(abs(value - true) / max(abs(true), 1.0))
-                if gap > worst:
-                    worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
-    return question.measured(worst, _LIMIT_METRIC, found="" if worst <= _LIMIT_METRIC else found)
-
-
-def ended(evidence: Evidence) -> Check:
-    """Every run came to its end."""
-    question = Question(
-        name="run",
-        compared="the steps of each short run",
-        advice="A run of this recipe does not come to its end; the checks above say what was found until then.",
-    )
-    for run in evidence.runs:
-        taken = len(run.ranks[0].steps) if run.ranks else 0
-        if run.trouble or taken != evidence.sizes.steps:
-            text = run.trouble or f"{taken} steps instead of {evidence.sizes.steps}"
-            return question.failed(f"{run.name}: {text}")
-    return question.measured(0)
 
 
 def _rates_used(evidence: Evidence) -> list[tuple[str, float, float]]:

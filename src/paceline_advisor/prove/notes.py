@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -58,12 +58,16 @@ class Question:
     compared: str
     advice: str
 
-    def measured(self, difference: float, limit: float = 0, *, found: str = "", compared: str = "") -> Check:
-        """The check with what was measured."""
+    def about(self, compared: str) -> Question:
+        """Return the check of something that is only known with the evidence."""
+        return replace(self, compared=compared)
+
+    def measured(self, difference: float, limit: float = 0, *, found: str = "") -> Check:
+        """Return the check with what was measured."""
         passed = difference <= limit
         return Check(
             name=self.name,
-            compared=compared or self.compared,
+            compared=self.compared,
             verdict="passed" if passed else "failed",
             difference=float(difference),
             limit=limit,

@@ -49,6 +49,7 @@ def neutral(recipe: Recipe) -> Recipe:
     return replace(
         recipe,
         model=replace(recipe.model, compile=False),
+        data=replace(recipe.data, sampling="uniform"),
         train=replace(recipe.train, precision="fp32", float32_matmul="auto", deterministic=False),
         parallel=replace(recipe.parallel, device="cpu", **here),
         telemetry=replace(recipe.telemetry, profile=Profile()),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
-from paceline_advisor.prove import checks as prove_checks
+from paceline_advisor.prove.checks import CHECKS
 from paceline_advisor.prove.evidence import Evidence, Nature, look
 from paceline_advisor.prove.notes import Check, Observed, named
 from paceline_advisor.prove.reference import Plain
@@ -36,23 +35,6 @@ from paceline_advisor.prove.runs import Runner, Sizes, neutral, set_aside, short
 from paceline_advisor.prove.witness import can_shorten
 
 _MOST_SCORED = 500
-
-CHECKS: tuple[Callable[[Evidence], Check], ...] = (
-    prove_checks.order,
-    prove_checks.samples,
-    prove_checks.parameters,
-    prove_checks.gradient,
-    prove_checks.accumulation,
-    prove_checks.tail,
-    prove_checks.processes,
-    prove_checks.learning_rate,
-    prove_checks.moving_average,
-    prove_checks.training_mode,
-    prove_checks.dropout,
-    prove_checks.buffers,
-    prove_checks.metric,
-    prove_checks.ended,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +120,20 @@ def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
     if aside := set_aside(loaded.recipe):
         tell(f"set aside: {', '.join(aside)}")
     plans, sizes = _plan(loaded, asked.processes)
-    with _scratch() as scratch, _threads_put_back():
-        runner = Runner(recipe=loaded.recipe, sizes=sizes, scratch=scratch, double=True)
+    with contextlib.ExitStack() as held:
+        held.callback(torch.set_num_threads, torch.get_num_threads())
+        folder = tempfile.TemporaryDirectory(prefix="paceline-prove-", ignore_cleanup_errors=True)
+        runner = Runner(recipe=loaded.recipe, sizes=sizes, scratch=Path(held.enter_context(folder)), double=True)
         tell("looking at the network")
-        nature = _look(runner)
+        try:
+            nature = look(runner)
+        except RecipeError as error:
+            if not sizes.has_single_samples:
+                raise
+            raise RecipeError(
+                f"there are so few training samples that a micro-batch of the proof would have only one, and {error} "
+                "Give more data, or fewer --processes."
+            ) from None
         runner = replace(runner, double=nature.double)
         checks = _judge(runner, nature, plans, tell)
     return ProveReport(
@@ -174,18 +166,6 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
     whole = not can_shorten(task) and held_out <= _MOST_SCORED
     samples = plans[1].train_samples // recipe.data.augment.repeats
     return plans, Sizes.of(samples, held_out, processes, all_held_out=whole)
-
-
-def _look(runner: Runner) -> Nature:
-    try:
-        return look(runner)
-    except RecipeError as error:
-        if not runner.sizes.has_single_samples:
-            raise
-        raise RecipeError(
-            f"there are so few training samples that a micro-batch of the proof would have only one, and {error} Give "
-            "more data, or fewer --processes."
-        ) from None
 
 
 def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callable[[str], None]) -> tuple[Check, ...]:
@@ -236,21 +216,3 @@ def _several(runner: Runner, asked: Observed, tell: Callable[[str], None]) -> tu
         return None, "the processes of a run are found in /proc, which only Linux has"
     tell(f"training in {count} processes")
     return runner.in_processes(f"{count}-processes"), ""
-
-
-@contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-prove-"))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _threads_put_back() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested, Progress, chosen, copied, mapped, tensors_in
 from paceline.data.boxes.pipeline import BoxSubset
+from paceline.data.class_balance import SampleClasses
 from paceline.data.image.source import SubsetSource
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -93,6 +94,10 @@ class Witness(Task):
     def sample_weights(self) -> SampleWeights | None:
         """The task's, of the samples that there are."""
         return _first(self.task.sample_weights(), self._orders.samples)
+
+    def sample_classes(self) -> SampleClasses | None:
+        """The task's, of the samples that there are."""
+        return _first(self.task.sample_classes(), self._orders.samples)
 
     def sample_lengths(self) -> SampleLengths | None:
         """The task's, of the samples that there are."""

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from paceline.devices import Device
 from paceline.models.ceilings import Ceilings
-from paceline.models.flops import PHASES, StepWork, Uncounted, Work
+from paceline.models.flops import PHASES, StepWork, Work
 from paceline.models.operator_work import Product
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
-from paceline_advisor.formulas.network import (
-    Tiling,
-    aligned_sizes,
-    alignment_bytes_multiple,
-    best_tiling,
-    better_sizes,
-)
+from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
 
 _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
 
@@ -57,38 +51,35 @@ class LayerBound:
 
 
 def layer_bounds(found: StepWork, kinds: dict[str, str], ceilings: Ceilings) -> tuple[LayerBound, ...]:
-    """Every layer and phase of a step that moves anything, in the order in which they come."""
+    """Return every layer and phase of a step that moves anything, in the order in which they come."""
     whole = sum(map(ceilings.seconds, found.works)) or 1.0
-    return tuple(
-        _bound((layer, kinds.get(layer, "") if phase in _OF_LAYERS else "", phase), works, ceilings, whole)
-        for (layer, phase), works in found.by_layer().items()
-        if any(each.bytes_moved or each.flops for each in works)
-    )
-
-
-def _bound(place: tuple[str, str, str], works: Sequence[Work], ceilings: Ceilings, whole: float) -> LayerBound:
-    layer, kind, phase = place
-    flops = sum(each.flops for each in works)
-    read, written = sum(each.bytes_read for each in works), sum(each.bytes_written for each in works)
-    arithmetic = sum(map(ceilings.arithmetic_seconds, works))
-    memory = (read + written) / ceilings.device.bytes_per_second
-    # Products of several precisions have a ridge between theirs.
-    peak = flops / arithmetic if arithmetic else ceilings.peak(ceilings.precision)
-    seconds = sum(map(ceilings.seconds, works))
-    return LayerBound(
-        layer=layer,
-        kind=kind,
-        phase=phase,
-        flops=flops,
-        bytes_read=read,
-        bytes_written=written,
-        intensity=flops / (read + written) if read + written else 0.0,
-        ridge=peak / ceilings.device.bytes_per_second,
-        bound="compute" if arithmetic > memory else "memory",
-        seconds=seconds,
-        share=seconds / whole,
-        operators=tuple(dict.fromkeys(each.operator for each in works)),
-    )
+    bounds = []
+    for (layer, phase), works in found.by_layer().items():
+        flops = sum(each.flops for each in works)
+        read, written = sum(each.bytes_read for each in works), sum(each.bytes_written for each in works)
+        if not (read or written or flops):
+            continue
+        arithmetic, seconds = sum(map(ceilings.arithmetic_seconds, works)), sum(map(ceilings.seconds, works))
+        rate = ceilings.device.bytes_per_second
+        # Products of several precisions have a ridge between theirs.
+        peak = flops / arithmetic if arithmetic else ceilings.peak(ceilings.precision)
+        bounds.append(
+            LayerBound(
+                layer=layer,
+                kind=kinds.get(layer, "") if phase in _OF_LAYERS else "",
+                phase=phase,
+                flops=flops,
+                bytes_read=read,
+                bytes_written=written,
+                intensity=flops / (read + written) if read + written else 0.0,
+                ridge=peak / rate,
+                bound="compute" if arithmetic > (read + written) / rate else "memory",
+                seconds=seconds,
+                share=seconds / whole,
+                operators=tuple(dict.fromkeys(each.operator for each in works)),
+            )
+        )
+    return tuple(bounds)
 
 
 # Of a number, in those precisions that matrix units have.
@@ -121,9 +112,6 @@ class Dimension:
         """Whether matrix units can read it as it is."""
         return self.size % self.must == 0
 
-    def __str__(self) -> str:
-        return f"{self.name} = {self.size} ({self.advice})"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeFinding:
@@ -139,8 +127,6 @@ class ShapeFinding:
         seconds_lost: Of the step's least time, what tiles and waves waste.
     """
 
-    COLUMNS: ClassVar = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "wasted", "better n")
-
     layer: str
     phase: str
     product: Product
@@ -148,24 +134,6 @@ class ShapeFinding:
     tiling: Tiling | None
     better: tuple[int | None, int | None]
     seconds_lost: float
-
-    @property
-    def odd_dimensions(self) -> tuple[Dimension, ...]:
-        """Those that something should be changed about."""
-        return tuple(each for each in self.dimensions if each.advice)
-
-    def row(self) -> tuple[str, ...]:
-        """Return the cells of ``COLUMNS``, of a product that is cut into tiles."""
-        tiling, product = self.tiling, self.product
-        assert tiling is not None
-        times = f" × {product.count}" if product.count > 1 else ""
-        return (
-            *(self.layer, self.phase, f"{product.m} × {product.n} × {product.k}{times}"),
-            f"{tiling.tile[0]}×{tiling.tile[1]}",
-            f"{tiling.tiles}" if tiling.splits == 1 else f"{tiling.tiles} × {tiling.splits}",
-            *(str(tiling.waves), f"{tiling.waste:.0%}"),
-            " or ".join(str(n) for n in self.better if n is not None) or "–",
-        )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -190,7 +158,9 @@ def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work
             continue
         precision = precision_of(work)
         has_units = device.name != "cpu" and precision in _BYTES
-        tiling = _tiling(product, device)
+        tiling = None
+        if device.name != "cpu" and (product.count == 1 or min(product.n, product.m) >= _NARROW):
+            tiling = best_tiling(product.m, product.n, product.k, device.multiprocessors, product.count)
         sizes = (product.m, product.n, product.k, device.multiprocessors, product.count)
         is_slow = tiling is not None and tiling.slowdown > _CLEARLY
         peak = device.peak(precision) or device.peak("fp32") or 1.0
@@ -205,12 +175,6 @@ def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work
         )
 
 
-def _tiling(product: Product, device: Device) -> Tiling | None:
-    if device.name == "cpu" or (product.count > 1 and min(product.n, product.m) < _NARROW):
-        return None
-    return best_tiling(product.m, product.n, product.k, device.multiprocessors, product.count)
-
-
 def _dimensions(product: Product, width: int) -> Iterator[Dimension]:
     must, should = alignment_bytes_multiple(width), alignment_bytes_multiple(width, 128)
     if product.kind == "attention":
@@ -222,20 +186,13 @@ def _dimensions(product: Product, width: int) -> Iterator[Dimension]:
     else:
         named = {"samples": product.m, "inputs": product.k, "outputs": product.n}
     for name, size in named.items():
-        yield Dimension(name=name, size=size, must=must, should=should, advice=_advice(name, size, must))
-
-
-def _advice(name: str, size: int, must: int) -> str:
-    if size % must == 0:
-        return ""
-    if name == "channels" and size < 4:
-        return "pad the images to 4 channels, or leave it to the library, which pads the first layer itself"
-    lower, upper = aligned_sizes(size, must)
-    return (
-        f"{must} should divide it: {upper}"
-        if lower >= size or lower == upper
-        else f"{must} should divide it: {lower} or {upper}"
-    )
+        advice = ""
+        if size % must and name == "channels" and size < 4:
+            advice = "pad the images to 4 channels, or leave it to the library, which pads the first layer itself"
+        elif size % must:
+            lower, upper = aligned_sizes(size, must)
+            advice = f"{must} should divide it: {f'{lower} or ' * (lower < size)}{upper}"
+        yield Dimension(name=name, size=size, must=must, should=should, advice=advice)
 
 
 _FEW = 8
@@ -256,6 +213,25 @@ class LowIntensity:
     intensity: float
     flops_share: float
     seconds_share: float
+
+
+_LAYER_COLUMNS = ("layer", "kind", "phase", "GFLOP", "MB", "FLOP/byte", "ridge", "bound", "least ms", "share")
+_PRODUCT_COLUMNS = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "wasted", "better n", "lost ms")
+
+
+def _product_row(found: ShapeFinding) -> tuple[str, ...]:
+    """Return the cells of a product that is cut into tiles."""
+    tiling, product = found.tiling, found.product
+    assert tiling is not None
+    times = f" × {product.count}" if product.count > 1 else ""
+    return (
+        *(found.layer, found.phase, f"{product.m} × {product.n} × {product.k}{times}"),
+        f"{tiling.tile[0]}×{tiling.tile[1]}",
+        f"{tiling.tiles}" if tiling.splits == 1 else f"{tiling.tiles} × {tiling.splits}",
+        *(str(tiling.waves), f"{tiling.waste:.0%}"),
+        " or ".join(str(n) for n in found.better if n is not None) or "–",
+        f"{found.seconds_lost * 1e3:.3g}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,11 +287,6 @@ class RooflineReport:
         """The same if all operators without products were fused into those with."""
         return self.arithmetic_seconds / self.products_seconds if self.products_seconds else 0.0
 
-    @property
-    def uncounted(self) -> tuple[Uncounted, ...]:
-        """Operators whose arithmetic is not in these figures."""
-        return self.found.uncounted
-
     def phases(self) -> dict[str, dict[str, float]]:
         """FLOPs, bytes, least time and its share by phase."""
         return {
@@ -347,92 +318,82 @@ class RooflineReport:
         return ceilings, f"({self.device.source}.)", step
 
     def remarks(self) -> tuple[str, ...]:
-        """What stands out, in sentences."""
-        said = list(self.notices)
-        if self.low_intensity is not None:
-            said.append(_of_low_intensity(self.low_intensity, self.ridge))
-        said += self._of_sizes()
-        said += [
-            f"{each.operator}: {each.calls} calls with {each.share:.1%} of the bytes, whose arithmetic is not counted"
-            for each in self.uncounted
-        ]
-        return tuple(dict.fromkeys(said))
-
-    def _of_sizes(self) -> list[str]:
-        """Layers whose sizes do not divide, those that take most time first."""
+        """Return what stands out, in sentences."""
+        said, low = list(self.notices), self.low_intensity
+        if low is not None:
+            several = len(low.layers) > 1
+            said.append(
+                f"{len(low.layers)} depthwise or narrowly grouped convolution{'s' * several} ({low.layers[0]}"
+                f"{', …' * several}): {low.intensity:.1f} FLOP/byte against a ridge of {self.ridge:.1f}, "
+                f"{low.flops_share:.1%} of the FLOPs and {low.seconds_share:.1%} of the least time. Their memory is "
+                "what takes it; a larger batch does not help."
+            )
+        # Layers whose sizes do not divide, those that take most time first.
         seconds = {(each.layer, each.phase): each.seconds for each in self.layers}
-        odd = [each for each in self.shapes if each.odd_dimensions]
+        odd = [each for each in self.shapes if any(size.advice for size in each.dimensions)]
         odd.sort(key=lambda each: -seconds[each.layer, each.phase])
-        said = [f"{each.layer}: {', '.join(map(str, each.odd_dimensions))}" for each in odd[:_FEW]]
-        rest = odd[_FEW:]
-        share = sum(seconds[each.layer, each.phase] for each in rest) / self.least_seconds if rest else 0.0
-        if rest:
+        for each in odd[:_FEW]:
+            sizes = [f"{size.name} = {size.size} ({size.advice})" for size in each.dimensions if size.advice]
+            said.append(f"{each.layer}: {', '.join(sizes)}")
+        if rest := odd[_FEW:]:
+            share = sum(seconds[each.layer, each.phase] for each in rest) / self.least_seconds
             said.append(
                 f"{len(rest)} more layers have sizes that do not divide; their forward passes take {share:.1%}."
             )
-        return said
+        said += [
+            f"{each.operator}: {each.calls} calls with {each.share:.1%} of the bytes, whose arithmetic is not counted"
+            for each in self.found.uncounted
+        ]
+        return tuple(dict.fromkeys(said))
 
     def __paceline__(self) -> Shown:
         """Return tables of phases, of the slowest layers, and of products that waste most."""
+
+        def figures(flops: float, moved: float, *between: str, seconds: float, share: float) -> tuple[str, ...]:
+            ends = f"{seconds * 1e3:.3g}", f"{share:.1%}"
+            return f"{flops / 1e9:,.2f}", f"{moved / 1e6:,.1f}", *between, *ends
+
         phases = [
-            (name, *_work(each["flops"], each["bytes"]), *_time(each["seconds"], each["share"]))
+            (name, *figures(each["flops"], each["bytes"], seconds=each["seconds"], share=each["share"]))
             for name, each in self.phases().items()
         ]
-        layers = [
-            (
-                *(each.layer or ("(network)" if each.kind else f"({each.phase})"), each.kind, each.phase),
-                *_work(each.flops, each.bytes_read + each.bytes_written),
-                *(f"{each.intensity:.1f}", f"{each.ridge:.1f}", each.bound),
-                *_time(each.seconds, each.share),
-            )
-            for each in sorted(self.layers, key=lambda each: -each.seconds)[: self.top]
-        ]
+        layers = []
+        for layer in sorted(self.layers, key=lambda each: -each.seconds)[: self.top]:
+            name = layer.layer or ("(network)" if layer.kind else f"({layer.phase})")
+            moved = layer.bytes_read + layer.bytes_written
+            between = f"{layer.intensity:.1f}", f"{layer.ridge:.1f}", layer.bound
+            numbers = figures(layer.flops, moved, *between, seconds=layer.seconds, share=layer.share)
+            layers.append((name, layer.kind, layer.phase, *numbers))
         wasteful = sorted((each for each in self.shapes if each.seconds_lost > 0), key=lambda each: -each.seconds_lost)
-        products = [(*each.row(), f"{each.seconds_lost * 1e3:.3g}") for each in wasteful[: self.top]]
+        products = [_product_row(each) for each in wasteful[: self.top]]
+        tables = [
+            Table(columns=("phase", "GFLOP", "MB", "least ms", "share"), rows=phases, caption="By phase"),
+            Table(columns=_LAYER_COLUMNS, rows=layers, caption="Layers by their least time"),
+        ]
+        if products:
+            caption = "Matrix products whose tiles and waves waste most (predicted)"
+            tables.append(Table(columns=_PRODUCT_COLUMNS, rows=products, caption=caption))
         return Shown(
             title="Roofline",
             subtitle=f"{self.model} on {self.device.title}",
-            blocks=[
-                *self.headline(),
-                Table(columns=("phase", "GFLOP", "MB", "least ms", "share"), rows=phases, caption="By phase"),
-                Table(
-                    columns=(
-                        "layer",
-                        "kind",
-                        "phase",
-                        "GFLOP",
-                        "MB",
-                        "FLOP/byte",
-                        "ridge",
-                        "bound",
-                        "least ms",
-                        "share",
-                    ),
-                    rows=layers,
-                    caption="Layers by their least time",
-                ),
-                *(
-                    [
-                        Table(
-                            columns=(*ShapeFinding.COLUMNS, "lost ms"),
-                            rows=products,
-                            caption="Matrix products whose tiles and waves waste most (predicted)",
-                        )
-                    ]
-                    if products
-                    else []
-                ),
-                *self.remarks(),
-            ],
+            blocks=[*self.headline(), *tables, *self.remarks()],
         )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        low = self.low_intensity
+        low, device = self.low_intensity, self.device
         return {
             "recipe": self.recipe,
             "model": self.model,
-            "device": _device_json(self.device, self.precision, self.ridge),
+            "device": {
+                "name": device.name,
+                "title": device.title,
+                "peak_flops_per_second": device.peak(self.precision),
+                "bytes_per_second": device.bytes_per_second,
+                "ridge_flop_per_byte": self.ridge,
+                "multiprocessors": device.multiprocessors,
+                "source": device.source,
+            },
             "precision": self.precision,
             "micro_batch_size": self.micro_batch,
             "micro_batches_per_step": self.micro_batches,
@@ -450,35 +411,6 @@ class RooflineReport:
             "layers": [asdict(each) for each in self.layers],
             "shapes": [each.to_json() for each in self.shapes],
             "low_intensity": None if low is None else asdict(low),
-            "uncounted": [asdict(each) for each in self.uncounted],
+            "uncounted": [asdict(each) for each in self.found.uncounted],
             "notices": list(self.notices),
         }
-
-
-def _work(flops: float, moved: float) -> tuple[str, str]:
-    return f"{flops / 1e9:,.2f}", f"{moved / 1e6:,.1f}"
-
-
-def _time(seconds: float, share: float) -> tuple[str, str]:
-    return f"{seconds * 1e3:.3g}", f"{share:.1%}"
-
-
-def _device_json(device: Device, precision: str, ridge: float) -> dict[str, Any]:
-    return {
-        "name": device.name,
-        "title": device.title,
-        "peak_flops_per_second": device.peak(precision),
-        "bytes_per_second": device.bytes_per_second,
-        "ridge_flop_per_byte": ridge,
-        "multiprocessors": device.multiprocessors,
-        "source": device.source,
-    }
-
-
-def _of_low_intensity(low: LowIntensity, ridge: float) -> str:
-    names = low.layers[0] + ", …" * (len(low.layers) > 1)
-    return (
-        f"{len(low.layers)} depthwise or narrowly grouped convolution{'s' * (len(low.layers) > 1)} ({names}): "
-        f"{low.intensity:.1f} FLOP/byte against a ridge of {ridge:.1f}, {low.flops_share:.1%} of the FLOPs and "
-        f"{low.seconds_share:.1%} of the least time. Their memory is what takes it; a larger batch does not help."
-    )

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,21 +36,30 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def this_cpu() -> Device:
-    """This CPU as a device whose peaks are what it reached here, in a second or two; remembered if it can be.
+    """Return this CPU as a device whose peaks are what it reached here, in a second or two; remembered if it can be.
 
     A matrix product of 1,536 squared stands for its arithmetic and a copy of 256 MiB for its memory: both are what
     programs get, and a little less than what the maker would print.
     """
-    path = _path()
+    cores = available_cores()
+    same = (cpu_name(), cores, torch.get_num_threads(), torch.__version__)
+    path = cache_folder() / "roofline" / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:16]}.json"
     found = _recall(path)
     if found is None:
+        flops = {}
+        # Numbers of its own: random states stay as they are.
+        numbers = torch.randn(2, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0))
+        for name, dtype in _TYPES.items():
+            left, right = numbers.to(dtype)
+            multiply = partial(torch.mm, left, right, out=torch.empty(_SIZE, _SIZE, dtype=dtype))
+            flops[name] = 2 * _SIZE**3 / _least_seconds(multiply)
+        source, target = torch.ones(2, _COPIED_BYTES // 4)  # no cache holds them
         found = {
-            "flops_per_second": {name: _product_rate(each) for name, each in _TYPES.items()},
-            "bytes_per_second": _copy_rate(),
+            "flops_per_second": flops,
+            "bytes_per_second": 2 * _COPIED_BYTES / _least_seconds(partial(target.copy_, source)),
             "measured": time.strftime("%Y-%m-%d"),
         }
         remember(path, json.dumps(found).encode())
-    cores = available_cores()
     how = "a matrix product of 1,536 squared, a copy of 256 MiB"
     return Device(
         name="cpu",
@@ -63,21 +73,6 @@ def this_cpu() -> Device:
     )
 
 
-def _product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of the best of some matrix products."""
-    # Numbers of its own: random states stay as they are.
-    numbers = torch.randn(2, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0))
-    left, right = numbers.to(dtype)
-    out = torch.empty(_SIZE, _SIZE, dtype=dtype)
-    return 2 * _SIZE**3 / _least_seconds(lambda: torch.mm(left, right, out=out))
-
-
-def _copy_rate() -> float:
-    """Bytes per second, read and written, of the best of some copies that no cache holds."""
-    source, target = torch.ones(2, _COPIED_BYTES // 4)
-    return 2 * _COPIED_BYTES / _least_seconds(lambda: target.copy_(source))
-
-
 def _least_seconds(act: Callable[[], Any]) -> float:
     """Of some goes; what else the machine does only adds."""
     act()
@@ -88,11 +83,6 @@ def _least_seconds(act: Callable[[], Any]) -> float:
         act()
         times.append(time.perf_counter() - begun)
     return min(times)
-
-
-def _path() -> Path:
-    same = (cpu_name(), available_cores(), torch.get_num_threads(), torch.__version__)
-    return cache_folder() / "roofline" / f"{hashlib.sha256(repr(same).encode()).hexdigest()[:16]}.json"
 
 
 def _recall(path: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,10 +20,9 @@ from paceline.machine import available_cores, cpu_name
 from paceline.metrics.intervals import Interval, mean_interval
 from paceline.plan.batching import with_fitting_ghosts
 from paceline.processes import ProcessGroup
-from paceline.recipe.running import Parallel
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
-from paceline_advisor.bench.interleaved import Measured, Variant, run_bursts
+from paceline_advisor.bench.interleaved import Variant, run_bursts
 from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
 from paceline_advisor.scaling.room import Share
 
@@ -32,84 +31,60 @@ _BLOCK_SECONDS = 1.5
 _LEAST_DOUBT = 0.01
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurements:
-    """What runs took that took turns.
+def measure(
+    recipe: Recipe,
+    alone: Mapping[int, Share],
+    together: Mapping[int, Share],
+    threads: Mapping[int, int],
+    rounds: int,
+    say: Callable[[str], None],
+) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
+    """Run shares of a recipe's step in turns.
 
-    Attributes:
-        alone: One device's step with the share it has among so many, by their number.
-        together: Samples per second of so many, by their number.
-    """
-
-    alone: Mapping[int, OneDevice]
-    together: Mapping[int, Interval]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trials:
-    """What is to be measured.
-
-    Attributes:
+    Args:
         recipe: What is trained.
-        alone: Shares to measure on one device.
-        together: Shares to measure on as many devices as they are for.
+        alone: Shares to measure on one device, by the number of devices that they are of.
+        together: Shares to measure on that many devices.
         threads: Of each process, by the number of processes; empty where processes do not compute on cores.
         rounds: Turns of each.
-    """
+        say: Told of the progress.
 
-    recipe: Recipe
-    alone: Mapping[int, Share]
-    together: Mapping[int, Share]
-    threads: Mapping[int, int]
-    rounds: int
-
-
-def measure(trials: Trials, say: Callable[[str], None]) -> Measurements:
-    """Run them in turns.
+    Returns:
+        One device's step with each share of ``alone``, and samples per second of those of ``together``, but of one
+        process: it is what the prediction begins with, and no test of it.
 
     Raises:
         TrainingError: If one of them failed.
     """
-    names = {size: f"1 process as one of {size}" for size in trials.alone if size > 1} | {1: "1 process"}
-    variants = {names[size]: _variant(trials, share, 1) for size, share in trials.alone.items()}
-    several = {size: share for size, share in trials.together.items() if size > 1}
-    variants |= {f"{size} processes": _variant(trials, share, size) for size, share in several.items()}
-    found = run_bursts(variants, rounds=trials.rounds, block_seconds=_BLOCK_SECONDS, say=say)
+
+    def variant(share: Share, processes: int) -> Variant:
+        own, parallel = share.micro_batch * share.passes, recipe.parallel
+        if processes == 1:
+            parallel = replace(parallel, strategy="auto", logical_ranks="auto", gradient_compression="none")
+        if share.devices in threads:
+            parallel = replace(parallel, threads=threads[share.devices])
+        batch = Batch(global_size=own * processes, micro_size=share.micro_batch)
+        model = with_fitting_ghosts(recipe.model, share.micro_batch)
+        return Variant(recipe=replace(recipe, model=model, batch=batch, parallel=parallel), processes=processes)
+
+    names = {size: f"1 process as one of {size}" if size > 1 else "1 process" for size in alone}
+    several = {size: f"{size} processes" for size in together if size > 1}
+    variants = {names[size]: variant(share, 1) for size, share in alone.items()}
+    variants |= {name: variant(together[size], size) for size, name in several.items()}
+    found = run_bursts(variants, rounds=rounds, block_seconds=_BLOCK_SECONDS, say=say)
     for name, each in found.items():
         if not each.rounds:
             raise TrainingError(f"{name} could not be measured: {each.trouble or 'no round was finished'}")
-    alone = {size: _one_device(found[names[size]], share) for size, share in trials.alone.items()}
-    # One process is what the prediction begins with: it is no test of it.
-    together = {size: _rate(found[f"{size} processes"]) for size in several}
-    return Measurements(alone=alone, together=together)
-
-
-def _variant(trials: Trials, share: Share, processes: int) -> Variant:
-    recipe = trials.recipe
-    own = share.micro_batch * share.passes
-    parallel = recipe.parallel if processes > 1 else _for_one(recipe.parallel)
-    if share.devices in trials.threads:
-        parallel = replace(parallel, threads=trials.threads[share.devices])
-    batch = Batch(global_size=own * processes, micro_size=share.micro_batch)
-    model = with_fitting_ghosts(recipe.model, share.micro_batch)
-    return Variant(recipe=replace(recipe, model=model, batch=batch, parallel=parallel), processes=processes)
-
-
-def _for_one(parallel: Parallel) -> Parallel:
-    return replace(parallel, strategy="auto", logical_ranks="auto", gradient_compression="none")
-
-
-def _one_device(measured: Measured, share: Share) -> OneDevice:
-    seconds = measured.step_seconds
-    middle = statistics.median(seconds)
-    spread = statistics.stdev(seconds) / middle if len(seconds) > 2 else SPREAD
-    doubt = max(_LEAST_DOUBT, spread / len(seconds) ** 0.5)
-    # Means over a block vary less than steps do, and the machine's drift is in them: neither is a step's own spread.
-    return OneDevice(seconds=middle / share.passes, samples=share.micro_batch, doubt=doubt, spread=SPREAD)
-
-
-def _rate(measured: Measured) -> Interval:
-    return mean_interval(measured.samples_per_second)
+    ones = {}
+    for size, share in alone.items():
+        seconds = found[names[size]].step_seconds
+        middle = statistics.median(seconds)
+        spread = statistics.stdev(seconds) / middle if len(seconds) > 2 else SPREAD
+        doubt = max(_LEAST_DOUBT, spread / len(seconds) ** 0.5)
+        # Means over a block vary less than steps do, and the machine's drift is in them: neither is a step's own
+        # spread.
+        ones[size] = OneDevice(seconds=middle / share.passes, samples=share.micro_batch, doubt=doubt, spread=SPREAD)
+    return ones, {size: mean_interval(found[name].samples_per_second) for size, name in several.items()}
 
 
 PROBED_BYTES = 4 * 2**20
@@ -119,39 +94,31 @@ _UNKNOWN_LINK = Link(10e9, PCIE * 1e-6)
 
 
 def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
-    """This machine.
+    """Return this machine as a cluster.
 
     Args:
         sizes: Numbers of processes that are asked about.
         on_cpu: Whether its GPUs are to be left alone.
     """
     gpus = 0 if on_cpu else torch.cuda.device_count()
-    cores = available_cores()
+    cores, device = available_cores(), None
     if gpus:
         name = torch.cuda.get_device_name()
-        device = recognise(name)
-        return Cluster(
-            name="here",
-            title=f"this machine: {gpus} x {name}",
-            device=None if device is None else device.name,
-            devices_per_node=gpus,
-            within=_UNKNOWN_LINK,
-            network=_UNKNOWN_LINK,
-            cores_per_device=cores / gpus,
-            most_devices=gpus,
-            source="this machine; the link between its GPUs is assumed to be PCIe 3.0 x16",
-        )
-    most = max(sizes)
+        device, title = recognise(name), f"this machine: {gpus} x {name}"
+        source = "this machine; the link between its GPUs is assumed to be PCIe 3.0 x16"
+    else:
+        title, source = f"this machine: {cores} cores of {cpu_name()}", "this machine, measured"
     return Cluster(
         name="here",
-        title=f"this machine: {cores} cores of {cpu_name()}",
-        device=None,
-        devices_per_node=most,
+        title=title,
+        device=None if device is None else device.name,
+        devices_per_node=gpus or max(sizes),
         within=_UNKNOWN_LINK,
         network=_UNKNOWN_LINK,
-        cores_per_device=cores / most,
-        shares_cores=True,
-        source="this machine, measured",
+        cores_per_device=cores / (gpus or max(sizes)),
+        most_devices=gpus or None,
+        shares_cores=not gpus,
+        source=source,
     )
 
 

@@ -29,6 +29,12 @@ CRITICAL_BATCH = 15_000
 al. 2018, table 1)."""
 
 
+_COLUMNS = (
+    *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "hours", "at worst", "cost", "at worst"),
+    "limited by",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One number of GPUs.
@@ -61,11 +67,17 @@ class Choice:
         """How many."""
         return self.row.prediction.devices
 
+    def excess(self, wanted: Plan) -> float:
+        """Return how many times as long, or as dear, as it may be."""
+        late = 0.0 if wanted.deadline_hours is None else self.high_hours / wanted.deadline_hours
+        dear = 0.0 if wanted.budget is None or self.high_cost is None else self.high_cost / wanted.budget
+        return max(late, dear)
+
     def table_row(self) -> tuple[object, ...]:
         """Return its line in the table."""
         found, row = self.row.prediction, self.row
         return (
-            *(self.gpus, row.strategy, f"{found.samples:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
+            *(found.devices, row.strategy, f"{found.samples:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
             *(f"{found.efficiency:.1%}", shown_hours(row.hours), shown_hours(self.high_hours)),
             *("" if cost is None else f"${cost:,.2f}" for cost in (row.cost, self.high_cost)),
             found.limit if self.has_room else "memory: does not fit",
@@ -73,14 +85,15 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         """The choice as JSON values."""
+        room = self.room
         return {
             **self.row.to_json(),
             "strategy_reason": self.reason,
-            "micro_batch": self.row.prediction.samples // (self.gpus * self.row.passes),
-            "fits": None if self.room is None else self.room.fits,
-            "needed_bytes": None if self.room is None else self.room.needed,
-            "memory_bytes": None if self.room is None else self.room.memory,
-            "memory_reason": "" if self.room is None else self.room.why,
+            "micro_batch": self.row.prediction.samples // (self.row.prediction.devices * self.row.passes),
+            "fits": None if room is None else room.fits,
+            "needed_bytes": None if room is None else room.needed,
+            "memory_bytes": None if room is None else room.memory,
+            "memory_reason": "" if room is None else room.why,
             "learning_rate": self.learning_rate,
             "hours_at_worst": self.high_hours,
             "cost_at_worst": self.high_cost,
@@ -125,19 +138,6 @@ class TrainingPlan:
 
     def __paceline__(self) -> Shown:
         """Show every number of GPUs tried, and the one chosen or nearest in full."""
-        columns = (
-            "GPUs",
-            "strategy",
-            "batch",
-            "lr",
-            "samples/s",
-            "efficiency",
-            "hours",
-            "at worst",
-            "cost",
-            "at worst",
-        )
-        table = Table(columns=(*columns, "limited by"), rows=[each.table_row() for each in self.choices], caption="")
         said = []
         if self.report.is_bound:
             said = [
@@ -146,25 +146,22 @@ class TrainingPlan:
         elif self.chosen is None:
             said = ["Nothing tried does it; this comes nearest:"]
         choice = self.chosen or self.nearest
-        found = choice.row.prediction
+        found, cluster = choice.row.prediction, self.report.cluster
         grown = found.samples != self.recipe_batch
         pairs = {
-            "GPUs": f"{choice.gpus} on {self.report.cluster.title}; "
-            f"{-(-choice.gpus // self.report.cluster.devices_per_node)} node(s)",
+            "GPUs": f"{found.devices} on {cluster.title}; {-(-found.devices // cluster.devices_per_node)} node(s)",
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
             "global batch": f"{found.samples:,}" + f" in place of the recipe's {self.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" in place of the recipe's {self.recipe_lr:g}" * grown,
             "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
-            "cost": "",
+            "cost": "" if choice.row.cost is None else f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}",
             "warning": choice.warning,
         }
-        if choice.row.cost is not None and choice.high_cost is not None:
-            pairs["cost"] = f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}"
         return Shown(
-            title=f"GPUs for {self.report.recipe} on {self.report.cluster.title}",
+            title=f"GPUs for {self.report.recipe} on {cluster.title}",
             blocks=[
-                table,
+                Table(columns=_COLUMNS, rows=[each.table_row() for each in self.choices]),
                 *said,
                 {name: text for name, text in pairs.items() if text},
                 f"  Not predicted: one GPU ({self.report.basis}), batch, price. Everything else is predicted.",
@@ -177,7 +174,7 @@ class TrainingPlan:
 def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
     """Choose: for a deadline the fewest GPUs, for a budget the fastest.
 
-    Both are held against the upper end of the prediction's range.
+    Both are compared with the upper end of the prediction's range.
 
     Raises:
         PacelineError: If something in it is unknown, or does not fit together.
@@ -186,7 +183,18 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
     recipe = loaded.recipe
     sizes = _sizes(recipe, wanted)
     scaling = Scaling(loaded, wanted.scale(sizes), say)
-    found, notices = _rooms(recipe, scaling)
+    found: dict[int, Room] = {}
+    notices: tuple[str, ...] = ()
+    try:
+        found = rooms(
+            *(recipe, scaling.shares, scaling.cluster, scaling.device),
+            lambda size, memory: _strategy(recipe, scaling, size, memory)[0],
+        )
+        if not found:
+            title = scaling.cluster.title
+            notices = (f"{title}: its devices' memory is unknown; whether a batch fits was not looked at",)
+    except PacelineError as error:
+        notices = (f"whether a batch fits into memory is not known: {error}",)
     scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
     report = scaling.report()
     if wanted.budget is not None and report.price is None:
@@ -199,38 +207,41 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
         if room is not None and room.strategy != strategy:
             strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
-        choices.append(replace(_choice(row, reason, recipe, wanted, report.price), room=room))
-    fitting = [each for each in choices if _fits(each, wanted)]
-    best = _best(fitting, wanted) if fitting else None
+        assert row.hours is not None  # the recipe says how long it trains
+        hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
+        rate, warning = _rate(row.prediction.samples, recipe, wanted)
+        choice = Choice(
+            row=row,
+            reason=reason,
+            learning_rate=rate,
+            high_hours=hours,
+            high_cost=None if report.price is None else hours * size * report.price,
+            room=room,
+            warning=warning,
+        )
+        choices.append(choice)
+    fitting = [each for each in choices if each.has_room and each.excess(wanted) <= 1]
+    best = None
+    if fitting:
+        # For a deadline the fewest, which come first.
+        best = min(fitting, key=lambda each: each.high_hours) if wanted.deadline_hours is None else fitting[0]
     possible = [each for each in choices if each.has_room] or choices
     return TrainingPlan(
         report=replace(report, notices=(*loaded.notices, *report.notices, *notices)),
         # What no device does better than is no ground for a decision.
         chosen=None if report.is_bound else best,
         choices=tuple(choices),
-        nearest=best or min(possible, key=lambda each: _excess(each, wanted)),
+        nearest=best or min(possible, key=lambda each: each.excess(wanted)),
         recipe_batch=recipe.batch.global_size,
-        recipe_lr=_recipe_rate(recipe, recipe.batch.global_size),
+        recipe_lr=recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size),
     )
 
 
-def _rooms(recipe: Recipe, scaling: Scaling) -> tuple[dict[int, Room], tuple[str, ...]]:
-    """What each size has room for, and what is to be said where that is not known."""
-
-    def choose(size: int, memory: int) -> str:
-        return _strategy(recipe, scaling, size, memory)[0]
-
-    try:
-        found = rooms(recipe, scaling.shares, scaling.cluster, scaling.device, choose)
-    except PacelineError as error:
-        return {}, (f"whether a batch fits into memory is not known: {error}",)
-    if found:
-        return found, ()
-    return {}, (f"{scaling.cluster.title}: its devices' memory is unknown; whether a batch fits was not looked at",)
-
-
 def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
-    most = min(wanted.most_gpus, _most_devices(wanted))
+    """Return the numbers of devices to try: as many as there are; of processes on this machine, one for each core."""
+    cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
+    there = available_cores() if cluster.shares_cores else cluster.most_devices or wanted.most_gpus
+    most = min(wanted.most_gpus, there)
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]
     if wanted.batch_per_gpu is None:
         usable = set(usable_processes(recipe, 1, most))
@@ -238,14 +249,6 @@ def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
     if not sizes:
         raise RecipeError("no number of GPUs can share this recipe's global batch; see batch.global_size.")
     return tuple(sizes)
-
-
-def _most_devices(wanted: Plan) -> int:
-    """As many as there are; where processes compute on this machine's cores, one for each core."""
-    cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
-    if cluster.shares_cores:
-        return available_cores()
-    return cluster.most_devices or wanted.most_gpus
 
 
 def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -> tuple[str, str]:
@@ -259,63 +262,25 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
     return chosen.strategy, chosen.reason
 
 
-def _choice(row: Row, reason: str, recipe: Recipe, wanted: Plan, price: float | None) -> Choice:
-    found = row.prediction
-    assert row.hours is not None  # the recipe says how long it trains
-    hours = row.hours * found.high_seconds / found.seconds
-    return Choice(
-        row=row,
-        reason=reason,
-        learning_rate=_rate(found.samples, recipe, wanted),
-        high_hours=hours,
-        high_cost=None if price is None else hours * found.devices * price,
-        warning=_warning(found.samples, recipe, wanted),
-    )
-
-
-def _recipe_rate(recipe: Recipe, batch: int) -> float:
-    """The peak that a run has with this batch: a recipe may scale its learning rate by itself."""
-    return recipe.optimizer.lr * lr_factor(recipe, batch)
-
-
-def _rate(batch: int, recipe: Recipe, wanted: Plan) -> float:
-    if wanted.lr_rule == "none":
-        return _recipe_rate(recipe, batch)
-    ratio = batch / recipe.batch.global_size
-    rate = _recipe_rate(recipe, recipe.batch.global_size)
-    return rate * (ratio if wanted.lr_rule == "linear" else math.sqrt(ratio))
-
-
-def _warning(batch: int, recipe: Recipe, wanted: Plan) -> str:
-    if batch == recipe.batch.global_size:
-        return ""
-    if wanted.lr_rule == "none" and recipe.optimizer.lr_scaling == "none":
-        return (
-            f"the batch is {batch:,} in place of {recipe.batch.global_size:,}, and the learning rate stays "
-            f"{recipe.optimizer.lr:g}: choose an --lr-rule"
+def _rate(batch: int, recipe: Recipe, wanted: Plan) -> tuple[float, str]:
+    """Return the peak learning rate for a batch, and what is to be said of that batch."""
+    own, asked = recipe.batch.global_size, recipe.optimizer
+    rate = asked.lr * lr_factor(recipe, batch if wanted.lr_rule == "none" else own)
+    if wanted.lr_rule != "none":
+        rate *= batch / own if wanted.lr_rule == "linear" else math.sqrt(batch / own)
+    if batch == own:
+        return rate, ""
+    if wanted.lr_rule == "none" and asked.lr_scaling == "none":
+        return rate, (
+            f"the batch is {batch:,} in place of {own:,}, and the learning rate stays {asked.lr:g}: choose an --lr-rule"
         )
     if batch > CRITICAL_BATCH:
-        return (
-            f"a batch of {batch:,} is beyond the critical {CRITICAL_BATCH:,} of ImageNet's classifiers: as many "
-            "epochs train worse"
+        return rate, (
+            f"a batch of {batch:,} is beyond the critical {CRITICAL_BATCH:,} of ImageNet's classifiers: as many epochs "
+            "train worse"
         )
     if batch > LARGEST_WITHOUT_LOSS:
-        return f"a batch of {batch:,} lost accuracy where {LARGEST_WITHOUT_LOSS:,} did not (ResNet-50, ImageNet)"
-    return ""
-
-
-def _fits(choice: Choice, wanted: Plan) -> bool:
-    return choice.has_room and _excess(choice, wanted) <= 1
-
-
-def _excess(choice: Choice, wanted: Plan) -> float:
-    """How many times as long, or as dear, as it may be."""
-    late = 0.0 if wanted.deadline_hours is None else choice.high_hours / wanted.deadline_hours
-    dear = 0.0 if wanted.budget is None or choice.high_cost is None else choice.high_cost / wanted.budget
-    return max(late, dear)
-
-
-def _best(fitting: list[Choice], wanted: Plan) -> Choice:
-    if wanted.deadline_hours is not None:
-        return min(fitting, key=lambda each: each.gpus)
-    return min(fitting, key=lambda each: each.high_hours)
+        return rate, (
+            f"a batch of {batch:,} lost accuracy where {LARGEST_WITHOUT_LOSS:,} did not (ResNet-50, ImageNet)"
+        )
+    return rate, ""

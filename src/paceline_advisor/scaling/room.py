@@ -17,7 +17,6 @@ from paceline.devices import Device
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
 from paceline.models.ceilings import ceilings_of
-from paceline.plan import MachineFacts
 from paceline.plan.batching import micro_batch_size
 from paceline.plan.compute import WITH_GRAPHS
 from paceline.plan.strategy import check_sharding
@@ -105,21 +104,21 @@ class Room:
     why: str
 
 
-Chooser = Callable[[int, int], str]
-"""The strategy of so many devices with so many bytes each."""
-
-
 def rooms(
-    recipe: Recipe, shares: Mapping[int, Share], cluster: Cluster, device: Device | None, choose: Chooser
+    recipe: Recipe,
+    shares: Mapping[int, Share],
+    cluster: Cluster,
+    device: Device | None,
+    choose: Callable[[int, int], str],
 ) -> dict[int, Room]:
-    """What each number of devices has room for; none if their memory is unknown.
+    """Return what each number of devices has room for; nothing if their memory is unknown.
 
     Args:
         recipe: What is trained; its data may be elsewhere.
         shares: The part of each number of devices.
         cluster: Where.
         device: Its accelerator, if it is a known one.
-        choose: Says the strategy where memory is all that is asked.
+        choose: Returns the strategy of that many devices with that many bytes each, where memory is all that is asked.
 
     Raises:
         PacelineError: If the network cannot do without numbers, or the recipe cannot be planned there.
@@ -134,26 +133,47 @@ def rooms(
         without_collection(),
     ):
         steps = trace_steps(step)
-        can_shard = not why_not_sharded(step.task)
+        can_shard = recipe.parallel.strategy == "auto" and not why_not_sharded(step.task)
         for size, share in shares.items():
-            memory = _memory(device, machine if device is not None else describe_machine(cpu, processes=size))
-            if memory is not None:
-                job = Job(step, steps, machine, ways=max(size, 2))
-                found[size] = _room(_Sought(recipe, job, share, memory, can_shard), choose(size, memory))
+            memory = device.memory_bytes if device is not None else describe_machine(cpu, processes=size).memory_bytes
+            if memory is None:
+                continue
+            job, strategy = Job(step, steps, machine, ways=max(size, 2)), choose(size, memory)
+            room = found[size] = _room(recipe, job, share, memory, strategy)
+            if not room.fits and strategy == "ddp" and can_shard:
+                spread = _room(recipe, job, share, memory, "fsdp")
+                if spread.fits:
+                    found[size] = replace(spread, why=f"not even one sample fits beside a replica; {spread.why}")
     return found
 
 
-@dataclass(frozen=True)
-class _Sought:
-    recipe: Recipe
-    job: Job
-    share: Share
-    memory: int
-    can_shard: bool
+def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) -> Room:
+    """Return what a device has room for with a strategy."""
+    asked = None if strategy == "single" else strategy
+    has, mode = format_bytes(memory), recipe.model.compile_mode
 
+    def room(share: Share, why: str, *, fits: bool) -> Room:
+        needed = job.least(share.micro_batch, memory, asked)
+        return Room(share=share, strategy=strategy, fits=fits, needed=needed, memory=memory, why=why)
 
-def _memory(device: Device | None, machine: MachineFacts) -> int | None:
-    return machine.memory_bytes if device is None else device.memory_bytes
+    if strategy == "fsdp":
+        try:
+            check_sharding(recipe, share.devices)
+        except RecipeError as error:
+            return room(share, str(error), fits=False)
+    if job.fits(share.micro_batch, memory, asked):
+        needed = format_bytes(job.least(share.micro_batch, memory, asked))
+        return room(share, f"passes of {share.micro_batch} samples take {needed} of {has}", fits=True)
+    largest = job.largest(memory, asked)
+    if largest == 0:
+        return room(share, f"not even one sample fits into {has} with {strategy}", fits=False)
+    if recipe.model.compile and mode in WITH_GRAPHS:
+        said = f"only {largest} of {share.micro_batch} samples fit into {has}, and model.compile_mode={mode} takes them"
+        return room(share, f"{said} in one pass", fits=False)
+    cut = in_passes(share, largest)
+    needed = format_bytes(job.least(cut.micro_batch, memory, asked))
+    said = f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed}"
+    return room(cut, f"{said} and make the same step", fits=job.fits(cut.micro_batch, memory, asked))
 
 
 def of_one_process(recipe: Recipe, share: Share) -> Recipe:
@@ -169,47 +189,6 @@ def of_one_process(recipe: Recipe, share: Share) -> Recipe:
         model=replace(recipe.model, compile=False),
         parallel=replace(recipe.parallel, strategy="auto", logical_ranks="auto", gradient_compression="none"),
     )
-
-
-def _room(sought: _Sought, strategy: str) -> Room:
-    found = _with(sought, strategy)
-    if found.fits or strategy != "ddp" or sought.recipe.parallel.strategy != "auto" or not sought.can_shard:
-        return found
-    spread = _with(sought, "fsdp")
-    return replace(spread, why=f"not even one sample fits beside a replica; {spread.why}") if spread.fits else found
-
-
-def _with(sought: _Sought, strategy: str) -> Room:
-    share, job, memory = sought.share, sought.job, sought.memory
-    asked = None if strategy == "single" else strategy
-
-    def room(share: Share, why: str, *, fits: bool) -> Room:
-        needed = job.least(share.micro_batch, memory, asked)
-        return Room(share=share, strategy=strategy, fits=fits, needed=needed, memory=memory, why=why)
-
-    if strategy == "fsdp":
-        try:
-            check_sharding(sought.recipe, share.devices)
-        except RecipeError as error:
-            return room(share, str(error), fits=False)
-    has = format_bytes(memory)
-    if job.fits(share.micro_batch, memory, asked):
-        needed = format_bytes(job.least(share.micro_batch, memory, asked))
-        return room(share, f"passes of {share.micro_batch} samples take {needed} of {has}", fits=True)
-    largest = job.largest(memory, asked)
-    if largest == 0:
-        return room(share, f"not even one sample fits into {has} with {strategy}", fits=False)
-    cut = in_passes(share, largest)
-    if sought.recipe.model.compile and sought.recipe.model.compile_mode in WITH_GRAPHS:
-        mode = sought.recipe.model.compile_mode
-        said = f"only {largest} of {share.micro_batch} samples fit into {has}, and model.compile_mode={mode} takes them"
-        return room(share, f"{said} in one pass", fits=False)
-    needed = format_bytes(job.least(cut.micro_batch, memory, asked))
-    said = (
-        f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed} "
-        "and make the same step"
-    )
-    return room(cut, said, fits=job.fits(cut.micro_batch, memory, asked))
 
 
 def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> dict[int, OneDevice]:

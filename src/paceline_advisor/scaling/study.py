@@ -14,7 +14,6 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores, busy_in_words
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
-from paceline.models.flops import StepWork
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan.compute import WITH_GRAPHS
@@ -35,7 +34,7 @@ from paceline_advisor.formulas.parallel_step import (
 )
 from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
-from paceline_advisor.scaling.here import Measurements, Trials, cluster_here, is_here, measure, probe
+from paceline_advisor.scaling.here import cluster_here, is_here, measure, probe
 from paceline_advisor.scaling.network import Subject, describe
 from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_of
 
@@ -299,7 +298,10 @@ class Scaling:
         self.precision = _precision(recipe, self.device)
         self._check()
         self.subject = describe(recipe, asked.samples) if subject is None else subject
-        self._strategies = self._possible()
+        why, strategies = self.subject.unsharded, asked.strategies
+        if why and strategies == ("fsdp",):
+            raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
+        self._strategies = tuple(each for each in strategies if each != "fsdp") if why else strategies
         milliseconds = asked.cpu_ms_per_sample
         self._host = LOOPS[asked.loop].host(
             self.cluster,
@@ -307,7 +309,10 @@ class Scaling:
             decodes=self.subject.decodes,
             seconds_per_sample=None if milliseconds is None else milliseconds / 1000,
         )
-        self.shares: Mapping[int, Share] = self._cut()
+        shares, batch = shares_of(recipe, asked.sizes, asked.batch_per_gpu), asked.one_gpu_batch
+        if batch is not None:
+            shares = {size: in_passes(share, batch) for size, share in shares.items()}
+        self.shares: Mapping[int, Share] = shares
 
     def _check(self) -> None:
         asked, cluster = self._asked, self.cluster
@@ -326,29 +331,17 @@ class Scaling:
                 f"--measure runs on this machine, which is not {cluster.title}; leave out --measure, or --cluster."
             )
 
-    def _possible(self) -> tuple[Strategy, ...]:
-        asked, why = self._asked.strategies, self.subject.unsharded
-        if why and asked == ("fsdp",):
-            raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
-        return tuple(each for each in asked if each != "fsdp") if why else asked
-
-    def _cut(self) -> dict[int, Share]:
-        shares = shares_of(self._recipe, self._asked.sizes, self._asked.batch_per_gpu)
-        batch = self._asked.one_gpu_batch
-        return shares if batch is None else {size: in_passes(share, batch) for size, share in shares.items()}
-
-    @property
-    def _runs_here(self) -> bool:
-        return self._asked.cluster is None or is_here(self.cluster.device)
-
     def report(self) -> ScaleReport:
         """Work it out."""
         asked, notices = self._asked, list(self.subject.notices)
         busy = busy_in_words()  # before its own processes are
-        found = self._measured()
-        notices += [busy] if busy and found is not None else []
-        ones, basis, is_bound = self._basis(found)
-        links = self._links()
+        alone, together = self._measured()
+        notices += [busy] if busy and (alone or together or asked.measure) else []
+        ones, basis, is_bound = self._basis(alone)
+        measured_strategy = "fsdp" if self._recipe.parallel.strategy == "fsdp" else self._strategies[0]
+        links = {}
+        if self.cluster.shares_cores and asked.cluster is None:
+            links = {size: probe(size) for size in asked.sizes if size > 1}
         price = asked.price_per_gpu_hour
         if price is None:
             price = self.cluster.price_per_device_hour
@@ -356,8 +349,8 @@ class Scaling:
         for size, share in self.shares.items():
             for strategy in self._strategies if size > 1 else self._strategies[:1]:
                 row = self._row(share, strategy, ones[size], links.get(size), price)
-                if found is not None and size in found.together and strategy == self._measured_strategy:
-                    row = replace(row, measured=found.together[size])
+                if size in together and strategy == measured_strategy:
+                    row = replace(row, measured=together[size])
                 rows.append(row)
         return ScaleReport(
             recipe=self._name,
@@ -370,10 +363,6 @@ class Scaling:
             price=price,
             notices=(*notices, *self._assumptions()),
         )
-
-    @property
-    def _measured_strategy(self) -> str:
-        return "fsdp" if self._recipe.parallel.strategy == "fsdp" else self._strategies[0]
 
     def _assumptions(self) -> list[str]:
         told, host, asked = [], self._host, self._asked
@@ -418,30 +407,26 @@ class Scaling:
         asked = self._recipe.parallel.threads
         return asked if asked != "auto" else max(1, available_cores() // size)
 
-    def _links(self) -> dict[int, Link]:
-        if not self.cluster.shares_cores or self._asked.cluster is not None:
-            return {}
-        return {size: probe(size) for size in self._asked.sizes if size > 1}
-
-    def _measured(self) -> Measurements | None:
+    def _measured(self) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
+        """Measure one device's part and several devices, as far as they are asked for and this machine is meant."""
         asked = self._asked
-        needs_figure = not asked.has_figure and self._runs_here
+        runs_here = asked.cluster is None or is_here(self.cluster.device)
+        needs_figure = not asked.has_figure and runs_here
         if not needs_figure and not asked.measure:
-            return None
+            return {}, {}
         check_alone("measuring how a recipe scales")
-        on_cores = self.cluster.shares_cores
         most = self.cluster.most_devices or max(asked.sizes)
-        together = {size: share for size, share in self.shares.items() if size <= most} if asked.measure else {}
-        trials = Trials(
-            recipe=self._recipe,
-            alone=self.shares if needs_figure else {},
-            together=together,
-            threads={size: self._threads(size) for size in asked.sizes} if on_cores else {},
-            rounds=asked.rounds or _ROUNDS,
+        return measure(
+            self._recipe,
+            self.shares if needs_figure else {},
+            {size: share for size, share in self.shares.items() if size <= most and asked.measure},
+            {size: self._threads(size) for size in asked.sizes if self.cluster.shares_cores},
+            asked.rounds or _ROUNDS,
+            self._say,
         )
-        return measure(trials, self._say)
 
-    def _basis(self, found: Measurements | None) -> tuple[dict[int, OneDevice], str, bool]:
+    def _basis(self, alone: dict[int, OneDevice]) -> tuple[dict[int, OneDevice], str, bool]:
+        """Return one device's step in each size, where it comes from, and whether it is only a bound."""
         asked = self._asked
         if asked.has_figure:
             batch, seconds = self._figure_batch, asked.step_seconds
@@ -450,8 +435,8 @@ class Scaling:
             assert seconds is not None  # has_figure
             one = OneDevice(seconds=seconds, samples=batch)
             return dict.fromkeys(self.shares, one), "its figure as given", False
-        if found is not None and found.alone:
-            return dict(found.alone), f"one process measured here, in {asked.rounds or _ROUNDS} rounds", False
+        if alone:
+            return alone, f"one process measured here, in {asked.rounds or _ROUNDS} rounds", False
         return self._bounds()
 
     @property
@@ -461,18 +446,22 @@ class Scaling:
         return said or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
-        """What the device cannot do better than: its arithmetic at its dense peaks, or its memory at its bandwidth."""
+        """Return what the device cannot do better than: its arithmetic at its dense peaks, or its memory's rate."""
         device, work = self.device, self.subject.work
         if device is None or work is None:
             raise RecipeError(
                 f"what one device of {self.cluster.title} does is not known; give --throughput SAMPLES-PER-SECOND or "
                 "--step-seconds SECONDS."
             )
-        seconds, peaks = self._arithmetic(device, work)
+        ceilings = Ceilings(device, tf32_of(self._recipe.train.float32_matmul))
+        flops = {self.precision: work.model_flops}
+        if self.precision == "fp32":
+            flops = ceilings.flops_by_precision(work.model_works)
+        peaks = " and ".join(f"{name} peak of {ceilings.peak(name) / 1e12:.0f} TFLOP/s" for name in flops)
         try:
             ones, bound = least_steps(self._recipe, self.shares, device), f"its dense {peaks} and its memory bound it"
         except PacelineError:  # a network that is not called without numbers
-            each = seconds / self.subject.work_samples
+            each = sum(count / ceilings.peak(name) for name, count in flops.items()) / self.subject.work_samples
             ones = {
                 size: OneDevice(seconds=each * share.micro_batch, samples=share.micro_batch, is_bound=True)
                 for size, share in self.shares.items()
@@ -480,15 +469,6 @@ class Scaling:
             bound = f"its dense {peaks} bounds it"
         told = f"no figure for one {device.title}: {bound}; real rates are well below, and scale better"
         return ones, told, True
-
-    def _arithmetic(self, device: Device, work: StepWork) -> tuple[float, str]:
-        """Least seconds of a pass's products, each at the peak of its numbers, and which these are."""
-        ceilings = Ceilings(device, tf32_of(self._recipe.train.float32_matmul))
-        flops = {self.precision: work.model_flops}
-        if self.precision == "fp32":
-            flops = ceilings.flops_by_precision(work.model_works)
-        told = [f"{name} peak of {ceilings.peak(name) / 1e12:.0f} TFLOP/s" for name in flops]
-        return sum(each / ceilings.peak(name) for name, each in flops.items()), " and ".join(told)
 
 
 def _compiled(recipe: Recipe) -> Compiled:

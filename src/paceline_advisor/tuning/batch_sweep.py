@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -150,7 +150,7 @@ class Swept:
 
 
 def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
-    """Make all runs that have not been made yet.
+    """Make all runs that have not been made yet, seed by seed: a killed sweep has something of every batch.
 
     Raises:
         PacelineError: If the recipe is wrong, also with one of the batches, never evaluates, does not know the metric,
@@ -161,32 +161,45 @@ def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
     if asked.processes > 1:
         check_can_watch()
     loaded = load_recipe(asked.recipe, asked.overrides)
-    recipe = _checked(loaded.recipe)
+    recipe = loaded.recipe
+    if recipe.batch.growth:
+        raise RecipeError("batch.growth changes the batch on the way, and a sweep compares fixed ones; leave it out.")
+    if recipe.evaluate.every is None:
+        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
     target = Target.parse(asked.to).of(recipe)
     book = _Book(asked, recipe, target)
     base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
-    wanted = list(_wanted(asked, recipe, base_rate))
+    wanted = list(
+        dict.fromkeys(
+            (batch, rate, recipe.seed + index)
+            for index in range(asked.seeds)
+            for batch in sorted(asked.batch_sizes)
+            for rule in asked.lr_rules
+            for rate in rates_of(rule, batch, recipe.batch.global_size, base_rate)
+        )
+    )
     _check_plans(asked, recipe, wanted)
     missing = [each for each in wanted if each not in book.runs]
     if len(missing) < len(wanted):
         log(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there already")
     book.open()
     with tempfile.TemporaryDirectory(prefix="paceline-s") as scratch:
-        for number, (batch, lr, seed) in enumerate(missing, start=1):
-            changed = replace(loaded, recipe=_recipe_of(asked, recipe, batch, lr, seed), origins={})
+        for number, key in enumerate(missing, start=1):
+            changed = replace(loaded, recipe=_recipe_of(asked, recipe, *key), origins={})
             try:
                 found = _run(asked, target, changed, Path(scratch) / str(number))
             except PacelineError as error:
                 if not book.runs:
                     raise
                 # What was measured is not lost for what could not be.
-                found = _failed(changed.recipe, str(error))
+                found = _noted(changed.recipe, TargetRun(seed=changed.recipe.seed, trouble=str(error)), target)
             if not book.runs and found.trouble:
                 raise TrainingError(f"the first run failed: {found.trouble}")
             book.add(found)
             log(f"run {number} of {len(missing)}: {in_words(found)}")
-    chosen = {key: book.runs[key] for key in wanted}
-    return Swept(asked=asked, target=target, loaded=loaded, base_rate=base_rate, runs=chosen)
+    return Swept(
+        asked=asked, target=target, loaded=loaded, base_rate=base_rate, runs={key: book.runs[key] for key in wanted}
+    )
 
 
 def in_words(run: SweepRun) -> str:
@@ -195,31 +208,6 @@ def in_words(run: SweepRun) -> str:
     if run.trouble:
         return f"{what}: {run.trouble}"
     return f"{what}: {run.steps:.0f} steps to the target" if run.reached else f"{what}: not there after {run.steps:.0f}"
-
-
-def _checked(recipe: Recipe) -> Recipe:
-    """The recipe, if batches can be swept with it.
-
-    Raises:
-        RecipeError: If it grows its batch, or never evaluates.
-    """
-    if recipe.batch.growth:
-        raise RecipeError("batch.growth changes the batch on the way, and a sweep compares fixed ones; leave it out.")
-    if recipe.evaluate.every is None:
-        raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
-    return recipe
-
-
-def _wanted(asked: SweepBatch, recipe: Recipe, base_rate: float) -> Iterator[tuple[int, float, int]]:
-    """Seed by seed, so that a sweep that is killed has something of every batch."""
-    keys = [
-        (batch, rate, recipe.seed + index)
-        for index in range(asked.seeds)
-        for batch in sorted(asked.batch_sizes)
-        for rule in asked.lr_rules
-        for rate in rates_of(rule, batch, recipe.batch.global_size, base_rate)
-    ]
-    yield from dict.fromkeys(keys)
 
 
 def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, float, int]]) -> None:
@@ -269,38 +257,25 @@ def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
     return replace(without, model=with_nearest_ghosts(recipe.model, micro_batch_size(without, processes)))
 
 
-def _failed(recipe: Recipe, trouble: str) -> SweepRun:
-    batch = recipe.batch.global_size
-    return SweepRun(
-        batch=batch,
-        lr=recipe.optimizer.lr,
-        seed=recipe.seed,
-        reached=False,
-        steps=0.0,
-        samples_per_step=float(batch),
-        evaluations=0,
-        seconds=0.0,
-        trouble=trouble,
-    )
-
-
 def _run(asked: SweepBatch, target: Target, loaded: LoadedRecipe, folder: Path) -> SweepRun:
-    recipe = loaded.recipe
     if asked.processes == 1:
         run = run_in_place(loaded, target, folder / "run")
     else:
         run = one_run(target, loaded, folder, 0, processes=asked.processes)
+    plan = read_plan(RunDirectory(folder / "run")) if run.evaluations else None
+    return _noted(loaded.recipe, run, target, plan)
+
+
+def _noted(recipe: Recipe, run: TargetRun, target: Target, plan: Mapping[str, Any] | None = None) -> SweepRun:
+    """Return what is kept of a run; ``plan`` is its own, if it was evaluated."""
     per_step = float(recipe.batch.global_size)
-    if run.evaluations:
-        plan = read_plan(RunDirectory(folder / "run"))
-        per_step = min(per_step, plan["train_samples"] / plan["steps_per_epoch"])
     return SweepRun(
         batch=recipe.batch.global_size,
         lr=recipe.optimizer.lr,
         seed=recipe.seed,
         reached=run.reached,
         steps=steps_to(run, target),
-        samples_per_step=per_step,
+        samples_per_step=per_step if plan is None else min(per_step, plan["train_samples"] / plan["steps_per_epoch"]),
         evaluations=len(run.evaluations),
         seconds=run.train_seconds,
         trouble=run.trouble,
@@ -334,7 +309,10 @@ class _Book:
     def __init__(self, asked: SweepBatch, recipe: Recipe, target: Target) -> None:
         self.runs: dict[tuple[int, float, int], SweepRun] = {}
         self._path = None if asked.output is None else asked.output / RUNS_FILE
-        self._head = {"sweep": _identity(asked, recipe), "target": f"{target.metric}={target.value:g}"}
+        # What two sweeps must have in common so that one may use the other's runs.
+        plain = {"recipe": to_yaml(recipe), "processes": asked.processes, "longest": str(asked.longest)}
+        identity = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+        self._head = {"sweep": identity, "target": f"{target.metric}={target.value:g}"}
         if self._path is not None and self._path.exists():
             self._read(self._path)
 
@@ -367,12 +345,6 @@ class _Book:
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(run)) + "\n")
-
-
-def _identity(asked: SweepBatch, recipe: Recipe) -> str:
-    """What two sweeps must have in common so that one may use the other's runs."""
-    plain: dict[str, Any] = {"recipe": to_yaml(recipe), "processes": asked.processes, "longest": str(asked.longest)}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float) -> tuple[float, ...]:
@@ -532,44 +504,28 @@ def conclude(swept: Swept) -> SweepReport:
 def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
     rows, points = [], []
     for batch in sorted(swept.asked.batch_sizes):
-        rate, runs = _best(swept.of(rule, batch))
-        rows.append(_row(rate, runs))
-        points += [_point(run) for run in runs if not run.trouble]
+        found = []
+        for rate, runs in swept.of(rule, batch).items():
+            # A run that failed is one that did not get there by then.
+            watched = [run for run in runs if run.steps > 0]
+            steps, ends = [run.steps for run in watched], [run.reached for run in watched]
+            row = BatchRow(
+                batch=batch,
+                samples_per_step=runs[0].samples_per_step,
+                lr=rate,
+                runs=len(runs),
+                reached=sum(run.reached for run in runs),
+                steps=time_to_event(steps, ends).median if watched else None,
+            )
+            found.append((row, runs))
+        # The rate with which most get there, and of those the one with the fewest steps.
+        row, runs = min(
+            found, key=lambda each: (-each[0].reached, math.inf if each[0].steps is None else each[0].steps.middle)
+        )
+        rows.append(row)
+        points += [SweepPoint(run.samples_per_step, run.steps, run.reached) for run in runs if not run.trouble]
     why = why_no_law(points)
     return RuleResult(rule=rule, rows=rows, points=points, law=None if why else fit_batch_law(points), why=why)
-
-
-def _point(run: SweepRun) -> SweepPoint:
-    return SweepPoint(run.samples_per_step, run.steps, run.reached)
-
-
-def _best(by_rate: Mapping[float, Sequence[SweepRun]]) -> tuple[float, Sequence[SweepRun]]:
-    """The rate with which most get there, and of those the one with the fewest steps."""
-
-    def merit(item: tuple[float, Sequence[SweepRun]]) -> tuple[int, float]:
-        steps = _median(item[1])
-        return -sum(run.reached for run in item[1]), math.inf if steps is None else steps.middle
-
-    return min(by_rate.items(), key=merit)
-
-
-def _median(runs: Sequence[SweepRun]) -> Interval | None:
-    """Of the steps; a run that failed is one that did not get there by then."""
-    watched = [run for run in runs if run.steps > 0]
-    if not watched:
-        return None
-    return time_to_event([run.steps for run in watched], [run.reached for run in watched]).median
-
-
-def _row(rate: float, runs: Sequence[SweepRun]) -> BatchRow:
-    return BatchRow(
-        batch=runs[0].batch,
-        samples_per_step=runs[0].samples_per_step,
-        lr=rate,
-        runs=len(runs),
-        reached=sum(run.reached for run in runs),
-        steps=_median(runs),
-    )
 
 
 def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
@@ -621,9 +577,8 @@ def knee_in_words(result: RuleResult) -> str:
 
 def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     """Samples against steps, and both against the batch."""
-    log = {"type": "log"}
     steps, samples, batch = (
-        dict[str, Any](title={"text": text}, **log) for text in ("steps", "samples", "samples in a step")
+        dict[str, Any](title=text, type="log") for text in ("steps", "samples", "samples in a step")
     )
     trade = Chart(
         title="Samples against steps to the target",
@@ -642,45 +597,38 @@ def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
     return trade, by_batch
 
 
-def _traces(rule: RuleResult, place: Any) -> list[dict[str, Any]]:
-    reached = [place(each.batch, each.steps) for each in rule.points if each.reached]
-    found = [_trace(f"{rule.rule}: runs", reached, mode="markers")]
+def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float]]) -> list[dict[str, Any]]:
+    """Return the runs that got there, and the law; ``place`` gives x and y for a batch and its steps."""
+    reached = [(each.batch, each.steps) for each in rule.points if each.reached]
+    series = [("runs", "markers", reached)]
     if rule.law is not None and reached:
         batches = [each.batch for each in rule.points]
-        found.append(_trace(f"{rule.rule}: law", _curve(rule.law, min(batches), max(batches), place), mode="lines"))
+        grid = np.geomspace(min(batches), max(batches), 60).tolist()
+        series.append(("law", "lines", [(batch, rule.law.steps(batch)) for batch in grid]))
+    found = []
+    for name, mode, points in series:
+        x, y = zip(*(place(*each) for each in points), strict=True) if points else ((), ())
+        found.append({"type": "scatter", "mode": mode, "name": f"{rule.rule}: {name}", "x": list(x), "y": list(y)})
     return found
-
-
-def _curve(law: BatchLaw, low: float, high: float, place: Any) -> list[tuple[float, float]]:
-    return [place(batch, law.steps(batch)) for batch in np.geomspace(low, high, 60).tolist()]
-
-
-def _trace(name: str, points: Sequence[tuple[float, float]], *, mode: str) -> dict[str, Any]:
-    return {"type": "scatter", "mode": mode, "name": name, "x": [x for x, _ in points], "y": [y for _, y in points]}
 
 
 COLUMNS = ("batch", "rate", "there", "steps", "fewest, most", "samples", "by the law")
 
 
 def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
-    """Of a table of its batches, in words."""
+    """Return the rows of a table of a rule's batches."""
     rows: list[tuple[str, ...]] = []
     for row in rule.rows:
-        there = f"{row.reached} of {row.runs}"
-        first = (f"{row.batch:,}", f"{row.lr:.3g}", there)
+        first = (f"{row.batch:,}", f"{row.lr:.3g}", f"{row.reached} of {row.runs}")
         if row.steps is None or not row.reached:
             rows.append((*first, "-", "", "-", ""))
             continue
+        # The fewest and the most steps of the runs that got there; an interval of three runs would say less.
+        steps = [each.steps for each in rule.points if each.reached and each.batch == row.samples_per_step]
+        ends = f"{min(steps):,.0f}, {max(steps):,.0f}" if steps else ""
         law = "" if rule.law is None else f"{rule.law.examples(row.samples_per_step):,.0f}"
-        rows.append((*first, _count(row.steps.middle), _between(rule, row), _count(row.samples), law))
+        middle, samples = (
+            "-" if each is None or math.isinf(each) else f"{each:,.0f}" for each in (row.steps.middle, row.samples)
+        )
+        rows.append((*first, middle, ends, samples, law))
     return rows
-
-
-def _count(value: float | None) -> str:
-    return "-" if value is None or np.isinf(value) else f"{value:,.0f}"
-
-
-def _between(rule: RuleResult, row: BatchRow) -> str:
-    """The fewest and the most steps of the runs that got there; an interval of three runs would say less."""
-    steps = [each.steps for each in rule.points if each.reached and each.batch == row.samples_per_step]
-    return f"{min(steps):,.0f}, {max(steps):,.0f}" if steps else ""

@@ -36,8 +36,8 @@ from paceline.trainer.warmup import check_first_batch, warm_up
 from paceline.units import Duration, format_count
 from paceline.world import World
 from paceline_advisor.apply import write_new
-from paceline_advisor.commands import FindLr
-from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, Sweep, smoothed, suggest
+from paceline_advisor.commands import FindLr, Sweep
+from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, smoothed, suggest
 
 # fp16's loss scale comes down by skipping steps, which use up batches.
 MOST_SKIPPED = 20
@@ -136,20 +136,6 @@ def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending 
     return "highest" if len(taken.losses) >= sweep.steps else None
 
 
-def check_any(taken: Taken) -> None:
-    """Refuse a test in which no step had a loss.
-
-    Raises:
-        TrainingError: Naming the recipe's likely faults.
-    """
-    if not taken.losses:
-        raise TrainingError(
-            "the loss of the very first step is no number, before any rate has had an effect: look at the data, the "
-            "network and the precision (train.precision)."
-        )
-
-
-DEFAULT = MEDIAN
 # More digits than the next seed would agree with.
 _DIGITS = 3
 # From this share of the steps on, the lowest loss lies at the upper end.
@@ -164,7 +150,7 @@ _ENDINGS: Mapping[Ending, str] = {
 
 
 class Settings(TypedDict, total=False):
-    """How a range test is done: see :class:`~paceline_advisor.formulas.learning_rate.Sweep`."""
+    """How a range test is done: see :class:`~paceline_advisor.commands.Sweep`."""
 
     lowest: float
     highest: float
@@ -205,7 +191,7 @@ class RangeTest:
     skipped: int
     suggestions: Mapping[str, Suggestion]
     notes: tuple[str, ...]
-    rule: str = DEFAULT
+    rule: str = MEDIAN
     applied: str = ""
 
     @property
@@ -213,7 +199,7 @@ class RangeTest:
         """Why there are no more steps."""
         return _ENDINGS[self.ending]
 
-    def suggestion(self, rule: str = DEFAULT) -> Suggestion:
+    def suggestion(self, rule: str = MEDIAN) -> Suggestion:
         """What a rule says.
 
         Raises:
@@ -226,7 +212,7 @@ class RangeTest:
             )
         return self.suggestions[rule]
 
-    def lr(self, rule: str = DEFAULT) -> float:
+    def lr(self, rule: str = MEDIAN) -> float:
         """What ``optimizer.lr`` becomes by a rule, to three digits: under a scaling rule, before it.
 
         Raises:
@@ -237,7 +223,7 @@ class RangeTest:
             raise RecipeError(f"the range test suggests no learning rate by '{rule}': {found.why_not}.")
         return float(f"{found.lr / self.facts['lr_factor']:.{_DIGITS}g}")
 
-    def improved(self, rule: str = DEFAULT) -> str:
+    def improved(self, rule: str = MEDIAN) -> str:
         """The recipe with that learning rate, as YAML that says where it comes from.
 
         Raises:
@@ -353,11 +339,7 @@ def measure(asked: FindLr, log: Log) -> RangeTest:
 
 
 def range_test(
-    loaded: LoadedRecipe,
-    sweep: Sweep,
-    *,
-    task: TaskMaker | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    loaded: LoadedRecipe, sweep: Sweep, *, task: TaskMaker | None = None, say: Callable[[str], None] = lambda _: None
 ) -> RangeTest:
     """Do a range test of a recipe; a collective of all processes of the world this one finds itself in.
 
@@ -382,10 +364,32 @@ def range_test(
             # Then nobody writes any more into what the first process is about to remove.
             run.recorder.flush()
             run.collectives.barrier()
-    if taken.ending == "signal":
-        _end_by(stop, taken, alone=world.world_size == 1)
-    check_any(taken)
-    return _result(loaded, sweep, taken, facts)
+    if taken.ending == "signal":  # which the run took for a request to stop
+        if world.world_size == 1 and stop == signal.SIGINT.name:
+            raise KeyboardInterrupt
+        raise TrainingError(
+            f"the range test was ended by {stop or 'another process'} after {len(taken.losses)} steps; it has no "
+            "result, and has changed nothing."
+        )
+    if not taken.losses:
+        raise TrainingError(
+            "the loss of the very first step is no number, before any rate has had an effect: look at the data, the "
+            "network and the precision (train.precision)."
+        )
+    suggestions = suggest(taken.rates, taken.losses, smoothing=sweep.smoothing, steps=sweep.steps)
+    return RangeTest(
+        name=loaded.name,
+        recipe=loaded.recipe,
+        sweep=sweep,
+        facts=facts,
+        rates=tuple(taken.rates),
+        losses=tuple(taken.losses),
+        averages=tuple(smoothed(taken.losses, sweep.smoothing)),
+        ending=taken.ending,
+        skipped=taken.skipped,
+        suggestions=suggestions,
+        notes=tuple(_notes(loaded.recipe, sweep, taken, facts, suggestions)),
+    )
 
 
 @contextlib.contextmanager
@@ -398,21 +402,6 @@ def _scratch(world: World) -> Iterator[Path | None]:
     place = None if world.world_size == world.local_world_size else Path.cwd()
     with tempfile.TemporaryDirectory(prefix="paceline-lr-", dir=place, ignore_cleanup_errors=True) as folder:
         yield Path(folder) / "run"
-
-
-def _end_by(name: str | None, taken: Taken, *, alone: bool) -> None:
-    """End as the signal asked for that the run took for a request to stop.
-
-    Raises:
-        KeyboardInterrupt: For SIGINT to a process that is alone.
-        TrainingError: Else.
-    """
-    if alone and name == signal.SIGINT.name:
-        raise KeyboardInterrupt
-    raise TrainingError(
-        f"the range test was ended by {name or 'another process'} after {len(taken.losses)} steps; it has no result, "
-        "and has changed nothing."
-    )
 
 
 def _facts(run: Run, asked: Recipe) -> dict[str, Any]:
@@ -430,23 +419,6 @@ def _facts(run: Run, asked: Recipe) -> dict[str, Any]:
         "optimizer_lr": asked.optimizer.lr,
         "lr_factor": lr_factor(asked, min(plan.global_batch_size, plan.train_samples)),
     }
-
-
-def _result(loaded: LoadedRecipe, sweep: Sweep, taken: Taken, facts: Mapping[str, Any]) -> RangeTest:
-    suggestions = suggest(taken.rates, taken.losses, smoothing=sweep.smoothing, steps=sweep.steps)
-    return RangeTest(
-        name=loaded.name,
-        recipe=loaded.recipe,
-        sweep=sweep,
-        facts=facts,
-        rates=tuple(taken.rates),
-        losses=tuple(taken.losses),
-        averages=tuple(smoothed(taken.losses, sweep.smoothing)),
-        ending=taken.ending,
-        skipped=taken.skipped,
-        suggestions=suggestions,
-        notes=tuple(_notes(loaded.recipe, sweep, taken, facts, suggestions)),
-    )
 
 
 def _notes(
@@ -505,58 +477,46 @@ def sparkline(found: RangeTest) -> str:
 
 
 def _chart(found: RangeTest) -> Chart:
-    log = found.sweep.shape == "exponential"
-    lowest = min(found.averages)
+    rates, averages = list(found.rates), found.averages
+    lowest = min(averages)
     # What has diverged would press the part that matters flat.
-    top = found.averages[0] + 0.5 * (found.averages[0] - lowest) + 1e-9
-    axis: dict[str, Any] = {"title": "learning rate", "type": "log" if log else "linear", "exponentformat": "power"}
-    return Chart(
-        title="Training loss as the learning rate rises",
-        traces=[*_traces(found), *_beyond(found, top)],
-        layout={
-            "xaxis": axis,
-            "yaxis": {"title": "loss", "range": [min(lowest, *found.losses) - 0.05 * abs(lowest), top]},
-            "height": 420,
-        },
-        description=f"The smoothed loss goes from {found.averages[0]:.3g} to {lowest:.3g} at its lowest, at a rate of "
-        f"{found.rates[found.averages.index(lowest)]:.3g}; {found.ending_in_words}.",
-        wide=True,
-    )
-
-
-def _beyond(found: RangeTest, top: float) -> Iterator[dict[str, Any]]:
-    """What lies above the axis, at its edge: how a test ended is part of what it shows."""
-    above = [(rate, loss) for rate, loss in zip(found.rates, found.losses, strict=True) if loss > top]
-    if above:
-        yield {
-            "x": [rate for rate, _ in above],
-            "y": [top] * len(above),
-            "customdata": [loss for _, loss in above],
-            "hovertemplate": "rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
-            "name": "loss above the axis",
-            "mode": "markers",
-            "marker": {"size": 8, "symbol": "triangle-up-open"},
-            "cliponaxis": False,
-        }
-
-
-def _traces(found: RangeTest) -> Iterator[dict[str, Any]]:
-    rates = list(found.rates)
-    yield {
-        "x": rates,
-        "y": list(found.losses),
-        "name": "loss of each step",
-        "mode": "markers",
-        "marker": {"size": 4, "opacity": 0.5},
-    }
-    yield {"x": rates, "y": list(found.averages), "name": "smoothed", "mode": "lines"}
+    top = averages[0] + 0.5 * (averages[0] - lowest) + 1e-9
+    losses = {"name": "loss of each step", "mode": "markers", "marker": {"size": 4, "opacity": 0.5}}
+    traces: list[dict[str, Any]] = [
+        {"x": rates, "y": list(found.losses), **losses},
+        {"x": rates, "y": list(averages), "name": "smoothed", "mode": "lines"},
+    ]
     symbols = ("circle-open", "star", "diamond", "triangle-up", "square", "x")
     for symbol, (name, each) in zip(symbols, found.suggestions.items(), strict=True):
         if each.lr is not None:
-            yield {
-                "x": [each.lr],
-                "y": [float(np.interp(each.lr, rates, found.averages))],
-                "name": name,
+            marker = {"size": 20 if name == MEDIAN else 12, "symbol": symbol}
+            y = float(np.interp(each.lr, rates, averages))
+            traces.append({"x": [each.lr], "y": [y], "name": name, "mode": "markers", "marker": marker})
+    # What lies above the axis, at its edge: how a test ended is part of what it shows.
+    above = [(rate, loss) for rate, loss in zip(rates, found.losses, strict=True) if loss > top]
+    if above:
+        traces.append(
+            {
+                "x": [rate for rate, _ in above],
+                "y": [top] * len(above),
+                "customdata": [loss for _, loss in above],
+                "hovertemplate": "rate %{x:.3g}: loss %{customdata:.3g}<extra></extra>",
+                "name": "loss above the axis",
                 "mode": "markers",
-                "marker": {"size": 20 if name == MEDIAN else 12, "symbol": symbol},
+                "marker": {"size": 8, "symbol": "triangle-up-open"},
+                "cliponaxis": False,
             }
+        )
+    kind = "log" if found.sweep.shape == "exponential" else "linear"
+    return Chart(
+        title="Training loss as the learning rate rises",
+        traces=traces,
+        layout={
+            "xaxis": {"title": "learning rate", "type": kind, "exponentformat": "power"},
+            "yaxis": {"title": "loss", "range": [min(lowest, *found.losses) - 0.05 * abs(lowest), top]},
+            "height": 420,
+        },
+        description=f"The smoothed loss goes from {averages[0]:.3g} to {lowest:.3g} at its lowest, at a rate of "
+        f"{rates[averages.index(lowest)]:.3g}; {found.ending_in_words}.",
+        wide=True,
+    )

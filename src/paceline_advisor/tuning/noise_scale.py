@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_ra
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghosts
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
@@ -119,12 +119,21 @@ class NoiseReport:
         """Return the table of all points, and a chart over training."""
         known = [(each.step, found) for each in self.points if (found := each.averages.noise_scale()) is not None]
         points = [(step, found, *critical_range(found)) for step, found in known]
+
+        def span(low: float, high: float) -> str:
+            return f"{_figure(low)} to {_figure(high)}" if math.isfinite(high) else f"above {_figure(low)}"
+
         rows = [
-            (step, _figure(found.middle), _range(found.low, found.high), _range(low, high))
-            for step, found, low, high in points
+            (step, _figure(found.middle), span(found.low, found.high), span(*ends)) for step, found, *ends in points
         ]
         blank = len(self.points) - len(known)
-        costs = self.costs()
+        costs = {}
+        if (ratios := self.costs()) is not None:
+            costs = {
+                f"at {_figure(self.batch_weight)} {self.unit}": f"{ratios['steps_ratio']:.3g} times the fewest steps, "
+                f"{ratios['examples_ratio']:.3g} times the fewest {self.unit}",
+                "with linear lr scaling": f"{ratios['linear_rate_excess']:.3g} times the rate that the noise allows",
+            }
         chart = Chart(
             title=f"Gradient noise scale, in {self.unit}",
             traces=[
@@ -151,7 +160,7 @@ class NoiseReport:
                     "y": [self.batch_weight] * len(self.points),
                 },
             ],
-            layout={"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": self.unit}, "type": "log"}},
+            layout={"xaxis": {"title": "step"}, "yaxis": {"title": self.unit, "type": "log"}},
             description="The noise scale over training with its 95 % interval, and the recipe's batch. An upward arrow "
             "is an interval without an upper end.",
         )
@@ -165,7 +174,7 @@ class NoiseReport:
                     caption=f"Measured, in {self.unit}",
                 ),
                 *([f"At {blank} of {len(self.points)} points the noise hides the gradient."] if blank else []),
-                *([] if costs is None else [_in_words(self, costs)]),
+                *([costs] if costs else []),
                 "The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.",
             ],
             on_page=[
@@ -178,20 +187,6 @@ class NoiseReport:
             ],
             ok=bool(known) or "no noise scale was found at any of the weights; give more --steps.",
         )
-
-
-def _in_words(report: NoiseReport, costs: Mapping[str, float]) -> Mapping[str, str]:
-    """What the recipe's own batch costs."""
-    unit = report.unit
-    return {
-        f"at {_figure(report.batch_weight)} {unit}": f"{costs['steps_ratio']:.3g} times the fewest steps, "
-        f"{costs['examples_ratio']:.3g} times the fewest {unit}",
-        "with linear lr scaling": f"{costs['linear_rate_excess']:.3g} times the rate that the noise allows",
-    }
-
-
-def _range(low: float, high: float) -> str:
-    return f"{_figure(low)} to {_figure(high)}" if math.isfinite(high) else f"above {_figure(low)}"
 
 
 def _figure(value: float) -> str:
@@ -210,23 +205,36 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
     recipe = _cut(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
         recipe = without_initial_weights(recipe)
+    quiet = replace(
+        recipe,
+        telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
+        checkpoint=replace(Checkpoint(), every=None),
+    )
+    scratch = (
+        tempfile.TemporaryDirectory(prefix="paceline-noise-") if asked.scratch is None else nullcontext(asked.scratch)
+    )
     points = []
     with (
-        _scratch(asked.scratch) as folder,
-        opened_run(_quiet(loaded, recipe), Options(run_dir=Path(folder) / "run")) as run,
+        scratch as folder,
+        opened_run(replace(loaded, recipe=quiet, origins={}), Options(run_dir=Path(folder) / "run")) as run,
     ):
         if not isinstance(run.strategy, Replicas):
             raise RecipeError(
                 "the noise scale is measured on whole gradients, and here the weights are spread over processes "
                 "(fsdp); measure it with parallel.strategy=ddp, or with one process."
             )
-        steps = min(asked.steps, run.plan.total_steps)
+        plan = run.plan
+        steps = min(asked.steps, plan.total_steps)
+        # Images are samples here, as they always were.
+        unit = "samples" if run.task.sample_weights() is None else run.task.unit
         for step, path in checkpoints or [(0, None)]:
             if path is not None:
-                _take_weights(run, path)
-            points.append(NoisePoint(step=step, averages=NoiseAverages.of(_estimates(run, steps)), steps=steps))
-            log(in_words(points[-1], _unit(run)))
-        plan, unit = run.plan, _unit(run)
+                run.network.load_state_dict(read_weights(path, "model").state)
+            batches = run.train_batches()
+            estimates = [_of_step(run, run.strategy, list(micro_batches(run, batches))) for _ in range(steps)]
+            averages = NoiseAverages.of(each for each in estimates if each is not None)
+            points.append(NoisePoint(step=step, averages=averages, steps=steps))
+            log(in_words(points[-1], unit))
         batch_weight = plan.global_batch_size * mean_weight(run.geometry)
     return NoiseReport(
         name=loaded.name,
@@ -237,11 +245,6 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
         batch_weight=batch_weight,
         unit=unit,
     )
-
-
-def _unit(run: Run) -> str:
-    # Images are samples here, as they always were.
-    return "samples" if run.task.sample_weights() is None else run.task.unit
 
 
 def in_words(point: NoisePoint, unit: str = "samples") -> str:
@@ -264,12 +267,6 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
             f"one, or give {directory.recipe} to measure it at fresh weights."
         )
     return [(step, store.path(step)) for step in store.steps()]
-
-
-def _scratch(given: Path | None) -> AbstractContextManager[str]:
-    if given is not None:
-        return nullcontext(str(given))
-    return tempfile.TemporaryDirectory(prefix="paceline-noise-")
 
 
 def _cut(recipe: Recipe, processes: int) -> Recipe:
@@ -298,32 +295,17 @@ def _cut(recipe: Recipe, processes: int) -> Recipe:
     return replace(recipe, model=model, batch=replace(recipe.batch, micro_size=micro))
 
 
-def _quiet(loaded: LoadedRecipe, recipe: Recipe) -> LoadedRecipe:
-    telemetry = replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False)
-    kept = replace(recipe, telemetry=telemetry, checkpoint=replace(Checkpoint(), every=None))
-    return replace(loaded, recipe=kept, origins={})
-
-
-def _take_weights(run: Run, path: Path) -> None:
-    run.network.load_state_dict(read_weights(path, "model").state)
-
-
-def _estimates(run: Run, steps: int) -> Iterator[Estimate]:
-    batches = run.train_batches()
-    for _ in range(steps):
-        found = _of_step(run, list(micro_batches(run, batches)))
-        if found is not None:
-            yield found
-
-
-def _of_step(run: Run, batches: Sequence[Batch]) -> Estimate | None:
-    assert isinstance(run.strategy, Replicas)
+def _of_step(run: Run, strategy: Replicas, batches: Sequence[Batch]) -> Estimate | None:
     parts: list[tuple[int, float]] = []
-    total = [torch.zeros_like(each) for each in run.network.parameters() if each.requires_grad]
+    trained = [(name, each) for name, each in run.network.named_parameters() if each.requires_grad]
+    total = [torch.zeros_like(each) for _, each in trained]
     for batch in batches:
         if not batch.weight:
             continue
-        gradients = _gradients(GradientProbe(run, run.strategy, batch))
+        probe = GradientProbe(run, strategy, batch)
+        with probe.without_a_trace():
+            found = probe.gradients(run.network)
+        gradients = [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
         torch._foreach_add_(total, gradients, alpha=batch.weight)
         parts.append((batch.weight, _square(gradients)))
     everyones = [each for part in run.collectives.gather(parts) for each in part]
@@ -336,13 +318,6 @@ def _of_step(run: Run, batches: Sequence[Batch]) -> Estimate | None:
     scale = FP16_SCALE**2 if run.precision.scaler is not None else 1.0
     small = math.fsum(weight * square for weight, square in everyones) / samples
     return estimate(samples / len(everyones), small / scale, samples, _square(total) / samples**2 / scale)
-
-
-def _gradients(probe: GradientProbe) -> list[torch.Tensor]:
-    with probe.without_a_trace():
-        found = probe.gradients(probe.run.network)
-    trained = ((name, each) for name, each in probe.run.network.named_parameters() if each.requires_grad)
-    return [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
 
 
 def _square(tensors: Sequence[torch.Tensor]) -> float:

@@ -255,7 +255,7 @@ def test_what_is_known_of_machines_and_runs_that_are_not_here() -> None:
         assert list(check(subject)) == []
         (found,) = check(sick)
         assert found.name == check.__name__
-    assert "40%" in next(training.data_wait(cases[training.data_wait])).evidence
+    assert "40%" in training.data_wait(cases[training.data_wait])[0].evidence
 
 
 def _subject() -> Subject:

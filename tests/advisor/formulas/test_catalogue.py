@@ -28,7 +28,7 @@ def test_every_public_function_names_its_source(module: ModuleType) -> None:
     assert names
     assert [name for name in names if "Source:" not in (inspect.getdoc(getattr(module, name)) or "")] == []
     offered = {each.name for each in formulas().values() if each.topic == module.__name__.rpartition(".")[2]}
-    assert set(names) - offered <= {"inconsistencies"}  # it takes a table
+    assert set(names) == offered
 
 
 def test_no_two_formulas_have_one_name() -> None:

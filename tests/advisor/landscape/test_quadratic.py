@@ -12,20 +12,18 @@ import torch
 from paceline_advisor.formulas.network import keskar_box, keskar_sharpness, loss_barrier
 from paceline_advisor.landscape.measures import (
     STARTS,
-    Box,
-    along,
     climb,
     filter_normalised,
+    moved,
     normal_vector,
-    on_grid,
     positions,
-    random_direction,
+    principal_plane,
     sharpness,
-    surface_of,
+    surface,
     top_eigenvalue,
 )
 from paceline_advisor.landscape.report import Line
-from paceline_advisor.landscape.subject import Subject, principal_plane
+from paceline_advisor.landscape.subject import Subject
 
 Bowls = Callable[..., Subject]
 AT = torch.tensor([1.0, -2.0, 0.5, 0.3, 2.0, -1.0])
@@ -44,9 +42,10 @@ def value(matrix: torch.Tensor, x: torch.Tensor) -> float:
 # ----------------------------------------------------------------------------------------------- surface
 def test_a_surface_is_the_formula(bowl: Bowls) -> None:
     subject, a = bowl(matrix(), AT), matrix()
-    axes = [random_direction(AT, subject.shapes, seed=4, number=number) for number in range(2)]
+    axes = [filter_normalised(normal_vector(4, number, AT), AT, subject.shapes) for number in range(2)]
     x, y = positions(-1, 1, 5), positions(-2, 2, 3)
-    found = surface_of(x, y, [work() for work in along(subject, AT, axes, on_grid(x, y), "train")])
+    job = surface(x, y, moved(subject, AT, axes, "train"))
+    found = job.assemble([part() for part in job.parts])
     for (i, up), (j, across) in itertools.product(enumerate(y), enumerate(x)):
         wanted = value(a, AT + across * axes[0] + up * axes[1])
         assert found.values["loss"][i][j] == pytest.approx(wanted, rel=1e-5, abs=1e-5)
@@ -61,8 +60,7 @@ def test_loss_and_gradient_are_the_formula(bowl: Bowls) -> None:
 
 def test_a_point_that_is_no_number_is_shown_as_such(bowl: Bowls) -> None:
     subject = bowl(matrix(), AT)
-    (found,) = [work() for work in along(subject, AT, [AT], [(1e30,)], "train")]
-    assert not math.isfinite(found["loss"])
+    assert not math.isfinite(moved(subject, AT, [AT], "train")(1e30)["loss"])
     assert math.isfinite(subject.measure(AT, "train")["loss"])  # and leaves nothing behind
 
 
@@ -70,12 +68,12 @@ def test_a_point_that_is_no_number_is_shown_as_such(bowl: Bowls) -> None:
 def test_filters_have_the_norms_of_the_weights_filters(bowl: Bowls) -> None:
     shapes = {"conv": torch.Size([3, 2, 1, 2]), "bias": torch.Size([3]), "linear": torch.Size([2, 4])}
     weights = torch.randn(sum(shape.numel() for shape in shapes.values()), generator=torch.Generator().manual_seed(1))
-    found = random_direction(weights, shapes, seed=1, number=0)
+    drawn = normal_vector(1, 0, weights)
+    found = filter_normalised(drawn, weights, shapes)
     assert torch.allclose(found[:12].view(3, -1).norm(dim=1), weights[:12].view(3, -1).norm(dim=1))
     assert (found[12:15] == 0).all()  # biases and norms do not move
     assert torch.allclose(found[15:].view(2, -1).norm(dim=1), weights[15:].view(2, -1).norm(dim=1))
     # Norm by norm, and not one for all: the shares of the filters differ from those that were drawn.
-    drawn = normal_vector(1, 0, weights)
     assert torch.allclose(filter_normalised(7 * drawn, weights, shapes), found, rtol=1e-5)
 
 
@@ -129,9 +127,8 @@ def test_sharpness_is_the_formula(bowl: Bowls, epsilon: float) -> None:
     """Of a bowl that curves along its axes, the largest loss is in the corner of the box that is farthest out."""
     diagonal = torch.tensor([1.0, 4.0, 0.5, 2.0, 3.0, 0.1])
     subject = bowl(torch.diag(diagonal), AT)
-    box = Box(epsilon=epsilon)
     loss = subject.measure(AT, "train")["loss"]
-    found = sharpness(loss, [climb(subject, AT, "train", box, start) for start in STARTS], box)
+    found = sharpness(loss, [climb(subject, AT, "train", epsilon, start) for start in STARTS], epsilon)
     corner = [abs(x) + keskar_box(x, epsilon) for x in AT.tolist()]
     largest = sum(0.5 * a * x * x for a, x in zip(diagonal.tolist(), corner, strict=True))
     assert found.percent == pytest.approx(keskar_sharpness(largest, value(torch.diag(diagonal), AT)), rel=2e-3)
@@ -140,8 +137,8 @@ def test_sharpness_is_the_formula(bowl: Bowls, epsilon: float) -> None:
 
 def test_at_the_very_bottom_a_random_start_finds_what_a_slope_cannot(bowl: Bowls) -> None:
     diagonal = torch.tensor([1.0, 4.0, 0.5, 2.0, 3.0, 0.1])
-    subject, bottom, box = bowl(torch.diag(diagonal), 0 * AT), 0 * AT, Box(epsilon=0.5)
-    from_weights, from_random = (climb(subject, bottom, "train", box, start) for start in STARTS)
+    subject, bottom = bowl(torch.diag(diagonal), 0 * AT), 0 * AT
+    from_weights, from_random = (climb(subject, bottom, "train", 0.5, start) for start in STARTS)
     assert from_weights.largest_loss == 0
     largest = 0.5 * 0.25 * float(diagonal.sum())  # every corner is as high
     assert from_random.largest_loss == pytest.approx(largest, rel=1e-5)
@@ -149,17 +146,17 @@ def test_at_the_very_bottom_a_random_start_finds_what_a_slope_cannot(bowl: Bowls
 
 def test_a_subspace_of_all_dimensions_has_a_box_of_its_own(bowl: Bowls) -> None:
     subject = bowl(torch.eye(6), AT)
-    whole = climb(subject, AT, "train", Box(epsilon=0.01), "weights")
-    part = climb(subject, AT, "train", Box(epsilon=0.01, subspace=2), "weights")
+    whole = climb(subject, AT, "train", 0.01, "weights")
+    part = climb(subject, AT, "train", 0.01, "weights", subspace=2)
     assert value(torch.eye(6), AT) < part.largest_loss
     assert part.largest_loss != pytest.approx(whole.largest_loss)
 
 
 def test_a_cliff_is_infinitely_sharp(bowl: Bowls) -> None:
     subject = bowl(torch.eye(6) * 1e38, AT)
-    found = climb(subject, AT, "train", Box(epsilon=0.9), "weights")
+    found = climb(subject, AT, "train", 0.9, "weights")
     assert math.isinf(found.largest_loss)
-    assert math.isinf(sharpness(1.0, [found], Box()).percent)
+    assert math.isinf(sharpness(1.0, [found], 0.9).percent)
 
 
 # -------------------------------------------------------------------------------------------- trajectory

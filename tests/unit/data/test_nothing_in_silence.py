@@ -11,12 +11,14 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from image_sets import opened_set
 
+from paceline.data.image.dataset import Problems
 from paceline.data.text.datasets import open_text
 from paceline.files import LeftOut
 from paceline.inference.sources import members, pictures_of
@@ -197,11 +199,12 @@ def test_image_folders(tmp_path: Path, seed: int) -> None:
     written(tmp_path / "images", flat)
     (tmp_path / "images" / "linked").symlink_to(written(tmp_path / "elsewhere", Tree({"1.png"}, {"2.mp4"}, {".3.png"})))
     (tmp_path / "images" / "beside.txt").touch()
-    told: list[str] = []
-    found = opened_set("image_folder", tmp_path / "images", channels=3, validation_fraction=0.5, fault=told.append)
+    problems = Problems()
+    keys: Any = {"channels": 3, "validation_fraction": 0.5, "tries_files": False}
+    found = opened_set("image_folder", tmp_path / "images", problems=problems, **keys)
     assert len(found.train) + len(found.validation) == len(flat.used) + 1
-    assert sum("is not an image (supported" in each for each in told) == len(flat.others) + 1
-    assert [each for each in told if "/empty' is empty" in each or "/empty' is a folder inside" in each]
+    assert sum(each.kind == "other_files" for each in problems.bad) == len(flat.others) + 1
+    assert [each for each in problems.bad if each.path.endswith("/empty")]
     assert count(found.left_out) == 1
 
 
@@ -214,9 +217,11 @@ def test_rows_of_tables_of_paths(tmp_path: Path, seed: int) -> None:
     rows += [draw.choice(rows[: len(names)]) for _ in range(3)]
     lines = "".join(f'"{row}",{"cat" if number % 2 else "dog"}\n' for number, row in enumerate(rows))
     (tmp_path / "x.csv").write_text("image,label\n" + lines, encoding="utf-8-sig")
-    told: list[str] = []
+    problems = Problems()
     if len(names) < 2:
         pytest.skip("this seed draws fewer than two names in UTF-8, and so one class")
-    found = opened_set("csv", tmp_path / "x.csv", channels=3, validation_fraction=0, fault=told.append)
+    found = opened_set(
+        "csv", tmp_path / "x.csv", channels=3, validation_fraction=0, problems=problems, tries_files=False
+    )
     assert len(found.train) == len(names)
-    assert len(found.train) + len(told) == len(rows)
+    assert len(found.train) + problems.count == len(rows)

@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import precision_recall_fscore_support
 
-from paceline.metrics.answers import Answers, Candidate, Examples, choose
+from paceline.metrics.answers import (
+    Answers,
+    Candidate,
+    Confusion,
+    Examples,
+    choose,
+    confusion_document,
+    scores_by_class,
+)
 
 
 def all_of(answers: Answers, draws: np.ndarray, ids: np.ndarray) -> list[Candidate]:
@@ -22,6 +31,27 @@ def all_of(answers: Answers, draws: np.ndarray, ids: np.ndarray) -> list[Candida
         )
         for row, wrong in enumerate((answers.predicted != answers.label).tolist())
     ]
+
+
+@pytest.mark.parametrize("classes", [7, 130])  # a matrix, and triples
+def test_scores_of_classes_are_scikit_learns(classes: int) -> None:
+    drawn = np.random.default_rng(classes)
+    labels = drawn.integers(0, classes - 2, 900)  # the last but one is only answered, the last not even that
+    labels[labels == 2] = 1
+    predicted = np.where(drawn.random(900) < 0.4, drawn.integers(0, classes - 1, 900), labels)
+    predicted[predicted == 0] = 3  # never answered
+    confusion = Confusion()
+    confusion.add(Answers.of(torch.eye(classes)[torch.from_numpy(predicted)], torch.from_numpy(labels)))
+    found = scores_by_class(confusion_document(confusion.triples(), [f"c{each}" for each in range(classes)]))
+    known = sorted({*labels.tolist(), *predicted.tolist()})
+    columns = precision_recall_fscore_support(labels, predicted, labels=known, zero_division=0)
+    theirs = {f"c{label}": row for label, row in zip(known, zip(*columns, strict=True), strict=True)}
+    assert {each["class"] for each in found} == theirs.keys()
+    for each in found:
+        *shares, count = theirs[each["class"]]
+        assert [each[name] / 100 for name in ("precision", "recall", "f1")] == pytest.approx(shares)
+        assert each["count"] == count
+    assert [each["f1"] for each in found] == sorted(each["f1"] for each in found)
 
 
 @pytest.mark.parametrize(("wrong", "batch"), [(0.3, 7), (0.0, 50), (1.0, 16), (0.01, 3)])

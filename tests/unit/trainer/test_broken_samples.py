@@ -36,8 +36,10 @@ def photos(tmp_path: Path) -> Path:
 
 
 def spoil(*files: Path) -> list[str]:
+    """Damage files inside, between a head and an end that are whole, so that reading them finds it and no check."""
     for file in files:
-        file.write_bytes(file.read_bytes()[:40])
+        content = file.read_bytes()
+        file.write_bytes(content[:48] + bytes(12) + content[60:])
     return sorted(map(str, files))
 
 
@@ -77,7 +79,7 @@ def test_by_default_the_run_stops_and_names_the_file(
         train_photos("run", {"data.backend": backend})
     message = str(caught.value)
     assert message.startswith(f"'{broken}' could not be read: ")
-    assert "1 broken sample(s) so far, and data.max_broken=0; raise that to go on without them" in message
+    assert "1 broken sample(s) so far, and data.max_broken=0; the same command with data.on_bad=skip goes on" in message
     (finish,) = events(runs / "run", "finish")
     assert (finish["status"], finish["message"]) == ("failed", message)
     (incident,) = events(runs / "run", "incident")
@@ -216,7 +218,11 @@ def test_other_images_of_the_same_names_and_sizes_are_refused_at_a_resume(
         one.write_bytes(changed[0])
         other.write_bytes(changed[1])
         with pytest.raises(RunDirectoryError, match=r"images of the run in .* have changed .*train/dog/07\.png"):
-            train_photos("run", {})
+            train_photos("run", {"data.max_broken": 1})
+    with pytest.raises(DataError, match=r"images that cannot be opened: 1 \('train/cat/03\.png'"):
+        train_photos("run", {})
+    with pytest.raises(RunDirectoryError, match="train_samples=24, but here it comes to 23"):
+        train_photos("run", {"data.on_bad": "skip"})
     one.write_bytes(contents[0])
     other.write_bytes(contents[1])
     # A run of before there were digests of contents is compared by names and sizes.
@@ -224,3 +230,59 @@ def test_other_images_of_the_same_names_and_sizes_are_refused_at_a_resume(
     del plan["data"]["content_digest"]
     (runs / "run" / "plan.json").write_text(json.dumps(plan))
     assert train_photos("run", {}).summary.weights_sha256 == whole.summary.weights_sha256
+
+
+def test_what_cannot_be_opened_is_found_before_a_run_directory_is_made(
+    train_photos: Callable[..., Any], photos: Path, runs: Path
+) -> None:
+    (photos / "val/dog/03.png").write_bytes(b"")
+    (photos / "train/cat/film.mp4").touch()
+    with pytest.raises(DataError, match=r"(?s)2 files or folders.*film\.mp4.*val/dog/03\.png"):
+        train_photos("run", {})
+    assert not (runs / "run").exists()
+
+
+def test_skipped_they_are_in_the_records_and_the_same_over_a_resume(
+    train_photos: Callable[..., Any], photos: Path, runs: Path, course: Callable[..., Any]
+) -> None:
+    """Those found before are no samples; one that is found when it is read is left out of its batches."""
+    (photos / "train/cat/film.mp4").touch()
+    for name in ("train/cat/00.png", "val/dog/03.png"):
+        (photos / name).write_bytes(b"words")
+    (inside,) = spoil(photos / "train/dog/05.png")
+    overrides = {"data.on_bad": "skip", "evaluate.every": "3 steps"}
+    whole = train_photos("whole", overrides)
+    plan = json.loads((runs / "whole" / "plan.json").read_text())
+    assert {key: plan["data"][key] for key in plan["data"] if key.endswith("_left_out")} == {
+        "other_files_left_out": 1,
+        "broken_images_left_out": 2,
+    }
+    assert sum("left out" in each for each in plan["left_out"]) == 2
+    assert (plan["train_samples"], plan["evaluation_samples"]) == (2 * PER_CLASS - 1, 2 * PER_CLASS - 1)
+    incidents = [event["path"] for event in course(runs / "whole") if event["event"] == "incident"]
+    assert incidents == [inside]
+    assert whole.summary.ledger.broken == 3
+    audit = audit_run(whole.run_dir)
+    assert audit.passed
+    assert audit.left_out == {"other_files": 1, "broken_images": 2}
+
+    train_photos("pieces", {**overrides, "train.duration": "4 steps"})
+    pieces = train_photos("pieces", overrides)
+    assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
+    (photos / "train/cat/00.png").write_bytes((photos / "train/cat/01.png").read_bytes())
+    with pytest.raises(RunDirectoryError, match="train_samples=23, but here it comes to 24"):
+        train_photos("pieces", {**overrides, "train.duration": "12 steps"})
+
+
+def test_a_run_that_met_a_broken_image_goes_on_without_it(
+    train_photos: Callable[..., Any], photos: Path, runs: Path
+) -> None:
+    """Found when it was read: the same data, so the same run."""
+    train_photos("run", {"train.duration": "3 steps"})
+    spoil(photos / "train/dog/05.png")
+    plan = json.loads((runs / "run" / "plan.json").read_text())
+    del plan["data"]["content_digest"]  # as of a set that is too large for it
+    (runs / "run" / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(DataError, match=r"data\.on_bad=skip goes on without them"):
+        train_photos("run", {})
+    assert train_photos("run", {"data.on_bad": "skip"}).status == "completed"

@@ -159,3 +159,21 @@ def test_a_pickle_alone_is_refused(save: Callable[..., tuple[Path, Any]], photos
     hub, _ = save(safe_serialization=False)
     with pytest.raises(PacelineError, match=r"pytorch_model\.bin only, a pickle.*never opened"):
         score(hub, photos)
+
+
+@pytest.mark.parametrize("split", ["val", "test", ""])
+def test_scored_on_a_folder_without_training_images(
+    split: str, save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path
+) -> None:
+    """Those of val/ or test/, or all of a folder of class folders."""
+    hub, _ = save()
+    root = photos / "val"
+    if split:
+        root = tmp_path / "scored"
+        root.mkdir()
+        (root / split).symlink_to(photos / "val")
+    expected, found = score(hub, photos), score(hub, root)
+    assert (found.samples, found.metrics) == (expected.samples, expected.metrics)
+    assert any("all 21 images are scored" in note for note in found.left_out) == (not split)
+    part = score(hub, photos / "val", "data.validation_fraction=0.5")
+    assert part.samples < expected.samples

@@ -203,7 +203,7 @@ def open_criteo(data: Data) -> ClickDataset:
         parts = [root / "train", root / "val"]
     else:
         parts = [root]
-    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.max_broken) for each in parts]
+    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.most_broken) for each in parts]
     train, val = splits[0], splits[-1]
     tables, reasons = criteo_tables(data.recommendation, train.distinct)
     kept, first = len(train.rows), 0

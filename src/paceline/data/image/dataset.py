@@ -7,7 +7,11 @@ hashes of their names, one that is added moves at most one other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
@@ -16,9 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.source import HeadedSource, SampleSource, SubsetSource
+from paceline.data.image.heads import broken_files
+from paceline.data.image.source import FileSource, HeadedSource, SampleSource, SubsetSource
 from paceline.errors import DataError
+from paceline.files import LeftOut
 from paceline.recipe.data import Data
+from paceline.units import format_count
 
 Ids = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
@@ -96,34 +103,99 @@ def _lowest(members: Ids, words: Hashes, fraction: float) -> Ids:
 _NAMED = 3
 _PROBED = 256
 
-Fault = Callable[[str], None]
-"""Told in one sentence what is wrong with a source; that part of it is left out."""
+BAD = {
+    "other_files": "files that are not images",
+    "heic_images": "HEIC images, which need pip install 'paceline[heic]'",
+    "special_files": "named pipes, sockets and devices",
+    "nested_folders": "folders inside class folders, which are not searched",
+    "empty_folders": "class folders without images",
+    "unread_folders": "folders next to train/ that are neither val/ nor test/",
+    "broken_images": "images that cannot be opened",
+}
+"""What a run cannot use and can do without, by its name in plans."""
+
+
+class Bad(NamedTuple):
+    """A file or folder that a run cannot use, and can do without.
+
+    Attributes:
+        kind: A key of ``BAD``.
+        path: Where it lies.
+        detail: What more there is to say.
+    """
+
+    kind: str
+    path: str
+    detail: str = ""
 
 
 class Problems:
-    """Collects what is wrong with a source, so that all of it is told at once."""
+    """Collects what is wrong with a source, so that all of it is reported at once.
+
+    Attributes:
+        bad: Files and folders that can be left out.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
-        self._found: dict[str, list[tuple[str, ...]]] = {}
+        self.bad: list[Bad] = []
+        self._stopping: dict[str, list[tuple[str, ...]]] = {}
+        self._rows: dict[str, list[tuple[str, ...]]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many were found."""
+        return len(self.bad) + sum(map(len, (*self._stopping.values(), *self._rows.values())))
 
     def add(self, sentence: str, what: str, *more: str) -> None:
-        """Take one: a sentence, the same for all of its kind, what it is about, and what else is filled in."""
-        self.count += 1
-        self._found.setdefault(sentence, []).append((what, *more))
+        """Take one to be corrected: a sentence, the same for all of its kind, what it is about, what is filled in."""
+        self._stopping.setdefault(sentence, []).append((what, *more))
 
-    def tell(self, fault: Fault | None) -> None:
-        """Tell ``fault`` of each, in a sentence; without one, refuse them all in one message.
+    def add_row(self, sentence: str, what: str, *more: str) -> None:
+        """Take, in the same form, a row of a table that can be left out."""
+        self._rows.setdefault(sentence, []).append((what, *more))
+
+    def sentences(self) -> Iterator[str]:
+        """Say each that is not a file or folder."""
+        for sentence, found in (*self._stopping.items(), *self._rows.items()):
+            yield from (sentence.format(*filled) for filled in found)
+
+    def left_out(self, root: Path) -> tuple[str, ...]:
+        """Say what is left out, a sentence for each kind."""
+        rows = starmap(_all_of_a_kind, self._rows.items())
+        return (*_counted(self.bad, root).told(), *(f"left out: {each}" for each in rows))
+
+    def refuse(self, request: DatasetRequest) -> None:
+        """Refuse what the recipe does not let be left out.
 
         Raises:
-            DataError: With the first of each kind, how many more there are, and some of these.
+            DataError: With the number and the first of each kind, and what to do.
         """
-        if fault is not None:
-            for sentence, found in self._found.items():
-                for filled in found:
-                    fault(sentence.format(*filled))
-        elif self._found:
-            raise DataError(" ".join(starmap(_all_of_a_kind, self._found.items())))
+        data = request.data
+        skips = data.on_bad == "skip"
+        broken = [each for each in self.bad if each.kind == "broken_images"]
+        bad = [] if skips else [each for each in self.bad if each.kind != "broken_images"]
+        if len(broken) > data.most_broken:
+            bad += broken
+        sentences = {**self._stopping, **({} if skips else self._rows)}
+        lines = [" ".join(starmap(_all_of_a_kind, sentences.items()))] if sentences else []
+        if bad:
+            lines.append(f"{str(request.path)!r} has {format_count(len(bad))} files or folders that a run cannot use:")
+            lines += [f"  {line}" for line in _counted(bad, request.path).listed()]
+        if bad or (sentences and not self._stopping):
+            lines.append("To go on without them, add data.on_bad=skip.")
+        if bad and data.dataset == "image_folder":
+            command = f"paceline check-data {shlex.quote(str(request.path))} --quarantine DIR"
+            lines.append(f"To move them out of the folder: {command}")
+        if lines:
+            raise DataError(*lines)
+
+
+def _counted(bad: Sequence[Bad], root: Path) -> LeftOut:
+    counted = LeftOut()
+    order = list(BAD)
+    for kind, path, detail in sorted(bad, key=lambda each: order.index(each.kind)):
+        counted.add(BAD[kind], os.path.relpath(path, root if root.is_dir() else root.parent), detail)
+    return counted
 
 
 def _all_of_a_kind(sentence: str, found: Sequence[tuple[str, ...]]) -> str:
@@ -140,13 +212,19 @@ class DatasetRequest:
 
     Attributes:
         data: The recipe's section.
-        fault: Told of each defect of the layout or the rows, which is then left out; None to refuse them all.
+        problems: Collects the defects of the layout, the files and the rows; what it takes is left out.
+        tolerant: Whether the rest is wanted whatever is wrong.
+        tries_files: Whether files are tried for whether they can be opened; who reads all of them anyway does not.
         in_any_order: Whether images will be read in any order; packing reads them in theirs.
+        score_all: Whether all images of a folder without a split of its own are to be scored, and none trained on.
     """
 
     data: Data
-    fault: Fault | None = None
+    problems: Problems = field(default_factory=Problems)
+    tolerant: bool = False
+    tries_files: bool = True
     in_any_order: bool = True
+    score_all: bool = False
 
     @property
     def path(self) -> Path:
@@ -168,6 +246,11 @@ class DatasetRequest:
     def channels(self) -> int | None:
         """Channels to decode to, 1 or 3; None for what the images have."""
         return None if self.data.channels == "auto" else self.data.channels
+
+    def refuse_problems(self) -> None:
+        """Refuse what was found, unless the caller wants the rest in any case; raises DataError."""
+        if not self.tolerant:
+            self.problems.refuse(self)
 
 
 @dataclass(frozen=True)
@@ -209,6 +292,7 @@ class StoredImages:
         statistics: Known mean and standard deviation; None for those that pretrained models expect.
         listing: How the images were found, or what reading them costs, for people.
         left_out: What is there and not used, a sentence for each kind.
+        left_out_counts: How much of what a run cannot use was skipped, by its name in plans.
     """
 
     train: SampleSource
@@ -222,6 +306,7 @@ class StoredImages:
     statistics: Statistics | None = None
     listing: str = ""
     left_out: tuple[str, ...] = ()
+    left_out_counts: Mapping[str, int] = field(default_factory=dict)
 
 
 def probe(source: HeadedSource, samples: Iterable[int] | None = None) -> Probe:
@@ -244,12 +329,38 @@ def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_o
         sources: Training images, and held-out ones if the data has them; their ``channels`` are set.
         held_out: See :func:`in_splits`.
         **facts: Further attributes of :class:`StoredImages`.
+
+    Raises:
+        DataError: If the recipe does not let what is wrong with them be left out.
     """
+    if request.tries_files:
+        first, *others = sources
+        tried = _openable(request, first)
+        sources = [tried, *(tried if each is first else _openable(request, each) for each in others)]
+    request.refuse_problems()
+    if request.data.on_bad == "skip" and request.problems.bad:
+        bad = request.problems.bad
+        counts = Counter(each.kind for each in bad)
+        facts["left_out_counts"] = {f"{kind}_left_out": counts[kind] for kind in BAD if kind in counts}
+        broken = [os.path.relpath(each.path, request.path) for each in bad if each.kind == "broken_images"]
+        if broken:
+            facts["digest"] = hashlib.sha256(repr([facts["digest"], *broken]).encode()).hexdigest()
+    if not request.tolerant:
+        facts["left_out"] = (*facts.get("left_out", ()), *request.problems.left_out(request.path))
     found = probe(sources[0])
     channels = request.channels or (1 if found.greyscale else 3)
     for source in sources:
         source.channels = channels
     return in_splits(sources, held_out, request.validation_fraction, channels=channels, probe=found, **facts)
+
+
+def _openable(request: DatasetRequest, source: HeadedSource) -> HeadedSource:
+    """Try a source of files; return it without those that cannot be opened, where the recipe says to skip them."""
+    if not isinstance(source, FileSource):
+        return source
+    broken = broken_files(source)
+    request.problems.bad += [Bad("broken_images", source.path(each), reason) for each, reason in broken.items()]
+    return source.without(list(broken)) if broken and request.data.on_bad == "skip" else source
 
 
 def in_splits(
@@ -290,7 +401,7 @@ class ImageDataset:
             none.
         native_size: Height and width of the stored images if all share them, else None.
         is_split_off: Whether the held-out images were split off the training images, of whose source both are parts.
-        selection: What part of the data the recipe asks for, for the plan; empty if all of it.
+        selection: What part of the data is used, and how much of it was skipped, for the plan; empty if all is used.
         digest: Says whether two runs saw the same data; a hash of the content, or of file names and sizes.
         mean: Per-channel mean that is subtracted from pixels, on the scale 0 … 1.
         std: Per-channel standard deviation they are divided by.

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.data.disk_cache import remember
-from paceline.data.image.dataset import DatasetRequest, Fault, ImageDataset, StoredImages
+from paceline.data.disk_cache import TOO_FRESH_NS, remember, stamp_of
+from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.dataset_registry import dataset_names, find_dataset
@@ -35,8 +35,6 @@ TOO_LARGE = (
 _UNREADABLE = "none, since {!r} cannot be read: a resume compares names and sizes"
 _READERS = 8  # each waits for the disk most of the time
 _AT_ONCE = 64
-# Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
-_TOO_FRESH_NS = 3_000_000_000
 
 
 def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
@@ -74,7 +72,7 @@ def content_digest(
     now = time.time_ns()
     try:
         with ThreadPoolExecutor(_READERS) as pool:
-            stamps = list(pool.map(_stamp, paths))
+            stamps = list(pool.map(stamp_of, paths))
     except OSError as error:
         return None, _UNREADABLE.format(error.filename)
     if sum(size for size, *_ in stamps) > LARGEST_BYTES:
@@ -96,15 +94,9 @@ def content_digest(
             digest = _hashed(b"".join(pool.map(hashes, range(0, count, _AT_ONCE)))).hex()
     except BrokenImageError as error:
         return None, _UNREADABLE.format(error.path)
-    if newest < now - _TOO_FRESH_NS:
+    if newest < now - TOO_FRESH_NS:
         remember(memory, f"{state} {digest}".encode())
     return digest, told
-
-
-def _stamp(path: str) -> tuple[int, int, int, int]:
-    """A file's size, inode, and times of writing and change; raises OSError."""
-    found = os.stat(path)
-    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _recall(memory: os.PathLike[str], state: str) -> str | None:
@@ -127,12 +119,13 @@ _IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
 
 
-def open_dataset(data: Data, fault: Fault | None = None) -> ImageDataset:
+def open_dataset(data: Data, problems: Problems | None = None, *, score_all: bool = False) -> ImageDataset:
     """Open the data set that the recipe's `data` section names.
 
     Args:
         data: The section.
-        fault: Told of what is wrong with the layout of an image folder, or the rows of a table, if the rest is wanted.
+        problems: Takes what is wrong with an image folder, or the rows of a table, if the rest is wanted all the same.
+        score_all: See :class:`DatasetRequest`.
 
     Raises:
         DataError: If there is no such data set, or it cannot be read.
@@ -147,7 +140,10 @@ def open_dataset(data: Data, fault: Fault | None = None) -> ImageDataset:
                 "paceline.data.image.datasets.ImageDataset."
             )
     else:
-        dataset = _described(data, open_stored(DatasetRequest(data=data, fault=fault)))
+        request = DatasetRequest(data=data, score_all=score_all)
+        if problems is not None:
+            request = replace(request, problems=problems, tolerant=True, tries_files=False)
+        dataset = _described(data, open_stored(request))
     dataset = select(data, dataset)
     mean = dataset.mean if data.mean == "auto" else data.mean
     std = dataset.std if data.std == "auto" else data.std
@@ -225,6 +221,7 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
         mean=_IMAGENET_MEAN[channels] if statistics is None else statistics.mean,
         std=_IMAGENET_STD[channels] if statistics is None else statistics.std,
         reasons=reasons,
+        selection=stored.left_out_counts,
         left_out=stored.left_out,
     )
 

@@ -39,6 +39,14 @@ try:
 except ImportError:
     simplejpeg = None
 
+try:
+    import pillow_heif
+except ImportError:
+    HEIF_ENDINGS: tuple[str, ...] = ()
+else:
+    pillow_heif.register_heif_opener()
+    HEIF_ENDINGS = ("heic", "heif")
+
 Content = bytes | bytearray | memoryview
 
 # libjpeg's own limit; a file's head may say 65535.
@@ -284,7 +292,7 @@ class Picture:
         return Box(left, top, width, height) if self._orientation in _LYING else Box(top, left, height, width)
 
     def _ask_pillow(self) -> None:
-        image = self._image = _opened(self._content)
+        image = self._image = _opened(io.BytesIO(self._content))
         self.shrinks = _is_plain_jpeg(image)
         if self.shrinks:
             self.size = image.height, image.width
@@ -295,7 +303,7 @@ class Picture:
 
     def _with_pillow(self, shrink: int) -> Pixels:
         opened, self._image = self._image, None
-        with opened or _opened(self._content) as image:
+        with opened or _opened(io.BytesIO(self._content)) as image:
             if shrink > 1:
                 image.draft(None, (image.width // shrink, image.height // shrink))
             image.load()
@@ -383,11 +391,50 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
     return size[::-1] if orientation in _LYING else size
 
 
-def _opened(content: Content) -> Image.Image:
+def check_head(path: str) -> None:
+    """Read the head of an image file; raises BrokenImageError if it says that the file cannot be decoded."""
+    with open(path, "rb") as file:
+        _explained(path, lambda: _opened(file))
+
+
+_OTHERS = (
+    (LFS_START, LFS_POINTER),
+    (b"%PDF", "a PDF document"),
+    (b"PK\x03\x04", "a ZIP archive"),
+    (b"\x1f\x8b", "gzip-compressed data"),
+)
+_HTML = (b"<!doctype html", b"<html")
+_HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
+NEEDS_HEIF = "a HEIC image, which needs pip install 'paceline[heic]'"
+
+
+def _lacks_heif(head: bytes) -> bool:
+    """Whether a file is a HEIC image, and what reads those is not installed."""
+    return not HEIF_ENDINGS and head[4:8] == b"ftyp" and head[8:12] in _HEIF_BRANDS
+
+
+def looks_like(head: bytes) -> str:
+    """Say what a file that is not an image looks like; empty if its first bytes do not tell."""
+    for beginning, name in _OTHERS:
+        if head.startswith(beginning):
+            return name
+    if head.lstrip().lower().startswith(_HTML):
+        return "a web page"
+    if _lacks_heif(head):
+        return NEEDS_HEIF
+    if head[4:8] == b"ftyp":
+        return f"a {head[8:12].decode('ascii', 'replace').strip()} file (HEIC, AVIF or a video)"
+    return ""
+
+
+def _opened(file: BinaryIO) -> Image.Image:
     _silence_pillow()
-    if bytes(content[: len(LFS_START)]) == LFS_START:
+    start = file.read(len(LFS_START))
+    if start == LFS_START:
         raise ValueError(LFS_POINTER)
-    image = Image.open(io.BytesIO(content))
+    if _lacks_heif(start):
+        raise ValueError(NEEDS_HEIF)
+    image = Image.open(file)
     if image.width * image.height > LARGEST_PIXELS:
         raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
     if image.format == "TIFF":

@@ -84,7 +84,7 @@ class SliceReader:
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
         announce(self._source, piece.ids)
-        draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
+        draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.variation_keys)
         size = view.read_size_at(piece.epoch)
         shape = piece.shape or (size, size)
         try:
@@ -92,12 +92,18 @@ class SliceReader:
             broken = self._fill(inputs, piece.ids, shape, draws)
         except _DefectError as error:
             return error.failure
-        ids = piece.ids
+        ids, keys = piece.ids, piece.variation_keys
         if broken:
             whole = ~np.isin(np.arange(len(ids)), list(broken))
-            inputs, ids = inputs[: len(ids) - len(broken)], ids[whole]
+            inputs, ids, keys = inputs[: len(ids) - len(broken)], ids[whole], keys[whole]
             draws = None if draws is None else draws.where(whole)
-        return self._batch(piece, inputs, ids, draws, tuple(broken[row] for row in sorted(broken)))
+        if draws is not None:
+            if self._shifts:
+                inputs = vary(inputs, self._augment, draws)
+            inputs = shrunk(inputs, view.size_at(piece.epoch), view.interpolation)
+            inputs = self._variation(inputs, keys, piece.epoch)
+        in_order = tuple(broken[row] for row in sorted(broken))
+        return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, in_order)
 
     def _fill(self, inputs: torch.Tensor, ids: SampleIds, shape: Shape, draws: Draws | None) -> dict[int, BrokenSample]:
         """Read samples into the first rows of a batch; return the broken ones, which are left out, by their row.
@@ -184,21 +190,6 @@ class SliceReader:
             # is the fastest axis.
             return flat.view(count, channels, height, width)
         return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
-
-    def _batch(
-        self,
-        piece: SampleSlice,
-        inputs: torch.Tensor,
-        ids: SampleIds,
-        draws: Draws | None,
-        broken: tuple[BrokenSample, ...],
-    ) -> Batch:
-        if draws is not None:
-            if self._shifts:
-                inputs = vary(inputs, self._augment, draws)
-            inputs = shrunk(inputs, self._view.size_at(piece.epoch), self._view.interpolation)
-            inputs = self._variation(inputs, ids, piece.epoch)
-        return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, broken)
 
 
 def forget_shared_memory_of(pid: int) -> None:

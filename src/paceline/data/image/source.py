@@ -17,7 +17,14 @@ from typing import Protocol, Self, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import BrokenImageError, decode, image_header, read_file, upright_size
+from paceline.data.image.decode import (
+    HEIF_ENDINGS,
+    BrokenImageError,
+    decode,
+    image_header,
+    read_file,
+    upright_size,
+)
 
 Image = NDArray[np.uint8]
 Content = bytes | bytearray | memoryview
@@ -25,7 +32,7 @@ Ids = NDArray[np.int64]
 Head = tuple[tuple[int, int], bool]
 """Height and width of an image, and whether it is greyscale."""
 
-EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp")
+EXTENSIONS = ("bmp", "gif", "jpeg", "jpg", "png", "ppm", "tif", "tiff", "webp", *HEIF_ENDINGS)
 
 
 @dataclass(frozen=True)
@@ -216,6 +223,12 @@ class FileSource:
     def files(self, samples: Ids) -> list[str]:
         """Return the files' paths."""
         return [self.path(sample) for sample in samples.tolist()]
+
+    def without(self, samples: Sequence[int]) -> FileSource:
+        """Return the source without some of its files; the others are numbered anew."""
+        kept = np.delete(np.arange(len(self)), samples)
+        names = [self._names[sample] for sample in kept.tolist()]
+        return FileSource(Path(self._root), names, self.labels[kept], self.channels)
 
     @property
     def names(self) -> Names:

@@ -355,15 +355,14 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     Args:
         rows: The rows.
         table: The table's path, for messages.
-        request: Its ``fault`` is told of each row that names no file, or one that another row names.
+        request: Its ``problems`` take each row that names no file, or one that another row names.
 
     Raises:
         DataError: If a label or a path is missing.
     """
     parts = rows.parts.splits
-    problems = Problems()
-    sizes = _sizes(rows, np.concatenate(parts), problems)
-    problems.tell(request.fault)
+    sizes = _sizes(rows, np.concatenate(parts), request.problems)
+    request.refuse_problems()
     parts = [part[sizes[part] >= 0] for part in parts]
     if not all(len(part) for part in parts):
         raise DataError(f"{table!r} names no image that is there: correct the paths in it.")
@@ -393,24 +392,24 @@ def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
         path = rows.paths[row]
         whole = os.path.normpath(os.path.join(rows.root, path))
         if not path:
-            problems.add("{} names no image: give its path, or remove the line.", rows.where(row))
+            problems.add_row("{} names no image: give its path, or remove the line.", rows.where(row))
         elif _ADDRESS.match(path):
             # Not repeated: an address may hold a password.
-            problems.add(
+            problems.add_row(
                 "{} names an address, and a table names files: copy the images here, and give paths from the table on.",
                 rows.where(row),
             )
         elif whole in seen:
             where, otherwise = rows.where(seen[whole]), _otherwise(rows, seen[whole], row)
             sentence = "{} names {}, which {} names too{}: keep one of them."
-            problems.add(sentence, rows.where(row), repr(path), where, otherwise)
+            problems.add_row(sentence, rows.where(row), repr(path), where, otherwise)
         elif (size := _size(whole)) is None:
             if kind := odd_kind(whole):
                 sentence = "{} names {}, which is {}: correct it, or remove the line."
-                problems.add(sentence, rows.where(row), repr(path), kind)
+                problems.add_row(sentence, rows.where(row), repr(path), kind)
             else:
                 sentence = "{} names {}, but there is no file {}: correct it, or remove the line."
-                problems.add(sentence, rows.where(row), repr(path), repr(whole))
+                problems.add_row(sentence, rows.where(row), repr(path), repr(whole))
         else:
             seen[whole] = row
             sizes[row] = size

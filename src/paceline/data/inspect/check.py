@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from paceline.data.inspect.findings import (
 )
 from paceline.data.inspect.gather import Gathered, Progress, Samples, Subject, gather, open_subject
 from paceline.data.inspect.look import SEVERITIES, Viewer
+from paceline.data.inspect.quarantine import Quarantine, check_place, move_away
+from paceline.errors import RecipeError
 from paceline.machine import available_cores
 
 
@@ -34,12 +37,14 @@ class Asked:
         overrides: Changes to the recipe's data section.
         workers: Processes that read; None for one per core.
         limit: Images to look at, spread over all; None for all.
+        quarantine: Folder that what breaks a run is moved to; None to move nothing.
     """
 
     source: str
     overrides: tuple[str, ...] = ()
     workers: int | None = None
     limit: int | None = None
+    quarantine: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,7 @@ class DataReport:
         cost: Figures about decoding; empty where images lie in memory.
         workers: Processes that read.
         seconds: How long it took.
+        quarantine: What was moved away, if that was asked for.
     """
 
     source: str
@@ -73,11 +79,15 @@ class DataReport:
     cost: dict[str, Any]
     workers: int
     seconds: float
+    quarantine: Quarantine | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether nothing would break or spoil a run."""
-        return not any(finding.kind.severity in ("breaks", "spoils") for finding in self.findings)
+        """Whether nothing that was left in place would break or spoil a run."""
+        moved = frozenset() if self.quarantine is None else self.quarantine.kinds
+        return not any(
+            each.kind.severity in ("breaks", "spoils") and each.kind.name not in moved for each in self.findings
+        )
 
     @property
     def count(self) -> dict[str, int]:
@@ -104,6 +114,7 @@ class DataReport:
             "cost": self.cost,
             "workers": self.workers,
             "seconds": self.seconds,
+            **({} if self.quarantine is None else {"moved": list(map(list, self.quarantine.moved))}),
         }
 
 
@@ -115,6 +126,12 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
     """
     begin = time.perf_counter()
     subject = open_subject(asked.source, asked.overrides)
+    if asked.quarantine is not None:
+        if subject.root is None or not subject.is_folder:
+            raise RecipeError(
+                f"--quarantine moves files of a folder of class folders, and {asked.source!r} is none; leave it out."
+            )
+        check_place(subject.root, asked.quarantine)
     samples = Samples(subject.splits)
     workers = asked.workers or available_cores()
     dataset = subject.dataset
@@ -137,8 +154,13 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
         pixels=pixel_figures(subject, gathered, read),
         cost={} if subject.is_in_memory else cost_figures(gathered, read),
         workers=workers,
+        quarantine=_moved(asked.quarantine, findings, subject),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _moved(folder: Path | None, findings: tuple[Finding, ...], subject: Subject) -> Quarantine | None:
+    return None if folder is None or subject.root is None else move_away(findings, subject.root, folder)
 
 
 def _splits(gathered: Gathered) -> dict[str, dict[str, int]]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.source import Ids
-from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, Sentences, Subject, similar
+from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, Subject, similar
 from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, Kind
 
 Hashes = NDArray[np.uint64]
@@ -232,13 +232,12 @@ def find_all(subject: Subject, gathered: Gathered, *, workers: int, progress: Pr
 
 
 def _of_folder(subject: Subject) -> Iterator[Finding]:
-    for name, told in (("layout", subject.layout), ("unread", subject.unread)):
-        if told.count:
-            yield _told(name, told)
-
-
-def _told(name: str, told: Sentences) -> Finding:
-    return Finding(KINDS[name], told.count, tuple(map(Entry, sorted(told.first))))
+    told = {"layout": list(subject.problems.sentences()), "unread": list(subject.unread)}
+    for kind, path, _ in subject.problems.bad:
+        told.setdefault(kind.removesuffix("s"), []).append(path)
+    for name, found in told.items():
+        if found:
+            yield Finding(KINDS[name], len(found), tuple(map(Entry, sorted(found)[:MOST_NAMED])))
 
 
 def _of_samples(gathered: Gathered) -> Iterator[Finding]:

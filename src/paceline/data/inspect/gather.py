@@ -22,7 +22,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.heads import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, SampleSource, as_array
@@ -33,27 +35,12 @@ from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 
-_MOST_SENTENCES = 10_000
 _OF_IMAGES = ("image_classification", "distillation")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
-    *("data.backend", "data.workers", "data.prefetch", "data.max_broken"),
+    *("data.backend", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
 )
-
-
-class Sentences:
-    """Sentences about a folder, the first ten thousand of them by their words."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: list[str] = []
-
-    def add(self, sentence: str) -> None:
-        """Take one."""
-        self.count += 1
-        if len(self.first) < _MOST_SENTENCES:
-            self.first.append(sentence)
 
 
 @dataclass(frozen=True)
@@ -64,17 +51,19 @@ class Subject:
         name: What the user called it.
         dataset: What a run would make of it; of a folder that a run refuses, what can be made of it.
         splits: Its images by split; ``test`` are those of a folder that a run does not read.
-        layout: What about a folder's layout a run refuses.
+        problems: What a run refuses about a folder or a table.
         unread: What lies in a folder beside images.
         root: The folder or file that paths begin with, if there is one.
+        is_folder: Whether that is a folder of class folders.
     """
 
     name: str
     dataset: ImageDataset
     splits: dict[str, SampleSource]
-    layout: Sentences = field(default_factory=Sentences)
-    unread: Sentences = field(default_factory=Sentences)
+    problems: Problems = field(default_factory=Problems)
+    unread: tuple[str, ...] = ()
     root: Path | None = None
+    is_folder: bool = False
 
     @property
     def is_in_memory(self) -> bool:
@@ -118,28 +107,25 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     data = recipe.data
     if data.dataset == "synthetic":
         raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), and there is nothing in it to check.")
-    layout = Sentences()
-    dataset = _opened(recipe, layout)
+    problems = Problems()
+    dataset = _opened(recipe, problems)
     splits = {"train": dataset.train, "validation": dataset.validation}
     if dataset.holdout is not None:
         splits["holdout"] = dataset.holdout
-    unread = Sentences()
+    unread = dataset.left_out
     root = None if data.path is None else Path(data.path)
-    if root is not None and _is_folder_of_images(recipe, root):
+    is_folder = root is not None and _is_folder_of_images(recipe, root)
+    if root is not None and is_folder:
         test = open_unread_test(root, dataset.classes, dataset.channels)
         if test is not None:
             splits["test"] = test
-        for entry in unread_entries(root):
-            unread.add(entry)
-    else:
-        for sentence in dataset.left_out:
-            unread.add(sentence)
-    return Subject(source, dataset, splits, layout, unread, root)
+        unread = tuple(unread_entries(root))
+    return Subject(source, dataset, splits, problems, unread, root, is_folder)
 
 
-def _opened(recipe: Recipe, layout: Sentences) -> ImageDataset:
+def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
     try:
-        return open_dataset(recipe.data, layout.add)
+        return open_dataset(recipe.data, problems)
     except PacelineError as error:
         if is_reference(recipe.task):
             raise DataError(
@@ -222,13 +208,6 @@ class Gathered:
             named = self.said.setdefault(kind, {})
             if detail and len(named) < MOST_NAMED:
                 named[position] = detail
-
-
-def spread(count: int, limit: int | None) -> Ids:
-    """At most ``limit`` of ``count`` numbers, evenly spread."""
-    if limit is None or limit >= count:
-        return np.arange(count, dtype=np.int64)
-    return (np.arange(limit, dtype=np.int64) * count + count // 2) // limit
 
 
 def gather(

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from paceline.data.image.decode import LARGEST_PIXELS
+from paceline.data.image.decode import LARGEST_PIXELS, looks_like
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
-from paceline.files import LFS_POINTER, LFS_START
 
 Severity = Literal["breaks", "spoils", "costs", "notice"]
 
@@ -107,6 +106,12 @@ OF_SAMPLES = (
 
 OF_SETS = (
     Kind("layout", "breaks", "a run refuses the folder", "do what each sentence says"),
+    Kind("other_file", "breaks", "not an image, and in a class folder", "convert it, or move it away"),
+    Kind("heic_image", "breaks", "pillow-heif reads it", "pip install 'paceline[heic]', or convert it"),
+    Kind("special_file", "breaks", "neither a file nor a link to one: reading it may wait for ever", "remove it"),
+    Kind("nested_folder", "breaks", "in a class folder, where only images are read", "move its images up, or it away"),
+    Kind("empty_folder", "breaks", "a class folder without an image", "put images there, or remove it"),
+    Kind("unread_folder", "breaks", "next to train/, and neither val/ nor test/", "rename it, or move it away"),
     Kind("leak", "spoils", "it is in another split too: a score on it says nothing", "remove it from one of them"),
     Kind(
         "near_leak",
@@ -154,13 +159,6 @@ _EXTENSIONS = {
     "WEBP": ("webp",),
 }
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"P6", b"P5")
-_OTHERS = (
-    (LFS_START, LFS_POINTER),
-    (b"%PDF", "a PDF document"),
-    (b"PK\x03\x04", "a ZIP archive"),
-    (b"\x1f\x8b", "gzip-compressed data"),
-)
-_HTML = (b"<!doctype html", b"<html")
 
 
 @dataclass(frozen=True)
@@ -288,7 +286,7 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
         return "no_fixed_range", reason
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):
-        return "not_an_image", _looks_like(head) or reason
+        return "not_an_image", looks_like(head) or reason
     return ("truncated" if _is_cut_off(content, reason) else "corrupt"), "" if header is None else reason
 
 
@@ -301,17 +299,6 @@ def _is_cut_off(content: Content, reason: str) -> bool:
     if head.startswith(b"RIFF"):
         return len(content) < 8 + int.from_bytes(head[4:8], "little")
     return any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
-
-
-def _looks_like(head: bytes) -> str:
-    for beginning, name in _OTHERS:
-        if head.startswith(beginning):
-            return name
-    if head.lstrip().lower().startswith(_HTML):
-        return "a web page"
-    if head[4:8] == b"ftyp":
-        return f"a {head[8:12].decode('ascii', 'replace').strip()} file (HEIC, AVIF or a video)"
-    return ""
 
 
 Pixels = NDArray[np.uint8]

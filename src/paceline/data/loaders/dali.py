@@ -467,7 +467,7 @@ class DaliBackend:
     def _begin(self, piece: SampleSlice) -> _Work:
         """Have a slice's files read."""
         view, ids = self._view, piece.ids.tolist()
-        draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.ids)
+        draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.variation_keys)
         size = view.read_size_at(piece.epoch)
         work = _Work(piece, draws, piece.shape or (size, size), [])
         for at in range(0, len(ids), _READ_AT_ONCE):

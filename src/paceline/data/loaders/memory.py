@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
@@ -78,14 +79,19 @@ class MemoryBackend:
         augment = self._view.augment
         moves = augment is not None and (augment.crop != "none" or augment.flip > 0)
         for group in _grouped(slices):
-            parts = [self._without_broken(piece) for piece in group]
-            ids = np.concatenate([kept for kept, _ in parts])
-            draws = draw(augment, self._view.seed, group[0].epoch, ids) if augment is not None and moves else None
+            parts = [self._broken_of(piece) for piece in group]
+            ids, keys = (
+                np.concatenate([each[whole] for each, (whole, _) in zip(of, parts, strict=True)])
+                for of in ([piece.ids for piece in group], [piece.variation_keys for piece in group])
+            )
+            draws = draw(augment, self._view.seed, group[0].epoch, keys) if augment is not None and moves else None
             starts, rows = self._indices(ids, draws)
             end = 0
-            for piece, (kept, broken) in zip(group, parts, strict=True):
-                begin, end = end, end + len(kept)
-                yield self._batch(piece, kept, broken, (starts[begin:end], rows[begin:end]))
+            for piece, (whole, broken) in zip(group, parts, strict=True):
+                begin, end = end, end + int(whole.sum())
+                inputs = self._inputs(starts[begin:end], keys[begin:end], piece.epoch)
+                targets = self._labels.index_select(0, rows[begin:end])
+                yield Batch(inputs, targets, piece.ids[whole], piece, broken)
 
     def close(self) -> None:
         """Release the images."""
@@ -102,35 +108,26 @@ class MemoryBackend:
             both = both.to(self._device)
         return both[0], both[1]
 
-    def _batch(
-        self,
-        piece: SampleSlice,
-        ids: SampleIds,
-        broken: tuple[BrokenSample, ...],
-        indices: tuple[torch.Tensor, torch.Tensor],
-    ) -> Batch:
-        starts, rows = indices
-        size = self._view.size_at(piece.epoch)
+    def _inputs(self, starts: torch.Tensor, keys: SampleIds, epoch: int) -> torch.Tensor:
+        size = self._view.size_at(epoch)
         inputs = shrunk(self._opened().gather(starts), size, self._view.interpolation)
         if self._one_by_one:
             # Laid out as loader processes have them: what is computed from a picture may depend on how it lies.
-            inputs = self._variation(inputs.contiguous(), ids, piece.epoch)
-        if self._pin_memory:
-            inputs = dense(inputs).pin_memory()
-        return Batch(inputs, self._labels.index_select(0, rows), ids, piece, broken)
+            inputs = self._variation(inputs.contiguous(), keys, epoch)
+        return dense(inputs).pin_memory() if self._pin_memory else inputs
 
     def _opened(self) -> ImageStore:
         if self._store is None:
             raise RuntimeError("this back-end is closed")
         return self._store
 
-    def _without_broken(self, piece: SampleSlice) -> tuple[SampleIds, tuple[BrokenSample, ...]]:
+    def _broken_of(self, piece: SampleSlice) -> tuple[NDArray[np.bool_], tuple[BrokenSample, ...]]:
+        """Return which samples of a slice are whole, [N], and the others."""
         if not self._broken:
-            return piece.ids, ()
+            return np.ones(len(piece.ids), dtype=bool), ()
         found = [(sample, self._broken.get(sample % self._images)) for sample in piece.ids.tolist()]
         broken = tuple(replace(each, id=sample) for sample, each in found if each is not None)
-        whole = np.array([each is None for _, each in found], dtype=bool)
-        return piece.ids[whole], broken
+        return np.array([each is None for _, each in found], dtype=bool), broken
 
 
 def hold_images(

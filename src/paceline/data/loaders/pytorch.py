@@ -28,7 +28,7 @@ import time
 import warnings
 import weakref
 from array import array
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from multiprocessing.sharedctypes import RawArray
@@ -43,7 +43,7 @@ from paceline.data.batch import Batch, joined_along_samples, tensors_in
 from paceline.data.image.reading import ReadFailure, SliceReader, forget_shared_memory_of
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
-from paceline.data.slices import SampleSlice
+from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import DataError, LostWorkerError, OneProcessError
 from paceline.world import STOP_SIGNALS
 
@@ -68,9 +68,10 @@ def first_in_parts(slices: Iterable[SampleSlice], parts: int) -> Iterator[Sample
         if number > 0 or count < 2:
             yield piece
             continue
-        same = {each.name: getattr(piece, each.name) for each in fields(piece) if each.name != "ids"}
+        same = {each.name: getattr(piece, each.name) for each in fields(piece) if each.name not in ("ids", "keys")}
+        keys: Sequence[SampleIds | None] = [None] * count if piece.keys is None else np.array_split(piece.keys, count)
         for part, ids in enumerate(np.array_split(piece.ids, count)):
-            yield PartOfSlice(**same, ids=ids, whole=piece, completes=part == count - 1)
+            yield PartOfSlice(**same, ids=ids, keys=keys[part], whole=piece, completes=part == count - 1)
 
 
 def joined(batches: Iterable[Batch]) -> Generator[Batch, None, None]:

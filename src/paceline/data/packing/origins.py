@@ -112,7 +112,7 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
         if getattr(part, name) != "auto" and (entry is None or name not in entry.keys):
             raise DataError(f"--{name.replace('_', '-')} has no effect on a source of the kind {kind}: leave it out.")
     data = replace(part, dataset=kind, path=path, validation_fraction=0)
-    stored = open_stored(DatasetRequest(data=data, in_any_order=False))
+    stored = open_stored(DatasetRequest(data=data, in_any_order=False, tries_files=False))
     sources: dict[str, SampleSource] = {"train": stored.train, "validation": stored.validation}
     if stored.is_split_off:
         assert isinstance(stored.train, SubsetSource)

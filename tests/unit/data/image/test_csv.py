@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import open_dataset
 from paceline.errors import DataError
 from paceline.recipe.data import Data
@@ -102,11 +103,14 @@ def test_what_is_no_table_is_told(tmp_path: Path) -> None:
 
 def test_a_check_is_told_of_every_row_and_goes_on(tmp_path: Path) -> None:
     images(tmp_path, ["a.png", "b.png"])
-    told: list[str] = []
+    problems = Problems()
     path = table(tmp_path, "path,label\na.png,x\nc.png,y\nb.png,y\nb.png,y\n")
-    found = open_dataset(opened(path, validation_fraction=0), told.append)
-    assert [each.split(" of ")[0] for each in told] == ["line 3", "line 5"]
+    found = open_dataset(opened(path, validation_fraction=0), problems)
+    assert [each.split(" of ")[0] for each in problems.sentences()] == ["line 3", "line 5"]
     assert len(found.train) == 2
+    skipped = open_dataset(opened(path, validation_fraction=0, on_bad="skip"))
+    assert len(skipped.train) == 2
+    assert sum(each.startswith("left out: line") for each in skipped.left_out) == 2
 
 
 def test_the_digest_knows_the_files_and_their_labels(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def age(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(root: Path) -> StoredImages:
-    return opened_set("image_folder", root, channels=3, validation_fraction=0.5)
+    return opened_set("image_folder", root, channels=3, validation_fraction=0.5, tries_files=False)
 
 
 def facts(folder: StoredImages) -> tuple[object, ...]:

@@ -151,6 +151,9 @@ def bad(clean: Path, plant_broken: Callable[[], dict[str, set[str]]]) -> tuple[P
     put(train / "fox" / "1.jpg", encoded(picture(1100)))
     put(val / "fox" / "1.jpg", encoded(picture(1101)))
     put(train / "cat" / "notes.txt", b"words")
+    put(train / "cat" / "phone.heic", b"no picture")
+    for split in (train, val):
+        (split / "gnu").mkdir()
     put(train / "cat" / "more" / "1.jpg", encoded(picture(1102)))
     put(train / "eel" / "1.jpg", encoded(picture(1103)))
     put(clean / "extra" / "1.jpg", encoded(picture(1104)))

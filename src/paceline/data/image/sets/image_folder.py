@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -22,21 +22,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
+from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, remember_arrays
+from paceline.data.image.dataset import Bad, DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, entries_of, has_ending, is_folder, is_ignored, visible
+from paceline.files import LeftOut, has_ending, is_folder, visible
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
 WORTH_SECONDS = 0.5  # listing that takes less is done again
 _VERSION = 2
 _SPOT_CHECKS = 64
-# Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
-_TOO_FRESH_NS = 3_000_000_000
 
 Stamp = tuple[int, ...]
 
@@ -97,16 +95,20 @@ def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, rem
     begin, now = time.perf_counter(), time.time_ns()
     stamps: dict[str, Stamp] = {}
     hashed = hashlib.sha256()
-    listings = tuple(_list_classes(root, folder, stamps, hashed, problems) for folder in folders)
+    listings: list[Listing] = []
+    for folder in folders:
+        # A class that is trained on may have no image to score.
+        trained = {each.classes[label] for each in listings for label in np.unique(each.labels)}
+        listings.append(_list_classes(root, folder, stamps, hashed, problems, trained))
     digest = hashed.hexdigest()
     seconds = time.perf_counter() - begin
     how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
-    settled = all(max(stamp[:2]) < now - _TOO_FRESH_NS for stamp in stamps.values())
+    settled = all(max(stamp[:2]) < now - TOO_FRESH_NS for stamp in stamps.values())
     unchanged = all(_stamp(path) == stamp for path, stamp in stamps.items())
     is_clean = remembered and problems.count == wrong_before
     if is_clean and seconds >= WORTH_SECONDS and settled and unchanged:
-        how += _remember(memory, folders, Listed(listings, digest, how), stamps)
-    return Listed(listings, digest, how)
+        how += _remember(memory, folders, Listed(tuple(listings), digest, how), stamps)
+    return Listed(tuple(listings), digest, how)
 
 
 def cache_file(root: Path) -> Path:
@@ -119,7 +121,12 @@ def cache_file(root: Path) -> Path:
 
 
 def _list_classes(
-    root: Path, folder: Path, stamps: dict[str, Stamp], hashed: hashlib._Hash, problems: Problems
+    root: Path,
+    folder: Path,
+    stamps: dict[str, Stamp],
+    hashed: hashlib._Hash,
+    problems: Problems,
+    may_be_empty: Collection[str],
 ) -> Listing:
     _note(stamps, folder)
     classes = sorted(entry.name for entry in visible(folder) if is_folder(entry))
@@ -130,20 +137,22 @@ def _list_classes(
             repr(str(folder)),
             folder.name,
         )
-    if len(classes) == 1:
-        problems.add(
-            "{} has one class folder, {}, but a classifier needs at least two: add the other classes, or point "
-            "data.path at the folder that holds them all.",
-            repr(str(folder)),
-            repr(classes[0]),
-        )
+    elif len(classes) == 1:
+        problems.add(_ONE_CLASS, repr(str(folder)), repr(classes[0]))
     prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
     names: list[bytes] = []
     sizes: list[int] = []
     counts = []
     for name in classes:
         _note(stamps, folder / name)
-        files = _list_images(folder / name, problems)
+        try:
+            files = _list_images(folder / name, problems)
+        except DataError as error:
+            problems.add("{1}", repr(str(folder / name)), str(error))
+            files = []
+        else:
+            if not files and name not in may_be_empty:
+                problems.bad.append(Bad("empty_folders", str(folder / name)))
         lead = prefix + os.fsencode(name + os.sep)
         names += [lead + os.fsencode(file) for file, _ in files]
         sizes += [size for _, size in files]
@@ -158,35 +167,19 @@ def _list_classes(
 
 
 def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
-    """Return name and size of every file of a class folder, sorted by name."""
+    """Return name and size of every image of a class folder, sorted by name; raises DataError if it is not listable."""
     files = []
-    try:
-        entries = sorted(visible(folder), key=attrgetter("name"))
-    except DataError as error:
-        problems.add("{1}", repr(str(folder)), str(error))
-        return []
-    for entry in entries:
+    for entry in sorted(visible(folder), key=attrgetter("name")):
+        size = _size(entry)
         if is_folder(entry):
-            problems.add(
-                "{} is a folder inside a class folder, where only images are read: move its images up into the class "
-                "folder, or the folder away.",
-                repr(entry.path),
-            )
+            problems.bad.append(Bad("nested_folders", entry.path))
+        elif size is None:  # reading it may wait for ever
+            problems.bad.append(Bad("special_files", entry.path))
         elif not has_ending(entry.name, EXTENSIONS):
-            problems.add(
-                "{} is not an image (supported extensions: {}): remove or convert it.",
-                repr(entry.path),
-                ", ".join(EXTENSIONS),
-            )
-        elif (size := _size(entry)) is None:
-            problems.add(
-                "{} is neither a file nor a link to one, and reading it may wait for ever: remove it.",
-                repr(entry.path),
-            )
+            kind = "heic_images" if has_ending(entry.name, ("heic", "heif")) else "other_files"
+            problems.bad.append(Bad(kind, entry.path))
         else:
             files.append((entry.name, size))
-    if not entries:
-        problems.add("The class folder {} is empty: put its images there, or remove the folder.", repr(str(folder)))
     return files
 
 
@@ -299,6 +292,10 @@ def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 _HELD_OUT = ("val", "test")
+_ONE_CLASS = (
+    "{} has one class folder, {}, but a classifier needs at least two: add the other classes, or point data.path at "
+    "the folder that holds them all."
+)
 
 
 @dataset("image_folder", keys=FILES, size=IMAGENET)
@@ -308,27 +305,32 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If the folder is missing, or is laid out in another way.
     """
-    root, fault = _existing_folder(request.path), request.fault
-    problems, left_out = Problems(), LeftOut()
-    train_folder, held_out_folder = _split_folders(root, problems)
+    root, problems, left_out = _existing_folder(request.path), request.problems, LeftOut()
+    train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
-    listed = list_folders(root, folders, problems, remembered=fault is None)
-    train = listed.listings[0]
+    listed = list_folders(root, folders, problems, remembered=not request.tolerant)
+    listings, split = list(listed.listings), ""
     if held_out_folder is not None:
-        _require_same_classes(train_folder, train.classes, held_out_folder, listed.listings[1].classes, problems)
-    problems.tell(fault)
-    classes, split = train.classes, ""
-    if held_out_folder is not None:
-        classes = tuple(sorted({*classes, *listed.listings[1].classes}))
+        first, second = ({each.classes[label] for label in np.unique(each.labels)} for each in listings)
+        second |= first & set(listings[1].classes)  # a class that is trained on may have no image to score
+        _require_same_classes(train_folder, first, held_out_folder, second, problems)
         unread = held_out_folder.name == "val" and (root / "test").is_dir()
         split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
-    for folder in dict.fromkeys([root, *folders]):
-        for entry in visible(folder):
-            if not is_folder(entry):
-                left_out.add("files outside the class folders", os.path.relpath(entry.path, root))
+    elif request.score_all:
+        split = f"all images of {root.name if train_folder == root else train_folder.name}/"
+    classes = tuple(sorted({name for each in listings for name in each.classes}))
+    if request.data.on_bad == "skip" and not request.tolerant:
+        used = np.unique(np.concatenate([each.labels_among(classes) for each in listings]))
+        kept = tuple(classes[label] for label in used.tolist())
+        if len(kept) < 2 <= len(classes):
+            problems.add(_ONE_CLASS, repr(str(root)), ", ".join(map(repr, kept)) or "none with an image")
+        classes = kept
+    for name in unread_entries(root):
+        left_out.add("files outside the class folders", os.path.relpath(name, root))
+    sources = [FileSource(root, each.names, each.labels_among(classes), 3) for each in listings]
     return file_splits(
         request,
-        [FileSource(root, each.names, each.labels_among(classes), 3) for each in listed.listings],
+        sources * 2 if request.score_all and held_out_folder is None else sources,
         split,
         classes=classes,
         digest=listed.digest,
@@ -355,16 +357,11 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
 
 
 def unread_entries(path: str | Path) -> Iterator[str]:
-    """Return what lies in an image folder and is not read: ignored names, and files outside the class folders."""
+    """Return the files outside the class folders, which are not read."""
     root = Path(path).expanduser()
-    train, held_out = _split_folders(root, Problems())
-    splits = [train] if held_out is None else [train, held_out]
-    for folder in dict.fromkeys([root, *splits]):
-        yield from (entry.path for entry in entries_of(folder) if not is_folder(entry) or is_ignored(entry.name))
-    for folder in splits:
-        for each in visible(folder):
-            if is_folder(each):
-                yield from (entry.path for entry in entries_of(Path(each.path)) if is_ignored(entry.name))
+    for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)]):
+        if folder is not None:
+            yield from (entry.path for entry in visible(folder) if not is_folder(entry))
 
 
 def _existing_folder(root: Path) -> Path:
@@ -382,37 +379,29 @@ def _existing_folder(root: Path) -> Path:
     )
 
 
-def _split_folders(root: Path, problems: Problems) -> tuple[Path, Path | None]:
+def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None]:
     """Return the folder of the training classes, and that of the held-out ones (None: to be split off)."""
     names = sorted(entry.name for entry in visible(root) if is_folder(entry))
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:
-        if held_out is not None:
+        if held_out is not None and not score_all:
             problems.add(
                 "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
                 *map(repr, (str(root), held_out, held_out)),
             )
-            return root / held_out, None
-        return root, None
+        return (root if held_out is None else root / held_out), None
     for name in names:
         if name not in ("train", *_HELD_OUT):
-            problems.add(
-                "{1} has {0} next to 'train', which would not be read: held-out images belong in 'val' or 'test', "
-                "classes in 'train'; rename or move the folder.",
-                repr(name),
-                repr(str(root)),
-            )
+            problems.bad.append(Bad("unread_folders", str(root / name)))
     return root / "train", None if held_out is None else root / held_out
 
 
-def _require_same_classes(
-    train: Path, first: tuple[str, ...], held_out: Path, second: tuple[str, ...], problems: Problems
-) -> None:
+def _require_same_classes(train: Path, first: set[str], held_out: Path, second: set[str], problems: Problems) -> None:
     lacking = [
         f"{str(folder)!r} lacks the classes {', '.join(missing)}"
         for folder, missing in (
-            (held_out, sorted(set(first) - set(second))),
-            (train, sorted(set(second) - set(first))),
+            (held_out, sorted(first - second)),
+            (train, sorted(second - first)),
         )
         if missing
     ]

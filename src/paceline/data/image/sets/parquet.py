@@ -256,7 +256,7 @@ def _check_size(group: RowGroup, size: int, path: str) -> None:
 def open_parquet(request: DatasetRequest) -> StoredImages:
     """Read the labels of parquet tables, of images or of their paths, and look at the heads of a few images.
 
-    ``data.path`` is a file, a folder of files, or a pattern. Where the table holds paths, ``request.fault`` is told of
+    ``data.path`` is a file, a folder of files, or a pattern. Where the table holds paths, ``request.problems`` take
     those that are wrong.
 
     Raises:
@@ -267,7 +267,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     parts = table.parts
     if table.kind == "path":
         images = open_paths(table.path_rows(), str(table.root), request)
-        return replace(images, left_out=left_out.told())
+        return replace(images, left_out=(*left_out.told(), *images.left_out))
     classes, labels = table.labels()
     source = ParquetSource(table.paths, table.leaf, labels, table.names())
     table.check_present(source)

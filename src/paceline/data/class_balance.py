@@ -1,0 +1,107 @@
+"""Classes of unequal size: how often their samples are drawn, and what they count for in the loss."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.random_draws import seed_of
+from paceline.data.slices import SampleIds
+from paceline.errors import RecipeError, did_you_mean
+
+SampleClasses = NDArray[np.int64]
+"""The class of each training sample, [samples]."""
+_NAMED = 6
+_PURPOSE = 0x64726177  # "draw": a stream of its own, beside the permutation's
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClassDraws:
+    """How often samples are drawn with replacement, by their class.
+
+    Attributes:
+        classes: The class of each sample, int64 [samples].
+        weights: How often a sample of each class is drawn, relative to one of another.
+    """
+
+    classes: SampleClasses
+    weights: tuple[float, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the samples' classes."""
+        return hashlib.sha256(self.classes.astype("<i8").tobytes()).hexdigest()
+
+
+@lru_cache(maxsize=2)
+def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> SampleIds:
+    """Draw as many samples as there are, with replacement; return the keys of the draws, int64 [samples], read-only.
+
+    Every class has its share of the epoch, and every sample its share of the draws, exact to one: of shares that are no
+    whole numbers, a random start decides (systematic sampling). Then the draws are shuffled. The key of a draw is
+    ``id + samples * (earlier draws of the id in this epoch)``: no two draws of an epoch have the same key.
+
+    Args:
+        seed: The run's seed.
+        epoch: The epoch.
+        draws: The samples' classes, each sample once, and the weights.
+        repeats: How often each draw follows itself, as another of the ids that are one image (see ``epoch_order``).
+    """
+    different = len(draws.classes)
+    words = np.random.Philox(key=[seed_of(seed, _PURPOSE), epoch]).random_raw(2 * different + 1)
+    by_class = np.lexsort((words[:different], draws.classes))
+    ends = np.cumsum(np.array(draws.weights)[draws.classes[by_class]])
+    start = float(words[-1] >> np.uint64(11)) * 2.0**-53
+    marks = (np.arange(different) + start) * (ends[-1] / different)
+    drawn = by_class[np.minimum(np.searchsorted(ends, marks, side="right"), different - 1)]
+    drawn = drawn[np.argsort(words[different : 2 * different], kind="stable")]
+    sorted_places = np.argsort(drawn, kind="stable")
+    ids = drawn[sorted_places]
+    earlier = np.empty_like(drawn)
+    earlier[sorted_places] = np.arange(different) - np.searchsorted(ids, ids)
+    first = drawn + different * repeats * earlier
+    keys: SampleIds = (first[:, None] + different * np.arange(repeats)).reshape(-1)
+    keys.flags.writeable = False
+    return keys
+
+
+def weights_by_class(
+    key: str, asked: str | Mapping[str, float], labels: SampleClasses, names: Sequence[str]
+) -> tuple[float, ...]:
+    """Return the weight of each class.
+
+    ``balanced`` is n / (classes * n_c), as in scikit-learn: each class then counts for the same in all. A class without
+    samples has weight 1, and so has one that a mapping does not name.
+
+    Args:
+        key: Where it was asked for, for the message.
+        asked: ``balanced``, or weights by class name.
+        labels: The class of each training sample.
+        names: The classes' names.
+
+    Raises:
+        RecipeError: If the mapping names an unknown class.
+    """
+    if isinstance(asked, str):
+        counts = np.bincount(labels, minlength=len(names))
+        even = len(labels) / np.count_nonzero(counts)
+        return tuple(np.where(counts > 0, even / np.maximum(counts, 1), 1.0).tolist())
+    for name in asked:
+        if name not in names:
+            known = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+            hint = did_you_mean(name, names)
+            raise RecipeError(f"{key} names {name!r}, but the data has the {len(names)} classes {known}.{hint}")
+    return tuple(float(asked.get(name, 1.0)) for name in names)
+
+
+def in_words(weights: Sequence[float], labels: SampleClasses, names: Sequence[str]) -> str:
+    """Return the smallest and the largest weight of the classes that have samples, for people."""
+    counts = np.bincount(labels, minlength=len(names))
+    present = np.flatnonzero(counts).tolist()
+    ends = (choose(present, key=lambda each: weights[each]) for choose in (min, max))
+    return " to ".join(f"{weights[each]:.3g} for {names[each]!r} ({counts[each]:,} samples)" for each in ends)

@@ -1,0 +1,124 @@
+"""Try image files before a run: find those that cannot be opened from each file's head and end.
+
+Of a set of up to ``MOST_TRIED`` images all files are tried; of a larger one that many, spread evenly, so that its start
+is not delayed. A file whose end is missing is decoded, to be sure. Damage inside a file is found when it is read.
+Results that took long are cached for as long as every file has the size, times and inode that it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from paceline.data.disk_cache import TOO_FRESH_NS, Stamp, remember, stamp_of
+from paceline.data.image.decode import (
+    HEIF_ENDINGS,
+    LARGEST_PIXELS,
+    BrokenImageError,
+    check_head,
+    decode,
+    head_of,
+    looks_like,
+)
+from paceline.data.image.source import FileSource, Ids
+from paceline.machine import cache_folder
+from paceline.plain_json import load_json
+
+MOST_TRIED = 20_000
+WORTH_SECONDS = 0.2  # what took less is done again
+_VERSION = 1  # of what is cached
+_UNREADABLE = "it cannot be read"  # perhaps at this moment only
+
+_READERS = 8  # each waits for the disk most of the time
+_AT_ONCE = 64
+_HEAD_BYTES, _END_BYTES = 2**16, 64
+
+
+def spread(count: int, limit: int | None) -> Ids:
+    """At most ``limit`` of ``count`` numbers, evenly spread."""
+    if limit is None or limit >= count:
+        return np.arange(count, dtype=np.int64)
+    return (np.arange(limit, dtype=np.int64) * count + count // 2) // limit
+
+
+def broken_files(source: FileSource) -> dict[int, str]:
+    """Return the samples whose files cannot be opened, each with the reason."""
+    samples = spread(len(source), MOST_TRIED)
+    paths = source.files(samples)
+    begin, now = time.perf_counter(), time.time_ns()
+    with ThreadPoolExecutor(_READERS) as pool:
+        stamps = list(pool.map(_stamp_if_there, paths))
+        state = _digest([_VERSION, stamps, HEIF_ENDINGS])
+        memory = cache_folder() / "heads" / f"{_digest(paths)}.json"
+        found = _recall(memory, state)
+        if found is None:
+            pieces = (paths[first : first + _AT_ONCE] for first in range(0, len(paths), _AT_ONCE))
+            reasons = list(itertools.chain.from_iterable(pool.map(_try_all, pieces)))
+            found = {index: reason for index, reason in enumerate(reasons) if reason}
+            settled = all(each is not None and max(each[2:]) < now - TOO_FRESH_NS for each in stamps)
+            settled = settled and not any(reason.startswith(_UNREADABLE) for reason in found.values())
+            if settled and time.perf_counter() - begin >= WORTH_SECONDS:
+                remember(memory, json.dumps({"state": state, "broken": found}).encode())
+    return {int(samples[index]): reason for index, reason in found.items()}
+
+
+def why_broken(path: str) -> str:
+    """Say why an image file cannot be opened, as far as its head and its end tell; empty if nothing is wrong."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD_BYTES)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - _END_BYTES, 0))
+            end = file.read()
+        if not head:
+            return "an empty file"
+        if _lacks_its_end(head, end, size):
+            decode(path, 3)
+        elif (known := head_of(head)) is None or known[0] * known[1] > LARGEST_PIXELS:
+            check_head(path)
+    except OSError as error:
+        return f"{_UNREADABLE}: {error.strerror}"
+    except BrokenImageError as error:
+        return looks_like(head) or error.reason
+    return ""
+
+
+def _lacks_its_end(head: bytes, end: bytes, size: int) -> bool:
+    """Whether a file may end before its last pixel."""
+    if head.startswith(b"\xff\xd8"):
+        return not end.endswith(b"\xff\xd9")
+    if head.startswith(b"\x89PNG"):
+        return b"IEND" not in end
+    return head.startswith(b"RIFF") and size < 8 + int.from_bytes(head[4:8], "little")
+
+
+def _try_all(paths: Sequence[str]) -> list[str]:
+    return [why_broken(path) for path in paths]
+
+
+def _stamp_if_there(path: str) -> Stamp | None:
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None
+
+
+def _recall(memory: os.PathLike[str], state: str) -> dict[int, str] | None:
+    try:
+        with open(memory, "rb") as file:
+            known = load_json(file.read())
+        found = {int(index): str(reason) for index, reason in known["broken"].items()}
+        return found if known["state"] == state else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _digest(facts: Sequence[object]) -> str:
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
