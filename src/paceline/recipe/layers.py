@@ -8,7 +8,7 @@ another choice (``optimizer.name=adamw``) takes away what earlier layers set for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -115,8 +115,9 @@ def _in_case(value: Any, section: type[Any], name: str) -> Any:
 
 
 @cache
-def _choices(section: type[Any], name: str) -> dict[str, str]:
+def _choices(section: Hashable, name: str) -> dict[str, str]:
     """What a field's choices are in lower case, and what they are; empty where any text may stand."""
+    assert isinstance(section, type)
     texts = [each for each in named_choices(section, name) if isinstance(each, str)]
     kinds, is_free = [field_types(section)[name]], False
     while kinds:
