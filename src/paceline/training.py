@@ -90,7 +90,7 @@ def _train_in_processes(
     """
     recipe = loaded.recipe
     if options.callbacks.observers:
-        raise RecipeError(f"processes={processes}: callbacks are objects of this process; start the ranks by torchrun.")
+        raise RecipeError(f"processes={processes}: callbacks need processes=1, or start the script with torchrun.")
     if task is not None:
         name = f"{getattr(task, '__module__', '')}:{getattr(task, '__qualname__', type(task).__name__ + '()')}"
         if not re.fullmatch(r"(?!__main__:)[\w.]+:\w+", name):
@@ -121,6 +121,7 @@ def _train_in_processes(
         if child.code not in group.good_codes:
             failure = RecipeError if child.code == 2 else TrainingError
             raise failure(child.ending.removeprefix("paceline: "))
+        sys.stderr.write((scratch / "errors").read_text(encoding="utf-8", errors="replace"))  # warnings
     summary = read_summary(RunDirectory(root))
     return TrainResult(status=summary.status, run_dir=root, summary=summary)
 

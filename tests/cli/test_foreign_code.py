@@ -139,6 +139,15 @@ def test_no_command_imports_what_a_run_names(
     assert {(name, "weights.safetensors") for name in weights} <= refused
 
 
+def test_the_base_of_a_stored_recipe_is_as_foreign(paceline_here: Callable[..., Any], here: Path) -> None:
+    (here / "run" / "sub").mkdir(parents=True)
+    (here / "run" / "recipe.yaml").write_text("base: sub/x.yaml\ndata: {dataset: digits}\n")
+    (here / "run" / "sub" / "x.yaml").write_text("optimizer: {name: 'naming:make'}\n")
+    done = paceline_here("estimate", "run")
+    assert (done.code, "optimizer.name=naming:make" in done.err) == (2, True)
+    assert not (here / "ran").exists()
+
+
 @pytest.mark.parametrize("where", ["folder", "base", "home", "checkpoint"])
 def test_wherever_the_recipe_lies(
     paceline_here: Callable[..., Any], here: Path, where: str, monkeypatch: pytest.MonkeyPatch

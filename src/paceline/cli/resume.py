@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.cli.options import (
 from paceline.cli.train import command as train
 from paceline.errors import RunDirectoryError
 from paceline.machine import available_cores
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import PATH_KEYS, load_recipe
 from paceline.records.reader import read_environment, read_plan
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.world import COMMAND_VARIABLE
@@ -53,7 +54,11 @@ def command(
       paceline resume runs/photos train.duration="40 epochs"
     """
     directory = existing_run(run.absolute())
-    load_recipe(directory.root, overrides)  # what it names is imported with --trust-code only
+    loaded = load_recipe(directory.root, overrides)  # what it names is imported with --trust-code only
+    # A path means what it means here, wherever the run was started.
+    for key, origin in loaded.origins.items():
+        if key in PATH_KEYS and origin == "override":
+            overrides += (f"{key}={reduce(getattr, key.split('.'), loaded.recipe)}",)
     environment: dict[str, Any] = {}
     with contextlib.suppress(RunDirectoryError):  # a damaged one is set aside when the run begins
         environment = read_environment(directory)
@@ -69,7 +74,7 @@ def command(
     place = Path(str(environment.get("directory", "")))
     os.environ[COMMAND_VARIABLE] = shlex.join(words)
     try:
-        with contextlib.chdir(place) if place.is_dir() else contextlib.nullcontext():
+        with contextlib.chdir(place) if place.is_absolute() and place.is_dir() else contextlib.nullcontext():
             code: int = click.get_current_context().invoke(
                 train,
                 recipe=str(directory.root),

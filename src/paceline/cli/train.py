@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _STOPPED = 75
 _TOLD = 5
+# A plan builds no larger network to measure what its steps take.
+_MEASURED_PARAMETERS = 100_000_000
 _CLIPS = {
     "clip_norm": "gradient's norm",
     "clip_value": "gradient's largest number",
@@ -101,7 +104,7 @@ def command(
     if not plan_only:
         make_optional(sys.stdout)
     overrides += until_override()
-    again = recipe not in shipped_recipes() and RunDirectory(Path(recipe).expanduser()).plan.is_file()
+    again = recipe not in shipped_recipes() and os.path.isfile(os.path.join(os.path.expanduser(recipe), "plan.json"))
     if again and not plan_only and run_dir is None:
         raise click.UsageError(
             f"'{recipe}' is a run: go on with it by `paceline resume {recipe}`, or start a new run of its recipe by "
@@ -119,7 +122,7 @@ def command(
         if chosen.notice:
             echo(f"note: {chosen.notice}", err=as_json)
         if again and run_dir is not None and not RunDirectory(run_dir).exists():
-            echo(f"This is a new run in {run_dir}, of the recipe of {recipe}.", err=as_json)
+            echo(f"This is a new run in {run_dir}, with the recipe of {recipe}.", err=as_json)
         restarts = _restarts(
             processes, chosen, max_restarts, run_dir, _arguments(recipe, overrides, run_dir, "auto", as_json)
         )
@@ -284,8 +287,8 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
     if not is_first_process():
         return
     expected = None
-    if chosen is not None and chosen.count == 1:
-        with contextlib.suppress(PacelineError):  # data or weights that the plan itself can do without
+    if chosen is not None and chosen.count == 1 and (plan.parameters or 0) <= _MEASURED_PARAMETERS:
+        with contextlib.suppress(Exception):  # what the plan itself can do without: data, or room on the device
             expected = forecast_only(loaded)
     if as_json:
         figures = dict(expected.metrics) if expected is not None else {}

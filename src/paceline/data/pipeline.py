@@ -52,7 +52,10 @@ class Pipeline(Protocol):
         ...
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
+        """This process's micro-batches of the steps ``first`` to ``last`` (excluded).
+
+        Several may be held at once: each has memory of its own.
+        """
         ...
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:

@@ -76,6 +76,9 @@ def is_data(source: str | Path) -> bool:
     return os.path.splitext(path)[1].lower() in TABLES and os.path.isfile(path)
 
 
+PATH_KEYS = ("data.path", "data.saved_split", "model.initialize_from", "distillation.teacher")
+
+
 def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedRecipe:
     """Read a shipped recipe by name, or a recipe file by path, and apply overrides.
 
@@ -103,12 +106,7 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(asked), "override")
     # Stored with the run, paths must mean the same from everywhere.
-    for section, key in (
-        ("data", "path"),
-        ("data", "saved_split"),
-        ("model", "initialize_from"),
-        ("distillation", "teacher"),
-    ):
+    for section, key in (each.split(".") for each in PATH_KEYS):
         part = getattr(recipe, section)
         if (where := getattr(part, key)) is not None:
             recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: _absolute(where)})})
@@ -299,8 +297,8 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
     except RecipeError as error:
         raise RecipeError(f"{path}: base: {error}") from None
     below = _read(base_path, notices, str(base))
-    if is_stored(base_path, str(base)):
-        stored[base_path] = below
+    if is_stored(base_path, str(base)) or path in stored:
+        stored[base_path] = dict(below)
     if "base" in below:
         raise RecipeError(
             f"{path}: its base '{base}' has a base of its own; one level is the limit, so copy what is needed."

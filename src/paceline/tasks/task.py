@@ -38,6 +38,8 @@ Model = Callable[..., Any]
 
 # Names that step records use; those of times end in _seconds.
 _OF_RECORDS = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps"}
+_OF_RECORDS |= {"data_wait_fraction", "padding_fraction", "token_imbalance", "gradient_variance", "gradient_square"}
+_BEGINNINGS = ("throughput_", "slowest_", "noise_scale")
 
 
 class Task(ABC):
@@ -190,7 +192,7 @@ class Task(ABC):
         Raises:
             ValueError: If the name is not an identifier, or records use it.
         """
-        if not name.isidentifier() or name in _OF_RECORDS or name.endswith("_seconds"):
+        if not name.isidentifier() or name in _OF_RECORDS or name.endswith("_seconds") or name.startswith(_BEGINNINGS):
             raise ValueError(f"log({name!r}): records use this name, or it is not an identifier; choose another.")
         if torch.is_grad_enabled():
             self.__dict__.setdefault("_logged", {})[name] = torch.as_tensor(value).detach().float().reshape(())

@@ -15,13 +15,13 @@ MOMENTS = ("on_step_end", "on_evaluation", "on_checkpoint")
 class Callbacks:
     """Calls the observers of a run, on every rank.
 
-    They are told numbers and are given no weights, and nothing that a run draws at random depends on what they draw: a
-    run that is observed ends with the same bits. What they raise ends the run.
+    They receive numbers, not weights, and no random number of a run depends on what they draw: the final weights are
+    the same with and without them. An exception ends the run.
 
     Attributes:
         observers: Objects with any of the methods ``on_step_end(step)``, ``on_evaluation(step, results)``, with metric
             values by set of weights, and ``on_checkpoint(step)``, when a checkpoint has been handed over for writing.
-            What is true as an answer asks the run to stop, with a checkpoint, after this step or the next.
+            A true return value stops the run, with a checkpoint, after this step or the next.
         stopped_by: Class of the observer that asked first; empty while none has.
     """
 

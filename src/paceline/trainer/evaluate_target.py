@@ -273,7 +273,10 @@ def _other_images(request: EvaluationRequest, saved: SavedWeights, recipe: Recip
     if not is_split and open_dataset(data).digest == saved.described("data").get("digest"):
         return None
     found = open_dataset(replace(data, subset=None), score_all=True)
-    note = f"all {len(found.validation):,} images are scored: this is not the folder that was trained on"
+    note = (
+        f"all {len(found.validation):,} images are scored, since the run was trained on another folder ({before}); if "
+        "this is a copy of it, give data.validation_fraction to score the held-out part"
+    )
     return found if is_split else replace(found, left_out=(*found.left_out, note))
 
 

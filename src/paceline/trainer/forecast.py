@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.data.batch import Batch, chosen, rows_of, tensors_in
+from paceline.data.batch import Batch, chosen, copied, rows_of, tensors_in
 from paceline.distributed.strategy import Replicas
 from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
@@ -28,6 +28,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 _FEWEST_STEPS = 20
 # Passes are repeated for so long, or so many of them; a first one that is slow is itself the measure.
 _SECONDS, _PASSES, _SLOW_SECONDS = 1.0, 10, 5.0
+_PASSES_OF_A_RANK = 2
 # Rows that are tried first where a whole micro-batch may take minutes.
 _TRIED_ROWS = 8
 # Batches read ahead are held until their steps, and a network is copied for its optimizer, up to these sizes.
@@ -174,15 +175,17 @@ class _Costs:
     def _time_passes(self) -> None:
         run = self.probe.run
         passes = [(self._passed(), len(self.probe.batch.ids))]
-        if passes[0][0] < _SLOW_SECONDS:
+        # Ranks whose network exchanges numbers must make as many passes as one another, whatever their clocks say.
+        is_alone = run.world.world_size == 1
+        if passes[0][0] < _SLOW_SECONDS or not is_alone:
             passes, begun = [], time.perf_counter()
-            while len(passes) < _PASSES and not run.stop.requested:
+            while len(passes) < (_PASSES if is_alone else _PASSES_OF_A_RANK) and not (is_alone and run.stop.requested):
                 read_from = time.perf_counter()
                 self.probe.batch = self.ahead.read() or self.probe.batch
                 self._passed()
                 now = time.perf_counter()
                 passes.append((now - read_from, len(self.probe.batch.ids)))
-                if now - begun > _SECONDS:
+                if is_alone and now - begun > _SECONDS:
                     break
         # What loader processes had ready when the first batches were asked for does not show how fast they read.
         late = passes[len(passes) // 2 :]
@@ -191,10 +194,19 @@ class _Costs:
     def _passed(self) -> float:
         run = self.probe.run
         run.heartbeat.enter("forward", samples=self.probe.batch.ids)
+        batch = self._set_copy()
         begun = time.perf_counter()
         self.probe.gradients(run.strategy.model)
         self.probe.settle()
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        self.probe.batch = batch
+        return seconds
+
+    def _set_copy(self) -> Batch:
+        """Have the probe use a copy, and return the batch: a loss may write into inputs that a step is still to see."""
+        batch = self.probe.batch
+        self.probe.batch = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
+        return batch
 
     def _time_evaluation(self, batch_size: int) -> None:
         """Score the first held-out batches; reading them is part of the time."""
@@ -212,7 +224,7 @@ class _Costs:
                 if number == 1 and seconds < _SLOW_SECONDS:
                     rows, seconds = 0, 0.0
                 rows, seconds = rows + len(batch.ids), seconds + time.perf_counter() - begun
-                if (number and seconds > _SECONDS) or seconds > _SLOW_SECONDS:
+                if (number and seconds > _SECONDS) or seconds > _SLOW_SECONDS or run.world.world_size > 1:
                     break
                 begun = time.perf_counter()
         self.evaluation = seconds * run.plan.evaluation_samples / run.world.world_size / (rows or 1)
@@ -231,6 +243,7 @@ class _Costs:
             state = parameters * (2 if "betas" in defaults else 1 if defaults.get("momentum") else 0)
             missing = state
         else:
+            self._set_copy()
             gradients = self.probe.gradients(run.network)
             network = copy.deepcopy(run.network)
             for name, parameter in network.named_parameters():

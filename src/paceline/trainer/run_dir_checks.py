@@ -100,7 +100,6 @@ _FREE_DATA = (
     "data.path",
     "data.workers",
     "data.prefetch",
-    "data.on_bad",
     "data.max_broken",
     "train.precision",
     "train.nonfinite",

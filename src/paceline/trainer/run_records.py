@@ -147,8 +147,8 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
     if new and count > run.recipe.data.most_broken:
         raise DataError(
             f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and "
-            f"data.max_broken={run.recipe.data.max_broken}; the same command with data.on_bad=skip goes on without "
-            "them, or repair or remove them and begin in another --run-dir."
+            f"data.max_broken={run.recipe.data.max_broken}; the same command with data.max_broken={count} goes on "
+            "without them, or repair or remove them and begin in another --run-dir."
         )
 
 

@@ -199,7 +199,7 @@ def forecast_only(loaded: LoadedRecipe) -> MeasurementEvent | None:
     """
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         options = Options(run_dir=Path(scratch) / "run", resume="never")
-        with opened_run(loaded, options) as run:
+        with opened_run(replace(loaded, recipe=without_initial_weights(loaded.recipe)), options) as run:
             return measure(run, ReadAhead(run.train_batches()), cautious=True)
 
 

@@ -83,6 +83,25 @@ def test_measuring_leaves_no_trace(train_tiny: Callable[..., Any], monkeypatch: 
     assert measured.summary.metrics == plain.summary.metrics
 
 
+def test_a_loss_may_write_into_its_inputs(
+    tiny_task: Callable[..., Any], train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def task(recipe: Any) -> Any:
+        made = tiny_task()(recipe)
+        loss = made.loss
+
+        def halved(model: Any, batch: Batch) -> Any:
+            batch.inputs.mul_(0.5)
+            return loss(model, batch)
+
+        made.loss = halved
+        return made
+
+    measured = train_tiny("measured", LONG, task=task)
+    monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)
+    assert train_tiny("plain", LONG, task=task).summary.weights_sha256 == measured.summary.weights_sha256
+
+
 def test_more_than_an_hour_on_a_cpu_names_a_shorter_run(
     timed_task: Callable[[float], Any], train_tiny: Callable[..., Any], events: Callable[..., Any]
 ) -> None:

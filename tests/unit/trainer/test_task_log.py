@@ -68,7 +68,7 @@ def test_a_resume_changes_no_record(
     assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
 
 
-@pytest.mark.parametrize("name", ["loss", "lr", "step_seconds", "two words"])
+@pytest.mark.parametrize("name", ["loss", "step_seconds", "slowest_rank", "throughput_samples_per_second", "two words"])
 def test_names_of_records_are_refused(tiny_task: Callable[..., Any], name: str) -> None:
     task = tiny_task()(paceline.load_recipe("digits").recipe)
     with pytest.raises(ValueError, match="choose another"):

@@ -159,10 +159,11 @@ class Problems:
         for sentence, found in (*self._stopping.items(), *self._rows.items()):
             yield from (sentence.format(*filled) for filled in found)
 
-    def left_out(self, root: Path) -> tuple[str, ...]:
-        """Say what is left out, a sentence for each kind."""
+    def left_out(self, root: Path, *, skips: bool) -> tuple[str, ...]:
+        """Say what is left out, a sentence for each kind; broken images only where they are skipped."""
         rows = starmap(_all_of_a_kind, self._rows.items())
-        return (*_counted(self.bad, root).told(), *(f"left out: {each}" for each in rows))
+        bad = [each for each in self.bad if skips or each.kind != "broken_images"]
+        return (*_counted(bad, root).told(), *(f"left out: {each}" for each in rows))
 
     def refuse(self, request: DatasetRequest) -> None:
         """Refuse what the recipe does not let be left out.
@@ -346,7 +347,10 @@ def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_o
         if broken:
             facts["digest"] = hashlib.sha256(repr([facts["digest"], *broken]).encode()).hexdigest()
     if not request.tolerant:
-        facts["left_out"] = (*facts.get("left_out", ()), *request.problems.left_out(request.path))
+        facts["left_out"] = (
+            *facts.get("left_out", ()),
+            *request.problems.left_out(request.path, skips=request.data.on_bad == "skip"),
+        )
     found = probe(sources[0])
     channels = request.channels or (1 if found.greyscale else 3)
     for source in sources:

@@ -28,6 +28,7 @@ from paceline.data.image.decode import (
     looks_like,
 )
 from paceline.data.image.source import FileSource, Ids
+from paceline.errors import DataError
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
@@ -49,7 +50,11 @@ def spread(count: int, limit: int | None) -> Ids:
 
 
 def broken_files(source: FileSource) -> dict[int, str]:
-    """Return the samples whose files cannot be opened, each with the reason."""
+    """Return the samples whose files cannot be opened, each with the reason.
+
+    Raises:
+        DataError: If the disk or its server fails while they are read.
+    """
     samples = spread(len(source), MOST_TRIED)
     paths = source.files(samples)
     begin, now = time.perf_counter(), time.time_ns()
@@ -60,7 +65,13 @@ def broken_files(source: FileSource) -> dict[int, str]:
         found = _recall(memory, state)
         if found is None:
             pieces = (paths[first : first + _AT_ONCE] for first in range(0, len(paths), _AT_ONCE))
-            reasons = list(itertools.chain.from_iterable(pool.map(_try_all, pieces)))
+            try:
+                reasons = list(itertools.chain.from_iterable(pool.map(_try_all, pieces)))
+            except OSError as error:
+                raise DataError(
+                    f"{error.filename or 'an image'!r} could not be read: {error.strerror}. The disk or its server "
+                    "failed, not the file: run the same command again when it is back."
+                ) from error
             found = {index: reason for index, reason in enumerate(reasons) if reason}
             settled = all(each is not None and max(each[2:]) < now - TOO_FRESH_NS for each in stamps)
             settled = settled and not any(reason.startswith(_UNREADABLE) for reason in found.values())
@@ -70,7 +81,11 @@ def broken_files(source: FileSource) -> dict[int, str]:
 
 
 def why_broken(path: str) -> str:
-    """Say why an image file cannot be opened, as far as its head and its end tell; empty if nothing is wrong."""
+    """Say why an image file cannot be opened, as far as its head and its end tell; empty if nothing is wrong.
+
+    Raises:
+        OSError: If the disk or its server fails, which says nothing of the file.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -83,7 +98,7 @@ def why_broken(path: str) -> str:
             decode(path, 3)
         elif (known := head_of(head)) is None or known[0] * known[1] > LARGEST_PIXELS:
             check_head(path)
-    except OSError as error:
+    except (PermissionError, FileNotFoundError) as error:
         return f"{_UNREADABLE}: {error.strerror}"
     except BrokenImageError as error:
         return looks_like(head) or error.reason

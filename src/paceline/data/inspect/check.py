@@ -129,7 +129,8 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
     if asked.quarantine is not None:
         if subject.root is None or not subject.is_folder:
             raise RecipeError(
-                f"--quarantine moves files of a folder of class folders, and {asked.source!r} is none; leave it out."
+                f"--quarantine moves files out of a folder of class folders, which {asked.source!r} is not; leave it "
+                "out."
             )
         check_place(subject.root, asked.quarantine)
     samples = Samples(subject.splits)
