@@ -48,6 +48,7 @@ telemetry: {log_every: 2 steps, trackers: [], report: off}
 """
 
 _ABOUT_THE_LAUNCH = {"start", "resume", "checkpoint", "stop", "finish"}
+_TIMED = {"flops", "forecast"}
 
 
 # Begun in this order, and then the rest; one worker of pytest-xdist runs all of a file.
@@ -379,7 +380,7 @@ def events() -> Callable[..., list[dict[str, Any]]]:
 def course() -> Callable[[Path], list[dict[str, Any]]]:
     """``course(run_dir)``: everything a run did, without the clock's words and without where it was interrupted."""
     return lambda run_dir: [
-        _facts(e) for e in _events(run_dir) if e["event"] not in _ABOUT_THE_LAUNCH and e.get("what") != "flops"
+        _facts(e) for e in _events(run_dir) if e["event"] not in _ABOUT_THE_LAUNCH and e.get("what") not in _TIMED
     ]
 
 

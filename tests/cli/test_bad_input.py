@@ -242,7 +242,11 @@ def test_an_empty_class(paceline_here: Callable[..., Any], tmp_path: Path, write
     write_images(tmp_path / "photos" / "cat")
     write_images(tmp_path / "photos" / "dog")
     (tmp_path / "photos" / "eel").mkdir()
-    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "eel")
+    done = paceline_here("train", *FOLDER, "data.path=photos")
+    assert (done.code, done.out) == (2, "")
+    assert "class folders without images: 1 ('eel')" in done.err
+    assert "data.on_bad=skip" in done.err
+    assert "check-data photos --quarantine" in done.err.replace(f"{tmp_path}/", "")
 
 
 def test_one_class(paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]) -> None:

@@ -107,6 +107,18 @@ class Witness(Task):
         """The task's, of the samples that are scored."""
         return _first_lengths(self.task.evaluation_lengths(), self._orders.evaluation_samples)
 
+    def weights_by_class(self, key: str) -> tuple[float, ...]:
+        """The task's, of all its samples."""
+        return self.task.weights_by_class(key)
+
+    def log(self, name: str, value: torch.Tensor | float) -> None:
+        """Have the task log it."""
+        self.task.log(name, value)
+
+    def take_logged(self) -> dict[str, torch.Tensor]:
+        """What the task has logged."""
+        return self.task.take_logged()
+
     def sample_keys(self) -> NDArray[Any] | None:
         """The task's, of the samples that there are."""
         return _first(self.task.sample_keys(), self._orders.samples)

@@ -404,7 +404,7 @@ def test_a_batch_that_grows() -> None:
     assert (made.micro_batch_size, made.total_steps, made.total_epochs, made.warmup_steps) == (64, 44, 4.0, 22)
     assert [position for position in range(1, 45) if made.is_due("evaluate", position)] == [16, 32, 40, 44]
     assert [position for position in range(1, 45) if made.is_due("checkpoint", position)] == [32, 44]
-    assert [position for position in range(1, 45) if made.is_due("log", position)] == [10, 20, 30, 40, 44]
+    assert [position for position in range(1, 45) if made.is_due("log", position)] == [1, 2, 5, 10, 20, 30, 40, 44]
     assert json.loads(json.dumps(made.to_tree()))["moments"] == {"evaluate": [16, 32, 40, 44], "checkpoint": [32, 44]}
     assert plan("batch.global_size=64").moments == {}
 

@@ -370,19 +370,19 @@ def test_read_late_the_weights_have_still_not_moved(
         made.append(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
         return made[-1]
 
-    task = tiny_task(make_network=network, on_loss=spoiled({5}))
+    task = tiny_task(make_network=network, on_loss=spoiled({6}))
     common = {"telemetry.log_every": "20 steps", "checkpoint.every": "off", "evaluate.every": "off"}
     common["optimizer.name"] = optimizer
-    # The seventh batch is the last that is used before the host knows of the fifth.
-    train_tiny("at once", {**common, "train.nonfinite": "skip", "train.duration": "7 steps"}, task=task)
+    # The eighth batch is the last that is used before the host knows of the sixth.
+    train_tiny("at once", {**common, "train.nonfinite": "skip", "train.duration": "8 steps"}, task=task)
     expected = made[-1]
     request.getfixturevalue("late")
-    with pytest.raises(TrainingError, match="the training loss became nan at step 5;"):
+    with pytest.raises(TrainingError, match="the training loss became nan at step 6;"):
         train_tiny("late", {**common, "train.duration": "20 steps"}, task=task)
     assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), made[-1].parameters(), strict=True))
     (incident,) = events(runs / "late", "incident")
-    assert incident["position"] == 7
-    assert incident["samples"] == used_at(runs / "late", 5)
+    assert incident["position"] == 8
+    assert incident["samples"] == used_at(runs / "late", 6)
 
 
 @pytest.mark.usefixtures("late")

@@ -188,7 +188,7 @@ def test_a_broken_picture_is_left_out_of_its_batch(photos: Path, tmp_path: Path,
             for path in (photos / split / name).iterdir():
                 (tmp_path / split / name / path.name).write_bytes(path.read_bytes())
     (tmp_path / "val" / "first" / "01.jpg").write_bytes(b"torn")
-    _, pipeline, _ = opened([f"data.path={tmp_path}"])
+    _, pipeline, _ = opened([f"data.path={tmp_path}", "data.max_broken=1"])
     batches = list(pipeline.evaluation_batches(5, World()))
     assert [each.path for batch in batches for each in batch.broken] == [str(tmp_path / "val" / "first" / "01.jpg")]
     assert sum(len(batch.ids) for batch in batches) == 43

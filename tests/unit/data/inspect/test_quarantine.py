@@ -131,7 +131,7 @@ def test_only_a_folder_of_class_folders_has_files_to_move(clean: Path, tmp_path:
     (tmp_path / "labels.csv").write_text(
         "path,label\n" + "".join(f"clean/train/cat/0{n}.jpg,{n % 2}\n" for n in range(4))
     )
-    with pytest.raises(RecipeError, match="--quarantine moves files of a folder"):
+    with pytest.raises(RecipeError, match="--quarantine moves files out of a folder"):
         check(tmp_path / "labels.csv", tmp_path / "aside")
 
 
