@@ -53,7 +53,8 @@ def test_it_counts_samples_steps_and_evaluations(
     expected = forecast_of(events(result.run_dir, "measurement"))
     samples, evaluations = events(result.run_dir, "step")[-1]["samples"], 5 * 21 * (1 if ema == "off" else 2)
     assert expected["expected_seconds"] == pytest.approx(0.01 * samples + 0.005 * evaluations)
-    assert 0 < expected["expected_memory_bytes"] <= result.summary.peak_memory_bytes
+    # What the process held before counts in both, and hides the copy for a checkpoint that is still to come.
+    assert 0.5 < expected["expected_memory_bytes"] / result.summary.peak_memory_bytes < 1.5
     assert expected["message"].startswith("expected: about ")
     assert "48 steps and 5 evaluations" in expected["message"]
 
