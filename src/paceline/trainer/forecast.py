@@ -27,7 +27,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 # A shorter run is over before a forecast is worth its passes.
 _FEWEST_STEPS = 20
 # Passes are repeated for so long, or so many of them; a first one that is slow is itself the measure.
-_SECONDS, _PASSES, _SLOW_SECONDS = 1.0, 10, 5.0
+_SECONDS, _PASSES, _SLOW_SECONDS = 1.0, 30, 5.0
 _PASSES_OF_A_RANK = 2
 # Rows that are tried first where a whole micro-batch may take minutes.
 _TRIED_ROWS = 8
