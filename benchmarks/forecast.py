@@ -1,6 +1,6 @@
 """Compare the time and memory that a run expects before its first step with what it took.
 
-Runs of different kinds, one after the other, each in a process of its own; images are JPEG files made here.
+Runs of different kinds follow one another, each in a separate process. Their images are generated JPEG files.
 
     python benchmarks/forecast.py [--only NAME ...] [--dry-run]
 """

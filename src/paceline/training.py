@@ -118,10 +118,11 @@ def _train_in_processes(
         reader.start()
         group.wait()
         reader.join()
+        said = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
         if child.code not in group.good_codes:
             failure = RecipeError if child.code == 2 else TrainingError
-            raise failure(child.ending.removeprefix("paceline: "))
-        sys.stderr.write((scratch / "errors").read_text(encoding="utf-8", errors="replace"))  # warnings
+            raise failure(said.strip().removeprefix("paceline: ") or child.ending)
+        sys.stderr.write(said)  # warnings
     summary = read_summary(RunDirectory(root))
     return TrainResult(status=summary.status, run_dir=root, summary=summary)
 

@@ -48,7 +48,9 @@ class Explain:
         schema = Schema.read()
         section, found = "Recipe", None
         if self.key:
-            asked: dict[str, Any] = reduce(lambda inner, name: {name: inner}, reversed(self.key.split(".")), None)  # type: ignore[arg-type]
+            asked: Any = None
+            for name in reversed(self.key.split(".")):
+                asked = {name: asked}
             layers.check_known(tree := with_new_names(asked), "explain")
             while section and isinstance(tree, dict):
                 ((name, tree),) = tree.items()

@@ -1,4 +1,4 @@
-"""`paceline resume`: go on with a run as it was started."""
+"""`paceline resume`: resume a run with its recorded recipe, directory and processes."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Schema:
         for entry in self.entries(self.sections[section]):
             name, kind = f"{path}{entry.name}", entry.annotation
             used_with = self.applies(kind, path)
-            base = kind.slice.elts[0] if used_with and isinstance(kind, ast.Subscript) else kind  # type: ignore[attr-defined]
+            base = kind.slice.elts[0] if used_with and isinstance(kind, ast.Subscript) else kind  # type: ignore[attr-defined]  # a tuple
             if isinstance(base, ast.Name) and base.id in self.sections:
                 yield Key(
                     key=name, section=base.id, used_with=used_with, meaning=entry.meaning or self.summary(base.id)
