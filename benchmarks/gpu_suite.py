@@ -34,6 +34,8 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
     tiny = ("--tiny", "--blocks", "2") if options.tiny else ()
     small = ("--only", "small_resnet", "--dry-run") if options.tiny else ()
     where = ("--dry-run",) if options.tiny else ("--device", "cuda")
+    runs = ("digits", "a small GPT", "a small BERT", "ResNet-18, 96 pixels", "ResNet-50, 224 pixels, bf16")
+    forecast = ("--only", "digits", "--dry-run") if options.tiny else ("--only", *runs)
     found: dict[str, tuple[float, tuple[str, ...]]] = {
         "tests-of-time": (90, (*PYTEST, *TIMED)),
         "tests": (240, (*PYTEST, "tests/gpu", *(f"--ignore={each}" for each in TIMED), "-m", "not slow", "-n", "6")),
@@ -42,6 +44,7 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
         "speedrun": (150, ()),
         "memory": (200, ("benchmarks/estimate.py", *small)),
         "resume": (120, ("benchmarks/resume.py", "--trials", "4", "--steps", "120", *where)),
+        "forecast": (120, ("benchmarks/forecast.py", *forecast)),
         "slow-tests": (240, (*PYTEST, "tests/gpu", "-m", "slow", "-n", "3")),
     }
     if options.cifar10:
