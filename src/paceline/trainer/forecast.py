@@ -26,13 +26,17 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 # A shorter run is over before a forecast is worth its passes.
 _FEWEST_STEPS = 20
-# Passes are repeated for so long, or so many of them; a first one that is slow is itself the measure.
-_SECONDS, _PASSES, _SLOW_SECONDS = 1.0, 30, 5.0
+# Passes are repeated for so long, or so many of them.
+_SECONDS, _PASSES = 1.0, 30
 _PASSES_OF_A_RANK = 2
+# A first pass that takes longer is itself the measure. On a GPU it looks for the fastest kernels, and says nothing.
+_SLOW_SECONDS, _SLOW_SECONDS_OF_A_GPU = 5.0, 60.0
 # Rows that are tried first where a whole micro-batch may take minutes.
 _TRIED_ROWS = 8
-# Batches read ahead are held until their steps, and a network is copied for its optimizer, up to these sizes.
+# Batches read ahead are held until their steps, and a network is copied for its optimizer, up to these sizes. Of what
+# a GPU has left after a pass, no more than a part is held.
 _HELD_BYTES, _COPIED_BYTES = 256 * 2**20, 64 * 2**20
+_HELD_PART = 1 / 8
 _LONG_SECONDS = 3600.0
 
 
@@ -93,11 +97,12 @@ class ReadAhead:
         self._batches = batches
         self._taken: list[Batch] = []
         self._bytes = 0
+        self.most_bytes = float(_HELD_BYTES)
         self._error: Exception | None = None
 
     def read(self) -> Batch | None:
         """The next batch; None at the end, after an error, and where more would take much memory."""
-        if self._error is not None or (self._taken and self._bytes * (1 + 1 / len(self._taken)) > _HELD_BYTES):
+        if self._error is not None or (self._taken and self._bytes * (1 + 1 / len(self._taken)) > self.most_bytes):
             return None
         try:
             batch = next(self._batches, None)
@@ -166,18 +171,25 @@ class _Costs:
             self.probe.batch = replace(whole, inputs=inputs, targets=targets, ids=whole.ids[:count])
             seconds = self._passed()
             peaks.append(peak_memory_bytes(self.probe.run.device.type) or 0)
-        if seconds * rows / _TRIED_ROWS > _SLOW_SECONDS:
+        if seconds * rows / _TRIED_ROWS > self._slow_seconds:
             self.sample = seconds / _TRIED_ROWS
             return (peaks[1] - peaks[0]) * (rows - _TRIED_ROWS) / (_TRIED_ROWS - _TRIED_ROWS // 2)
         self.probe.batch = whole
         return 0.0
 
+    @property
+    def _slow_seconds(self) -> float:
+        return _SLOW_SECONDS if self.probe.run.device.type == "cpu" else _SLOW_SECONDS_OF_A_GPU
+
     def _time_passes(self) -> None:
         run = self.probe.run
         passes = [(self._passed(), len(self.probe.batch.ids))]
+        if run.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(run.device)
+            self.ahead.most_bytes = min(_HELD_BYTES, _HELD_PART * free)
         # Ranks whose network exchanges numbers must make as many passes as one another, whatever their clocks say.
         is_alone = run.world.world_size == 1
-        if passes[0][0] < _SLOW_SECONDS or not is_alone:
+        if passes[0][0] < self._slow_seconds or not is_alone:
             passes, begun = [], time.perf_counter()
             while len(passes) < (_PASSES if is_alone else _PASSES_OF_A_RANK) and not (is_alone and run.stop.requested):
                 read_from = time.perf_counter()
@@ -216,18 +228,26 @@ class _Costs:
         rows, seconds, begun = 0, 0.0, time.perf_counter()
         with evaluation_mode(run.models().values()), torch.no_grad():
             for number, batch in enumerate(run.pipeline.evaluation_batches(batch_size, run.world)):
-                with run.precision.autocast():
-                    for model in run.scored.values():
-                        run.task.score(run.task.evaluated(model), batch)
-                self.probe.settle()
-                # The first batch sets up what the others are measured with, unless it is slow, or the only one.
-                if number == 1 and seconds < _SLOW_SECONDS:
+                reading = time.perf_counter() - begun
+                scoring = self._scored(batch)
+                # The first time sets up what the others are measured with, and the first batch the reading.
+                if not number and scoring < self._slow_seconds:
+                    scoring = self._scored(batch)
+                if number == 1 and seconds < self._slow_seconds:
                     rows, seconds = 0, 0.0
-                rows, seconds = rows + len(batch.ids), seconds + time.perf_counter() - begun
-                if (number and seconds > _SECONDS) or seconds > _SLOW_SECONDS or run.world.world_size > 1:
+                rows, seconds = rows + len(batch.ids), seconds + reading + scoring
+                if (number and seconds > _SECONDS) or seconds > self._slow_seconds or run.world.world_size > 1:
                     break
                 begun = time.perf_counter()
         self.evaluation = seconds * run.plan.evaluation_samples / run.world.world_size / (rows or 1)
+
+    def _scored(self, batch: Batch) -> float:
+        run, begun = self.probe.run, time.perf_counter()
+        with run.precision.autocast():
+            for model in run.scored.values():
+                run.task.score(run.task.evaluated(model), batch)
+        self.probe.settle()
+        return time.perf_counter() - begun
 
     def _time_optimizer(self) -> int:
         """Take steps on a copy of a network that is small; beside the passes of a large one they take little.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
+from paceline.data.batch import Batch
 from paceline.data.loaders.pytorch import worker_deaths_told
 from paceline.distributed.strategy import ControlFlags
 from paceline.trainer.forecast import forecast
@@ -15,15 +17,18 @@ from paceline.trainer.step import train_step
 from paceline.trainer.warmup import check_first_batch, warm_up
 
 
-def fit(run: Run) -> str:
-    """Train from where the run stands to its end, or to an agreed stop; returns why it ended."""
+def fit(run: Run, *, forecasts: bool = True) -> str:
+    """Train from where the run stands to its end, or to an agreed stop; returns why it ended.
+
+    A run that is itself measured forecasts nothing: the batches that a forecast reads ahead would be free.
+    """
     with run.watchdog.watching(), worker_deaths_told():
-        return _fit(run)
+        batches = check_first_batch(run, warm_up(run, run.train_batches()))
+        return _fit(run, forecast(run, batches) if forecasts else batches)
 
 
-def _fit(run: Run) -> str:
+def _fit(run: Run, batches: Iterator[Batch]) -> str:
     plan, progress = run.plan, run.progress
-    batches = forecast(run, check_first_batch(run, warm_up(run, run.train_batches())))
     ending = run.ending(ControlFlags())
     run.clock.start()
     while not ending:

@@ -94,13 +94,15 @@ class _Turns(SilentDisplay):
         if self._lead:
             self._lead -= 1
             if not self._lead:
-                self._begin()
+                # What settling and the energy counter take is no part of the first step.
+                with self._run.clock.paused():
+                    self._begin()
             return
         self._steps -= 1
         if not self._steps:
-            self._tell(self._measured())
             # The clock of the run goes on with the next turn.
             with self._run.clock.paused():
+                self._tell(self._measured())
                 self.wait()
 
     def _begin(self) -> None:
@@ -240,7 +242,7 @@ def _take_turns(orders: Orders) -> None:
         if orders.part == "data":
             _only_data(run)
         else:
-            fit(run)
+            fit(run, forecasts=False)
 
 
 def _tell(answers: int, document: dict[str, Any]) -> None:

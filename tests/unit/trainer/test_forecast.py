@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.data.batch import Batch
 from paceline.trainer import forecast as module
@@ -57,6 +58,26 @@ def test_it_counts_samples_steps_and_evaluations(
     assert 0.5 < expected["expected_memory_bytes"] / result.summary.peak_memory_bytes < 1.5
     assert expected["message"].startswith("expected: about ")
     assert "48 steps and 5 evaluations" in expected["message"]
+
+
+def test_what_a_gpu_sets_up_the_first_time_is_not_counted(
+    clock: SimpleNamespace,
+    tiny_task: Callable[..., Any],
+    train_tiny: Callable[..., Any],
+    events: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = {"loss": 0, "score": 0}
+
+    def take(kind: str) -> None:
+        calls[kind] += 1
+        clock.now += 8.0 if calls[kind] == 1 else 0.01
+
+    task = tiny_task(on_loss=lambda *_: take("loss"), on_score=lambda *_: take("score"))
+    monkeypatch.setattr(module, "_SLOW_SECONDS", module._SLOW_SECONDS_OF_A_GPU)
+    result = train_tiny("run", LONG | {"train.ema": "off"}, task=task)
+    expected = forecast_of(events(result.run_dir, "measurement"))
+    assert expected["expected_seconds"] < 2
 
 
 def test_a_resumed_run_counts_what_is_left(
@@ -122,6 +143,12 @@ def test_what_stops_the_reading_is_raised_at_its_step() -> None:
     assert len([next(again) for _ in range(3)]) == 3
     with pytest.raises(ConnectionError, match="gone"):
         next(again)
+
+
+def test_no_more_is_read_ahead_than_there_is_room_for() -> None:
+    ahead = ReadAhead(iter([SimpleNamespace(inputs=torch.zeros(100), targets=()) for _ in range(5)]))
+    ahead.most_bytes = 1000.0
+    assert [ahead.read() is None for _ in range(4)] == [False, False, True, True]
 
 
 def test_what_fails_while_measuring_is_left_to_the_step(
