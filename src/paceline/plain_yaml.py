@@ -184,13 +184,9 @@ def settled(value: Any) -> Any:
     """
     match value:
         case dict():
-            return {_settled_key(key): settled(item) for key, item in value.items()}
+            return {int(key) if isinstance(key, AsWritten) else key: settled(item) for key, item in value.items()}
         case list():
             return [settled(item) for item in value]
         case AsWritten():
             return value.settled()
     return value
-
-
-def _settled_key(key: Any) -> Any:
-    return int(key) if isinstance(key, AsWritten) else key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ LATE = {
     "checkpoint.every": "1 steps",
     "checkpoint.keep": 10,
     "telemetry.log_every": "1 steps",
+}
+PASSING = {
+    **{key: value for key, value in LATE.items() if key not in ("model.frozen", "model.unfreeze")},
+    "model.freeze_after": {"stem.*": "3 steps", "stages.*": "5 steps"},
 }
 STEPS = 8
 
@@ -75,12 +79,16 @@ def test_before_the_first_step_that_trains_it_a_weight_has_no_gradient_and_no_st
     assert needed == [*[{"classifier"}] * 2, *[{"classifier", "stages"}] * 2, *[{"classifier", "stages", "stem"}] * 4]
 
 
-def test_stopped_before_and_after_it_moves(train_tiny: Callable[..., Any], course: Callable[[Path], Any]) -> None:
-    whole = train_tiny("whole", LATE)
-    # The stage begins to move when the run goes on, moves already, the stem follows, all do.
-    for step in (2, 3, 4, 6):
-        train_tiny(f"stopped-{step}", {**LATE, "train.until": f"{step} steps"})
-        pieces = train_tiny(f"stopped-{step}", LATE)
+# The stage begins to move when the run goes on, moves already, the stem follows, all do. And the other way round: all
+# move, the stem stays from then on, the stage does, both have stayed.
+@pytest.mark.parametrize(("asked", "stops"), [(LATE, (2, 3, 4, 6)), (PASSING, (2, 3, 5, 6))])
+def test_stopped_before_and_after_it_moves(
+    train_tiny: Callable[..., Any], course: Callable[[Path], Any], asked: dict[str, Any], stops: Sequence[int]
+) -> None:
+    whole = train_tiny("whole", asked)
+    for step in stops:
+        train_tiny(f"stopped-{step}", {**asked, "train.until": f"{step} steps"})
+        pieces = train_tiny(f"stopped-{step}", asked)
         assert pieces.summary.resumes == 1
         assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
         assert pieces.summary.ema_sha256 == whole.summary.ema_sha256
@@ -129,12 +137,6 @@ def test_what_cannot_be_is_refused(
 
 
 # The stem is trained for three steps, the stage for five; decay, momentum and the average go on meanwhile.
-PASSING = {
-    **{key: value for key, value in LATE.items() if key not in ("model.frozen", "model.unfreeze")},
-    "model.freeze_after": {"stem.*": "3 steps", "stages.*": "5 steps"},
-}
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_what_is_trained_for_a_while_stays_afterwards(train_tiny: Callable[..., Any], exact: bool) -> None:
     run = train_tiny("run", {**PASSING, "parallel.exact": exact, **({"parallel.logical_ranks": 4} if exact else {})})
@@ -163,18 +165,6 @@ def test_it_needs_a_gradient_in_its_steps_only(train_tiny: Callable[..., Any], t
     overrides = {**PASSING, "batch.micro_size": "auto", "model.options": None}
     train_tiny("run", overrides, task=tiny_task(make_network=network, on_loss=look))
     assert needed == [*[{"classifier", "stages", "stem"}] * 3, *[{"classifier", "stages"}] * 2, *[{"classifier"}] * 3]
-
-
-def test_stopped_before_and_after_it_stays(train_tiny: Callable[..., Any], course: Callable[[Path], Any]) -> None:
-    whole = train_tiny("whole", PASSING)
-    # All move, the stem stays from then on, the stage does, both have stayed.
-    for step in (2, 3, 5, 6):
-        train_tiny(f"stopped-{step}", {**PASSING, "train.until": f"{step} steps"})
-        pieces = train_tiny(f"stopped-{step}", PASSING)
-        assert pieces.summary.resumes == 1
-        assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
-        assert pieces.summary.ema_sha256 == whole.summary.ema_sha256
-        assert course(pieces.run_dir) == course(whole.run_dir)
 
 
 def test_of_several_patterns_the_latest_counts(train_tiny: Callable[..., Any]) -> None:

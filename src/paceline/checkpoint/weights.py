@@ -136,15 +136,11 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**40
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
 _LARGEST_SIZE = 16_384
 _COUNT = "a whole number from 0 to 2^40"
 _SIZE_RULE = (_is_size, f"a whole number from 1 to {_LARGEST_SIZE}")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "class_names": (_is_names, "a list of names"),
+    "class_names": (lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a list of names"),
     "mean": (_are_numbers, "a list of numbers"),
     "std": (_are_numbers, "a list of numbers"),
     "image_size": _SIZE_RULE,

@@ -50,16 +50,13 @@ def command(runs: tuple[Path, ...], interval: float, as_json: bool) -> int:
         print_json({"runs": [run.to_json() for run in watched]})
         return 0
     try:
-        (_draw if _can_draw() else _print)(watched, interval)
+        is_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        (_draw if is_screen else _print)(watched, interval)
     except KeyboardInterrupt:
         return 0  # the usual way to leave; the runs go on
     for run in watched:
         echo(ending_of(run))
     return 0
-
-
-def _can_draw() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 def _until_over(watched: list[WatchedRun], interval: float, show: Callable[[], None]) -> None:

@@ -309,7 +309,8 @@ class ExactDataParallel:
             return combined
         with self._stopwatch.span("communication"):
             slices = [
-                self._own_slices(part, [leaf.parts[part] for leaf in held.values()]) for part in self._part_numbers()
+                self._own_slices(part, [leaf.parts[part] for leaf in held.values()])
+                for part in range(len(self._leaf.parts))
             ]
         self._free += held.values()
         combined = self._free.pop() if self._free else self._make_leaf()
@@ -318,9 +319,6 @@ class ExactDataParallel:
             with self._stopwatch.span("communication"):
                 _gather(combined.parts[part], mine)
         return combined
-
-    def _part_numbers(self) -> range:
-        return range(len(self._leaf.parts))
 
     def _own_slices(self, part: int, held: list[torch.Tensor]) -> dict[Node, torch.Tensor]:
         """Swap slices of one part: this process's slice of every process's partial sums, by node."""

@@ -159,7 +159,7 @@ def answers_ahead(
     try:
         while True:
             for picture in islice(source, 2 * batch_size + threads - len(waiting)):
-                waiting.append((picture, pool.submit(_prepared, predictor, picture)))
+                waiting.append((picture, pool.submit(lambda each: predictor.prepare(each.read()), picture)))
             if not waiting:
                 return
             batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
@@ -167,10 +167,6 @@ def answers_ahead(
             batch.clear()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _prepared(predictor: ImagePredictor, picture: PictureFile) -> Prepared:
-    return predictor.prepare(picture.read())
 
 
 def _answered(

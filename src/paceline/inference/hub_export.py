@@ -77,7 +77,8 @@ def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:
     network: Any = exportable.network
     data, recipe = exportable.saved.described("data"), exportable.saved.described("recipe")
     known = dict(network.pretrained_cfg)
-    side, shown_side, channels = int(data["image_size"]), _shown_side(data), int(data["channels"])
+    side, channels = int(data["image_size"]), int(data["channels"])
+    shown_side = int(data.get("evaluation_size", side))
     config = {key: known[key] for key in _KEPT if known.get(key) is not None}
     config |= {
         "input_size": [channels, side, side],
@@ -116,10 +117,6 @@ def crop_share(data: dict[str, Any], side: int) -> float:
     crop = float(data["evaluation_crop"])
     resized = round(side / crop)
     return crop if math.floor(side / crop) == resized else side / (resized + 0.25)
-
-
-def _shown_side(data: dict[str, Any]) -> int:
-    return int(data.get("evaluation_size", data["image_size"]))
 
 
 def _from_folder(folder: Path) -> Callable[[tuple[Tensor, ...]], Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, takewhile
@@ -149,10 +149,8 @@ class Epochs:
         """
         if len(self.phases) == 1 or every.unit in ("steps", "percent"):
             return ()
-        return tuple(dict.fromkeys(takewhile(lambda step: step <= total, self._multiples(every))))
-
-    def _multiples(self, every: Duration) -> Iterator[int]:
-        return (self.steps_in(Duration(every.value * times, every.unit), None) for times in count(1))
+        multiples = (self.steps_in(Duration(every.value * times, every.unit), None) for times in count(1))
+        return tuple(dict.fromkeys(takewhile(lambda step: step <= total, multiples)))
 
     @cached_property
     def _first_steps(self) -> list[int]:

@@ -109,7 +109,8 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     for section, key in (each.split(".") for each in PATH_KEYS):
         part = getattr(recipe, section)
         if (where := getattr(part, key)) is not None:
-            recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: _absolute(where)})})
+            where = where if is_address(where) else str(Path(where).absolute())
+            recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: where})})
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
     return LoadedRecipe(recipe, name, tuple(notices), origins)
 
@@ -217,10 +218,6 @@ def _comparable(recipe: Recipe) -> dict[str, Any]:
     if groups:
         flat["optimizer.groups"] = list(groups)  # the first pattern that matches wins: their order counts
     return flat
-
-
-def _absolute(path: str) -> str:
-    return path if is_address(path) else str(Path(path).absolute())
 
 
 def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

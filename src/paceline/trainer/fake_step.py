@@ -77,14 +77,10 @@ class CudaRules(TorchFunctionMode):
             return _dropout(func, args, given)
         if name == "scaled_dot_product_attention":
             # The fused kernels of a GPU drop out inside: nothing is kept for it but a seed.
-            args, given = args[:4], given | {"dropout_p": 0.0, **_causal(args)}
+            args, given = args[:4], given | {"dropout_p": 0.0} | ({"is_causal": args[5]} if len(args) > 5 else {})
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu") and given.get("dtype") is None:
             args, given = tuple(map(_float, args)), {key: _float(value) for key, value in given.items()}
         return func(*args, **given)
-
-
-def _causal(args: tuple[Any, ...]) -> dict[str, Any]:
-    return {"is_causal": args[5]} if len(args) > 5 else {}
 
 
 def _dropout(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:

@@ -163,14 +163,6 @@ def _set_environment(wanted: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _set_anomaly(state: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(mode=state[0], check_nan=state[1])
-
-
 def _autocast(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
@@ -199,7 +191,11 @@ _SETTINGS: tuple[Setting, ...] = (
     Setting("threads", torch.get_num_threads, torch.set_num_threads),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("default device", torch.get_default_device, _set_device),
-    Setting("anomaly mode", _anomaly, _set_anomaly),
+    Setting(
+        "anomaly mode",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda state: torch.autograd.set_detect_anomaly(*state),
+    ),
     Setting("determinism", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     *_of("utils.deterministic", "fill_uninitialized_memory"),
     *_of("backends.cudnn", "benchmark", "benchmark_limit", "enabled", "deterministic"),

@@ -256,7 +256,8 @@ class Window:
         if samples:
             self.last_loss = total / samples
             self.worst_loss = max(self.worst_loss, self.last_loss)
-        means = _means(self._collectives.gather(self._logged)) if logged else {}
+        sums = _sums_by_name(self._collectives.gather(self._logged)) if logged else {}
+        means = {name: each / count for name, (each, count) in sorted(sums.items())}
         self._logged = {}
         return Drained(total / samples if samples else None, found, told, means)
 
@@ -321,10 +322,6 @@ def _sums_by_name(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, l
             total = found.setdefault(name, [0.0, 0])
             total[0], total[1] = total[0] + value, total[1] + samples
     return found
-
-
-def _means(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    return {name: total / samples for name, (total, samples) in sorted(_sums_by_name(parts).items())}
 
 
 @dataclass(frozen=True, kw_only=True)

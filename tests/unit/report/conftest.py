@@ -66,7 +66,7 @@ def _write(
     folder: Path,
     story: Story | None,
     *,
-    summary: Mapping[str, Any] | None = SUMMARY,
+    summary: Mapping[str, Any] | None = {},
     recipe: Mapping[str, Any] = RECIPE,
     plan: Mapping[str, Any] = PLAN,
 ) -> Path:
@@ -76,7 +76,7 @@ def _write(
     if story is not None:
         (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in story.events))
     if summary is not None:
-        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "summary.json").write_text(json.dumps({**SUMMARY, **summary}))
     return folder
 
 
@@ -95,7 +95,7 @@ def story() -> type[Story]:
 
 @pytest.fixture
 def write() -> Callable[..., Path]:
-    """``write(folder, story, summary=…, recipe=…)`` makes a run directory."""
+    """``write(folder, story, summary=…, recipe=…)`` makes a run directory; ``summary`` is what is unusual in it."""
     return _write
 
 
