@@ -108,9 +108,9 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     # Stored with the run, paths must mean the same from everywhere.
     for section, key in (each.split(".") for each in PATH_KEYS):
         part = getattr(recipe, section)
-        if (where := getattr(part, key)) is not None:
-            where = where if is_address(where) else str(Path(where).absolute())
-            recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: where})})
+        if (asked_path := getattr(part, key)) is not None:
+            absolute = asked_path if is_address(asked_path) else str(Path(asked_path).absolute())
+            recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: absolute})})
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
     return LoadedRecipe(recipe, name, tuple(notices), origins)
 

@@ -256,8 +256,8 @@ class Window:
         if samples:
             self.last_loss = total / samples
             self.worst_loss = max(self.worst_loss, self.last_loss)
-        sums = _sums_by_name(self._collectives.gather(self._logged)) if logged else {}
-        means = {name: each / count for name, (each, count) in sorted(sums.items())}
+        by_name = _sums_by_name(self._collectives.gather(self._logged)) if logged else {}
+        means = {name: each / count for name, (each, count) in sorted(by_name.items())}
         self._logged = {}
         return Drained(total / samples if samples else None, found, told, means)
 
