@@ -42,6 +42,7 @@ REQUIRED = {
     "--volume-claim": "claim",
     "--mount": "/",
     "--deadline": "8h",
+    "--search": "search.yaml",
 }
 MORE = {
     "plan": ("--deadline", "8h"),
@@ -132,7 +133,7 @@ def test_no_command_imports_what_a_run_names(
                 assert done.code == 2
                 refused.add((words[0], target))
     recipes = {"train", "launch", "estimate", "find-lr", "find-batch", "doctor", "roofline", "bench", "noise-scale"}
-    recipes |= {"sweep-batch", "scale", "plan", "check-data", "prove", "drill"}
+    recipes |= {"sweep-batch", "tune", "scale", "plan", "check-data", "prove", "drill"}
     assert {(name, each) for name in recipes for each in ("run", "run/recipe.yaml")} <= refused
     # To answer, the data are not opened, nor is the task that made the samples where the network is only timed.
     weights = {"evaluate", "landscape"} | ({"predict", "bench"} if key != "data.dataset" else set())
