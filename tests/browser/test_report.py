@@ -267,4 +267,4 @@ def test_an_old_browser_is_told_where_the_figures_are(folder: Path, show: Callab
     opened.page.wait_for_selector("#trouble:not([hidden])")
     assert "too old" in opened.page.inner_text("#trouble")
     opened.page.click("figure.chart summary >> nth=0")
-    assert opened.page.locator("figure.chart table").first.locator("tr").count() == 1 + 10  # the classes of the confusion matrix
+    assert opened.page.locator("figure.chart table").first.locator("tr").count() == 1 + 10  # classes
