@@ -31,7 +31,8 @@ def _examples(examples: Mapping[str, Any], whose: str) -> Iterator[Block]:
     def name(number: int) -> str:
         return str(examples["classes"][number]) if number >= 0 else "no answer"
 
-    wrong, right = [], []
+    wrong: list[Picture] = []
+    right: list[Picture] = []
     for each in examples["examples"][:_MOST_PICTURES]:
         actual, predicted = name(each["label"]), name(each["predicted"])
         is_wrong = each["label"] != each["predicted"]
