@@ -22,6 +22,7 @@ from paceline.data.image.datasets import MOST_IMAGES, TOO_LARGE, content_digest
 from paceline.data.image.decode import decode, read_file
 from paceline.data.image.source import Image
 from paceline.errors import DataError
+from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, refuse_odd_kinds
 from paceline.plain_json import load_json
 
@@ -309,12 +310,12 @@ def _images(entries: list[Any], fault: _Faults) -> dict[int, tuple[str, int, int
             continue
         if number in found:
             fault(f"images[{position}] has the id {_shown(number)}, which another one has")
-        elif name in names:
+        elif os.path.normpath(name) in names:
             fault(f"images[{position}] (id {number}) has the file_name {name!r}, which another one has")
         elif Path(name).is_absolute() or ".." in Path(name).parts:
             fault(f"images[{position}] lies outside the folder of pictures: {name!r}")
         found[number] = (name, sides[0], sides[1])
-        names.add(name)
+        names.add(os.path.normpath(name))
     return dict(sorted(found.items()))
 
 
@@ -329,7 +330,7 @@ def _classes(entries: list[Any], fault: _Faults) -> dict[int, str]:
     found: dict[int, str] = {}
     for position, each in enumerate(entries):
         number, name = (each.get("id"), each.get("name")) if isinstance(each, dict) else (None, None)
-        if type(number) is not int or not isinstance(name, str):
+        if type(number) is not int or not isinstance(name, str) or utf8(name) != name:
             fault(f"categories[{position}] must have id and name, and is {_shown(each)}")
             continue
         if number in found:

@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -22,6 +23,7 @@ from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, 
 from paceline.data.image.source import FileSource, Ids, Names
 from paceline.data.splits import TRAIN, WORDS, split_of
 from paceline.errors import DataError, did_you_mean
+from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, odd_kind
 from paceline.recipe.data import Data
 
@@ -50,6 +52,16 @@ def mapped(path: str | Path) -> Any:
     return require_pyarrow().memory_map(os.fsencode(path))
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise DataError for whatever a damaged file, text that is not UTF-8 or an absent or doubled column raises."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, require_pyarrow().ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{str(path)!r} cannot be read ({reason}): download or make it again.") from error
+
+
 _LARGEST_LABEL = 2**20
 _CANONICAL = re.compile(r"0|[1-9][0-9]*")
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
@@ -65,7 +77,7 @@ def as_label(value: object, name: str) -> int | str:
     Raises:
         DataError: If it is neither.
     """
-    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "" or utf8(str(value)) != str(value):
         raise DataError(f"{name!r} has the label {value!r}, which is neither a number nor a class name.")
     if isinstance(value, int) and not 0 <= value < _LARGEST_LABEL:
         raise DataError(f"{name!r} has the label {value}, but labels are numbers from 0 to {_LARGEST_LABEL - 1:,}.")
@@ -144,11 +156,13 @@ def number_rows(
         DataError: If a row has no label, or one of no class.
     """
     found = [[_label_of(values[row], row, name) for row in part.tolist()] for part in parts]
-    named = feature.get("names", ()) if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else ()
-    classes = tuple(map(str, named))
-    if not classes:
+    named = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+    if not named:
         return number_classes(found, path)
-    numbers: dict[int | str, int] = {name: number for number, name in enumerate(classes)}
+    classes = tuple(named) if isinstance(named, list) else ()
+    numbers: dict[int | str, int] = {utf8(str(name)): number for number, name in enumerate(classes)}
+    if not classes or tuple(numbers) != classes:
+        raise DataError(f"{path!r} names its classes {str(named)[:80]!r}, but they are a list of different texts.")
     numbered = []
     for part in found:
         # A class may be written by its name; other text is never a number.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
-from paceline.data.image.tables import mapped, require_pyarrow
+from paceline.data.image.tables import mapped, reading, require_pyarrow
 from paceline.data.splits import held_out_among
 from paceline.data.text.corpus import MANIFEST, Documents, TextDataset, encoded, open_tokens
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
@@ -71,19 +71,17 @@ def _rows_of(file: Path, column: str, *, is_parquet: bool) -> Iterator[str | Non
     """The rows of a column, of a parquet file or an Arrow stream."""
     arrow = require_pyarrow()
     refuse_odd_kinds(file)
-    try:
+    with reading(file), mapped(file) as content:
         if is_parquet:
-            with arrow.parquet.ParquetFile(mapped(file)) as opened:
+            with arrow.parquet.ParquetFile(content) as opened:
                 _check_column(opened.schema_arrow, column, file)
                 for batch in opened.iter_batches(columns=[column]):
-                    yield from batch.column(0).to_pylist()
+                    yield from batch.column(column).to_pylist()
         else:
-            with mapped(file) as content, arrow.ipc.open_stream(content) as stream:
+            with arrow.ipc.open_stream(content) as stream:
                 _check_column(stream.schema, column, file)
                 for batch in stream:
-                    yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
-    except (OSError, arrow.ArrowInvalid) as error:
-        raise DataError(f"{file} cannot be read ({error}); save the dataset again.") from error
+                    yield from batch.column(column).to_pylist()
 
 
 def _check_column(schema: Any, column: str, file: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from paceline.data.image.tables import (
     find_columns,
     mapped,
     number_rows,
+    reading,
     require_pyarrow,
     splits_of_files,
 )
@@ -69,7 +70,7 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
     """
     root, left_out = Path(path).expanduser(), LeftOut() if left_out is None else left_out
     if (root / _DICT).is_file():
-        names = [str(name) for name in _read_json(root / _DICT).get("splits", [])]
+        names = [str(name) for name in _read_json(root / _DICT, "splits", list)]
         return _saved(root, {name: root / name for name in names}, left_out)
     if (root / _STATE).is_file() and (root / _INFO).is_file():
         return _saved(root, {"train": root}, left_out)
@@ -91,9 +92,11 @@ def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> Huggin
     splits: dict[str, list[Path]] = {}
     features: dict[str, Any] = {}
     for split, folder in folders.items():
-        names = [str(each["filename"]) for each in _read_json(folder / _STATE)["_data_files"]]
-        splits[split] = [folder / Path(name).name for name in names]
-        features = features or _read_json(folder / _INFO).get("features", {})
+        with reading(folder / _STATE):
+            splits[split] = [
+                folder / Path(each["filename"]).name for each in _read_json(folder / _STATE, "_data_files", list)
+            ]
+        features = features or _read_json(folder / _INFO, "features", dict)
     known = {root / _DICT, *(folder / name for folder in folders.values() for name in (_STATE, _INFO))}
     known.update(file for files in splits.values() for file in files)
     for name in files_below(root, left_out):
@@ -102,14 +105,9 @@ def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> Huggin
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features=features)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = load_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{str(path)!r} cannot be read ({error}): save the dataset again.") from error
-    if not isinstance(tree, dict):
-        raise DataError(f"{str(path)!r} holds no JSON object: save the dataset again.")
-    return tree
+def _read_json(path: Path, key: str, kind: Callable[[Any], Any]) -> Any:
+    with reading(path):
+        return kind(load_json(path.read_bytes())[key])
 
 
 def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
@@ -213,10 +211,10 @@ def _rows(path: Path, columns: Found) -> tuple[Ids, Ids, list[object], list[str 
     arrow = require_pyarrow()
     nothing = np.zeros(0, dtype=np.int64)
     begin, length, labels, names = [nothing], [nothing], list[object](), list[str | None]()
-    with mapped(path) as file:
+    with reading(path), mapped(path) as file:
         whole = file.read_buffer()
         for batch in arrow.ipc.open_stream(whole):
-            images = batch.column(batch.schema.get_field_index(columns.image))
+            images = batch.column(columns.image)
             if not arrow.types.is_struct(images.type) or images.type.get_field_index("bytes") < 0:
                 raise DataError(
                     f"{str(path)!r}: column {columns.image!r} is of the type {images.type}, but images are a struct "
@@ -244,6 +242,6 @@ def _rows(path: Path, columns: Found) -> tuple[Ids, Ids, list[object], list[str 
                 )
             begin.append(ends[:-1])
             length.append(np.diff(ends))
-            labels += batch.column(batch.schema.get_field_index(columns.label)).to_pylist()
+            labels += batch.column(columns.label).to_pylist()
             names += images.field("path").to_pylist()
     return np.concatenate(begin), np.concatenate(length), labels, names

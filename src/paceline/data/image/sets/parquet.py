@@ -32,6 +32,7 @@ from paceline.data.image.tables import (
     number_rows,
     open_paths,
     parts_of,
+    reading,
     require_pyarrow,
     splits_of_files,
 )
@@ -91,17 +92,9 @@ def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _read_end(path: Path, read: str) -> Any:
-    arrow = require_pyarrow()
     refuse_odd_kinds(path)
-    try:
-        return getattr(arrow.parquet, read)(mapped(path))
-    except (OSError, arrow.ArrowException) as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: Exception) -> DataError:
-    """The error of a file that pyarrow cannot read."""
-    return DataError(f"{str(path)!r} cannot be read ({' '.join(str(error).split())}): download or make it again.")
+    with reading(path):
+        return getattr(require_pyarrow().parquet, read)(mapped(path))
 
 
 class ParquetSource(EncodedImages):
@@ -350,20 +343,15 @@ class _Table:
     def _read(self) -> dict[str, list[Any]]:
         arrow, (image, label, split) = require_pyarrow(), self.columns
         wanted = [label, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
-        found = []
+        found: dict[str, list[Any]] = {name: [] for name in wanted}
         for path in self.paths:
-            try:
-                with arrow.parquet.ParquetFile(mapped(path)) as opened:
-                    lacking = [name for name in wanted if name not in opened.schema_arrow.names]
-                    if lacking:
-                        raise DataError(
-                            f"{str(path)!r} lacks the column {lacking[0]!r}, which {str(self.paths[0])!r} has: make "
-                            "all files of the table alike."
-                        )
-                    found.append(opened.read(columns=wanted, use_threads=False))
-            except (OSError, arrow.ArrowException) as error:
-                raise unreadable(path, error) from error
-        return {name: [value for table in found for value in table.column(name).to_pylist()] for name in wanted}
+            with reading(path), arrow.parquet.ParquetFile(mapped(path)) as opened:
+                if lacking := [name for name in wanted if name not in opened.schema_arrow.names]:
+                    raise DataError(f"{str(path)!r} lacks the column {lacking[0]!r}, which {str(self.paths[0])!r} has.")
+                table = opened.read(columns=wanted, use_threads=False)
+                for name in wanted:
+                    found[name] += table.column(name).to_pylist()
+        return found
 
     def _parts(self, named: Sequence[str]) -> Parts:
         """Which rows are whose: as a column says, or else the files' names."""
@@ -422,10 +410,10 @@ class _Table:
             return names
         paths: list[str | None] = []
         for file in self.paths:
-            with require_pyarrow().parquet.ParquetFile(mapped(file)) as opened:
+            with reading(file), require_pyarrow().parquet.ParquetFile(mapped(file)) as opened:
                 table = opened.read(columns=[f"{column}.path"], use_threads=False)
-            for piece in table.column(column).chunks:
-                paths += piece.field("path").to_pylist()
+                for piece in table.column(column).chunks:
+                    paths += piece.field("path").to_pylist()
         return [path or name for path, name in zip(paths, names, strict=True)]
 
     def check_present(self, source: ParquetSource) -> None:
