@@ -15,6 +15,7 @@ from typing import Any
 from paceline.checkpoint.durable import read_regular_file, reporting_disk_errors
 from paceline.checkpoint.format import read_header
 from paceline.errors import CheckpointError
+from paceline.escaping import utf8
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS
 
@@ -176,10 +177,15 @@ def _options(config: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, A
 
 
 def _labels(config: Mapping[str, Any], shown: Mapping[str, Any], classes: int) -> list[str]:
-    """Names in the order of the outputs; empty unless there is one for each."""
+    """Names in the order of the outputs; empty where there are none.
+
+    Raises:
+        ValueError: If they are not one text for each.
+    """
     named = config.get("label_names") or config.get("labels") or shown.get("label_names") or ()
     if isinstance(named, Mapping):
-        by_number = {int(key): str(name) for key, name in named.items()}
+        by_number = {int(key): name for key, name in named.items()}
         named = [by_number[number] for number in range(classes) if number in by_number]
-    names = [str(name) for name in named]
-    return names if len(names) == classes else []
+    if named and (len(named) != classes or not all(isinstance(name, str) and utf8(name) == name for name in named)):
+        raise ValueError(f"its names of classes are not one text for each of {classes} classes: {str(named)[:80]!r}")
+    return list(named)

@@ -61,7 +61,7 @@ class SavedWeights:
         # What is not a number is refused where the recipe is validated.
         if type(rank) is not int or rank <= 0 or not isinstance(alpha, int | float):
             return self.state
-        return without_adapters(self.state, alpha / rank)
+        return without_adapters(self.state, rank, alpha, where=str(self.path))
 
     def described(self, key: str) -> dict[str, Any]:
         """Return a JSON entry of the description.
@@ -285,28 +285,46 @@ def _best_of(run: Path) -> Path:
     return CheckpointStore(directory).path(best.step)
 
 
-def without_adapters(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Merge low-rank adapters into the weights of their layers: W + scale · B A, for linear ones and convolutions.
+def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, where: str) -> dict[str, Tensor]:
+    """Merge low-rank adapters into the weights of their layers: W + alpha / rank · B A, for linear ones, convolutions.
 
     The names are then the plain network's, and the weights cost nothing more and need no other library.
 
     Args:
         state: Tensors as a network with adapters has them.
-        scale: Factor on what they compute.
+        rank: Rows of each A, and columns of each B.
+        alpha: Factor on what they compute, times the rank.
+        where: The file, for the message.
+
+    Raises:
+        CheckpointError: If adapters do not fit their layers.
     """
-    merged = {}
+    if not abs(alpha) < 2**1000:
+        raise CheckpointError(f"{where}: model.adapters.alpha={str(alpha)[:40]} of its recipe must be finite.")
+    ends = (_DOWN, _UP, _TRANSPOSED)
+    layers = {name.removesuffix(end) for name in state for end in ends if name.endswith(end)}
+    merged: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name.endswith((_DOWN, _UP, _TRANSPOSED)):
-            continue
-        layer, is_base, own = name.rpartition(_BASE)
-        down, up = state.get(f"{layer}{_DOWN}"), state.get(f"{layer}{_UP}")
-        if not is_base or own != "weight" or down is None or up is None:
-            merged[f"{layer}.{own}" if is_base else name] = tensor
-            continue
+        layer, _, own = name.rpartition(_BASE)
+        if layer in layers:
+            merged[f"{layer}.{own}"] = tensor
+        elif not name.endswith(ends):
+            merged[name] = tensor
+    for layer in layers:
+        names = [f"{layer}{end}" for end in (f"{_BASE}weight", _DOWN, _UP)]
+        base, down, up = found = [state.get(name, torch.tensor(0)) for name in names]
+        is_transposed = f"{layer}{_TRANSPOSED}" in state
+        sides = base.shape[::-1] if is_transposed else base.shape
         # A: [rank, in, ...], B: [out, rank] or [out, rank, 1, 1]; together shaped as the weight.
-        change = torch.tensordot(up.flatten(1).float(), down.float(), dims=1) * scale
-        change = change.T if f"{layer}{_TRANSPOSED}" in state else change
-        merged[f"{layer}.weight"] = (tensor.float() + change).to(tensor.dtype)
+        fits = [down.shape, up.shape] == [(rank, *sides[1:]), (*sides[:1], rank, *(1 for _ in sides[2:]))]
+        is_whole = base.ndim > 1 and all(each.is_floating_point() for each in found)
+        if not (fits and is_whole) or f"{layer}.weight" in state:
+            raise CheckpointError(
+                f"{where}: the adapters of {layer!r} do not fit it: {', '.join(names)} must be of rank {rank}, and "
+                f"{layer}.weight absent; save the weights again."
+            )
+        change = torch.tensordot(up.flatten(1).float(), down.float(), dims=1) * (alpha / rank)
+        merged[f"{layer}.weight"] = (base.float() + (change.T if is_transposed else change)).to(base.dtype)
     return merged
 
 

@@ -61,7 +61,6 @@ def test_older_and_sparse_folders(tmp_path: Path) -> None:
     assert bare["class_names_unknown"]
     numbered, _ = described(tmp_path / "numbered", {**CONFIG, "label_names": {"1": "dog", "0": "cat"}})
     assert numbered["class_names"] == ["cat", "dog"]
-    assert described(tmp_path / "short", {**CONFIG, "label_names": ["cat"]})[0]["class_names"] == ["0", "1"]
 
 
 def test_a_network_built_for_a_size(tmp_path: Path) -> None:
@@ -105,6 +104,10 @@ def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: st
         ({**CONFIG, "model_args": {"checkpoint_path": "evil.pth"}}, "has checkpoint_path, which is no argument"),
         ({**CONFIG, "model_args": {"pretrained_cfg_overlay": {"url": "x"}}}, "has pretrained_cfg_overlay"),
         ({**CONFIG, "model_args": {"global_pool": ""}}, "global_pool off"),
+        *(
+            ({**CONFIG, "label_names": said}, "not one text")
+            for said in (["cat"], [None, "a"], ["\ud800", "a"], {"1": "a"})
+        ),
         ({**CONFIG, "num_classes": 10**30}, "no tensor of model.safetensors has as many rows"),
     ],
 )

@@ -82,7 +82,7 @@ def test_merged_weights_give_the_same_answers_under_the_plain_names() -> None:
     for name, each in network.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(each)
-    merged = without_adapters(network.state_dict(), 6 / 2)
+    merged = without_adapters(network.state_dict(), 2, 6, where="w")
     plain = Mixed().eval()
     assert list(merged) == list(plain.state_dict())
     plain.load_state_dict(merged)
@@ -99,7 +99,7 @@ def test_it_is_peft_s_own_merging() -> None:
     for name, each in network.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(each)
-    merged = without_adapters(network.state_dict(), 6 / 2)
+    merged = without_adapters(network.state_dict(), 2, 6, where="w")
     layers = {name: module for name, module in network.named_modules() if isinstance(module, BaseTunerLayer)}
     assert layers
     for name, layer in layers.items():
@@ -147,7 +147,7 @@ def test_transposed_layers_are_merged_as_peft_does() -> None:
     for name, each in network.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(each)
-    merged = without_adapters(network.state_dict(), 6 / 2)
+    merged = without_adapters(network.state_dict(), 2, 6, where="w")
     plain = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
     plain.load_state_dict(merged)
     found = torch.rand(5, 6)

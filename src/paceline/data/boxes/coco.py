@@ -58,6 +58,15 @@ def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
     return polygons
 
 
+def _has_pixels(outline: Any, height: int, width: int) -> bool:
+    """Whether a segmentation that has no fault covers any pixel."""
+    if isinstance(outline, dict):
+        return bool(np.any(_counts(outline["counts"])[1::2]))  # type: ignore[index]  # it has no fault
+    from pycocotools import mask
+
+    return bool(mask.area(mask.frPyObjects(outline, height, width)).any())
+
+
 def _polygon_fault(polygon: Any, height: int, width: int) -> str | None:
     if not isinstance(polygon, list) or not set(map(type, polygon)) <= {int, float}:
         return "a polygon must be a list of numbers"
@@ -408,14 +417,17 @@ def _to_learn_from(file: Path, found: Annotations, *, keep_empty: bool) -> tuple
     owner = np.repeat(np.arange(len(found.names)), np.diff(found.bounds))
     within = np.clip(found.boxes, 0, found.sizes[owner][:, [1, 0, 1, 0]])
     has_extent = (within[:, 2:] > within[:, :2]).all(axis=1)
+    outlined = zip(found.outlines or [None] * len(owner), found.sizes[owner].tolist(), strict=True)
+    is_drawn = np.array([each is None or _has_pixels(each, *size) for each, size in outlined], dtype=bool) & has_extent
     every = np.arange(len(found.names))
-    samples = every if keep_empty else np.unique(owner[has_extent & ~found.crowd])
+    samples = every if keep_empty else np.unique(owner[is_drawn & ~found.crowd])
     if not len(samples):
         kept = "; data.detection.keep_empty=true trains on pictures without one" * (len(every) > 0)
         raise DataError(f"{file}: none of its {len(every):,} pictures has an object that can be learned{kept}.")
     left_out = {
         "pictures_without_objects_left_out": len(every) - len(samples),
         "boxes_without_extent_left_out": int((~has_extent & ~found.crowd).sum()),
+        "masks_without_pixels_left_out": int((has_extent & ~is_drawn & ~found.crowd).sum()),
     }
     return samples, {name: count for name, count in left_out.items() if count}
 

@@ -234,10 +234,11 @@ class Objects:
     masks: NDArray[np.uint8] | None = None
 
     def learnable(self, height: int, width: int) -> Objects:
-        """Those that a network can learn from: no crowd, boxes cut at the picture's edge, and none without extent."""
+        """Those that a network can learn from: no crowd, no box without extent inside the picture, no empty mask."""
         edges = np.array([width, height, width, height], dtype=np.float64)
         boxes = np.clip(self.boxes, 0, edges)
         keep = ~self.crowd & (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
+        keep &= True if self.masks is None else self.masks.max(axis=(1, 2)) > 0
         masks = None if self.masks is None else self.masks[keep]
         return Objects(boxes=boxes[keep], labels=self.labels[keep], crowd=self.crowd[keep], masks=masks)
 

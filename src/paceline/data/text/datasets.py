@@ -81,6 +81,7 @@ def _rows_of(file: Path, column: str, *, is_parquet: bool) -> Iterator[str | Non
             with arrow.ipc.open_stream(content) as stream:
                 _check_column(stream.schema, column, file)
                 for batch in stream:
+                    batch.validate(full=True)
                     yield from batch.column(column).to_pylist()
 
 

@@ -115,6 +115,17 @@ def test_polygons_and_run_lengths_are_drawn(root: Path) -> None:
     assert crowd.sum() == 24
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+@pytest.mark.parametrize("outline", [{"counts": [192], "size": [12, 16]}, [[2] * 6], [[-9, -9, -5, -9, -5, -5]]])
+def test_a_mask_without_pixels_is_left_out_and_counted(root: Path, outline: Any) -> None:
+    pytest.importorskip("pycocotools")
+    tree = annotations(annotations=[BOX | {"segmentation": each} for each in (SQUARE, outline)])
+    (root / "train" / "annotations.json").write_text(json.dumps(tree))
+    found = open_coco(str(root), masks=True, keep_empty=False)
+    assert "masks without pixels: 1 left out of training" in found.left_out
+    assert len(found.train.objects(0, masks=True).learnable(12, 16).labels) == 1
+
+
 def test_the_published_folders_are_found_too(root: Path) -> None:
     (root / "annotations").mkdir()
     for split in ("train", "val"):
@@ -191,6 +202,8 @@ BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
         ({"images": [IMAGE | {"height": 10**30}]}, r"images\[0\] must have"),
         ({"images": [IMAGE | {"width": 0}]}, r"images\[0\] must have"),
         ({"images": [IMAGE, IMAGE | {"id": 11}]}, r"images\[1\] \(id 11\) has the file_name 'a.png'"),
+        ({"images": [IMAGE, IMAGE | {"id": 11, "file_name": "./a.png"}]}, r"images\[1\] \(id 11\) has the file_name"),
+        ({"categories": [{"id": 7, "name": "\ud800"}]}, r"categories\[0\] must have id and name"),
         ({"annotations": [BOX | {"id": 5, "bbox": None}]}, r"annotations\[0\] \(id 5\) has the bbox None"),
     ],
 )

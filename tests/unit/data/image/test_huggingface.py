@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -134,6 +136,48 @@ def test_parquet_is_packed_and_trained_on(tmp_path: Path) -> None:
     assert opened.splits["validation"].name(2) == "9.png"
 
 
+@pytest.mark.parametrize("columns", [["image", "coarse"], ["image", "label", "label"]])
+def test_a_label_column_is_never_another_one(tmp_path: Path, columns: list[str]) -> None:
+    content = table(range(4), [0, 1, 0, 1])
+    arrays = [content["image"], *[content["label"]] * (len(columns) - 1)]
+    with pytest.raises(DataError, match=r"arrow' cannot be read .*label"):
+        open_dataset(Data(dataset="huggingface", path=str(save(tmp_path / "hf", pa.table(arrays, columns)))))
+
+
+FILE = '{"filename": "data-00000-of-00002.arrow"}'
+JUNK = {
+    "state.json": ["{", "5", "null", '["a"]', f"[{FILE}, {FILE}]", '[{"filename": "a\\u0000"}]'],
+    "dataset_info.json": ["{", "5", "null", '["image", "label"]'],
+    "../dataset_dict.json": ["{", "5", "null"],
+}
+
+
+@pytest.mark.parametrize(("name", "said"), [(name, each) for name, junk in JUNK.items() for each in junk])
+def test_junk_in_a_description_is_one_sentence(tmp_path: Path, name: str, said: str) -> None:
+    path = save_splits(tmp_path / "hf", {"train": table(range(4), [0, 1, 0, 1])}) / "train" / name
+    key = {"state.json": "_data_files", "dataset_info.json": "features"}.get(name, "splits")
+    path.write_text(said if said == "{" else f'{{"{key}": {said}}}')
+    with pytest.raises(DataError, match=rf"{path.name}' cannot be read"):
+        open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hf"), validation_fraction=0))
+
+
+def test_a_damaged_file_is_refused_or_read_alike_twice(tmp_path: Path) -> None:
+    path = next(save(tmp_path / "hf", table(range(6), [0, 1] * 3)).glob("*.arrow"))
+    whole, draws, outcomes = path.read_bytes(), random.Random(1), set()
+    for _ in range(250):
+        content = bytearray(whole)
+        content[draws.randrange(draws.choice([1200, len(whole)]))] ^= 1 << draws.randrange(8)
+        path.write_bytes(content[: draws.choice([None, None, draws.randrange(len(whole))])])
+        read = []
+        with contextlib.suppress(DataError):
+            for _ in range(2):
+                found = open_dataset(Data(dataset="huggingface", path=str(path.parent), validation_fraction=0)).train
+                read.append([found.labels.tolist(), *map(found.path, range(len(found)))])
+        outcomes.add(len(read))
+        assert read[:1] == read[1:]
+    assert outcomes == {0, 2}
+
+
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
@@ -164,6 +208,3 @@ def test_what_is_no_such_dataset_is_told(tmp_path: Path) -> None:
     root = save(tmp_path / "outside", content.set_column(0, "image", image))
     with pytest.raises(DataError, match="names image files in place of holding them"):
         opened_set("huggingface", root, channels=3, validation_fraction=0)
-    (tmp_path / "odd" / "dataset_dict.json").write_text("{")
-    with pytest.raises(DataError, match=r"dataset_dict\.json' cannot be read"):
-        opened_set("huggingface", tmp_path / "odd", channels=3, validation_fraction=0)

@@ -162,6 +162,8 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tar(tmp_path / "t", (), [("cls", b"caf\xe9"), ("cls", b"caf\xe8")])
     with pytest.raises(DataError, match=r"0\.png.*UTF-8"):
         open_dataset(Data(dataset="webdataset", path=str(path)))
+    with pytest.raises(DataError, match="neither a number nor a class name"):
+        open_dataset(Data(dataset="webdataset", path=str(tar_of_json(tmp_path / "json", ("\ud800", "a")))))
 
 
 @pytest.mark.parametrize("asked", [(1, 2), ("01", 2), ("01", "2")])
@@ -171,7 +173,7 @@ def test_a_number_is_no_place_among_names_that_look_like_numbers(tmp_path: Path,
         open_dataset(Data(dataset="image_folder", path=str(path), only_classes=asked, validation_fraction=0))
 
 
-@pytest.mark.parametrize("names", [{"0": "a", "1": "b"}, ["a", "a"], ["\ud800", "a"]])
+@pytest.mark.parametrize("names", [{"0": "a", "1": "b"}, "ab", ["a", "a"], ["\ud800", "a"], [None, "a"], [7, "a"]])
 def test_classes_that_are_no_list_of_different_texts_are_refused(tmp_path: Path, names: Any) -> None:
     with pytest.raises(DataError, match="names its classes"):
         open_dataset(Data(dataset="huggingface", path=str(huggingface(tmp_path / "set", names))))

@@ -72,8 +72,11 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         texts(root)
     with pytest.raises(DataError, match="holds int64, and no text"):
         texts(root, column="label")
-    (root / "train" / "data-00000-of-00001.arrow").write_bytes(b"nonsense")
-    with pytest.raises(DataError, match="cannot be read"):
-        texts(root, column="body")
+    arrow = root / "train" / "data-00000-of-00001.arrow"
+    whole = arrow.read_bytes()
+    for damaged in (b"nonsense", whole[:2000], whole.replace("é".encode(), b"\xff\xfe")):
+        arrow.write_bytes(damaged)
+        with pytest.raises(DataError, match="cannot be read"):
+            texts(root, column="body")
     with pytest.raises(DataError, match="is no dataset of Hugging Face's"):
         texts(tmp_path / "nowhere")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -35,6 +36,7 @@ from paceline.data.image.tables import (
 from paceline.data.splits import held_out_among, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
+from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below
 from paceline.plain_json import load_json
 
@@ -93,9 +95,12 @@ def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> Huggin
     features: dict[str, Any] = {}
     for split, folder in folders.items():
         with reading(folder / _STATE):
-            splits[split] = [
-                folder / Path(each["filename"]).name for each in _read_json(folder / _STATE, "_data_files", list)
-            ]
+            names = [Path(each["filename"]).name for each in _read_json(folder / _STATE, "_data_files", list)]
+            if odd := [
+                name for name, times in Counter(names).items() if times > 1 or "\0" in name or utf8(name) != name
+            ]:
+                raise ValueError(f"it lists {odd[0]!r}, which is listed twice or is not a file name")
+            splits[split] = [folder / name for name in names]
         features = features or _read_json(folder / _INFO, "features", dict)
     known = {root / _DICT, *(folder / name for folder in folders.values() for name in (_STATE, _INFO))}
     known.update(file for files in splits.values() for file in files)
@@ -214,6 +219,7 @@ def _rows(path: Path, columns: Found) -> tuple[Ids, Ids, list[object], list[str 
     with reading(path), mapped(path) as file:
         whole = file.read_buffer()
         for batch in arrow.ipc.open_stream(whole):
+            batch.validate(full=True)
             images = batch.column(columns.image)
             if not arrow.types.is_struct(images.type) or images.type.get_field_index("bytes") < 0:
                 raise DataError(
