@@ -40,6 +40,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     },
     "tasks": {
         "image_classification": "paceline.tasks.image_classification:ImageClassification",
+        "image_regression": "paceline.tasks.image_regression:ImageRegression",
         "distillation": "paceline.tasks.distillation:Distillation",
         "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
         "recommendation": "paceline.tasks.recommendation:Recommendation",

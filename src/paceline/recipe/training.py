@@ -93,8 +93,10 @@ class Train:
     """Loss scaling; has an effect with fp16 only."""
     ema: Annotated[OpenFraction | None, Off] = None
     """Decay of the moving average of the weights, or `off`; smaller at first: (1 + t) / (10 + t) after t steps."""
-    loss: Literal["cross_entropy", "bce"] = "cross_entropy"
-    """`cross_entropy`, or `bce`: a yes-or-no question for each class (Wightman et al. 2021)."""
+    loss: Literal["cross_entropy", "bce", "mse", "l1", "huber"] = "cross_entropy"
+    """`cross_entropy`, or `bce`: a yes-or-no question for each class (Wightman et al. 2021). Of `image_regression`,
+    whose targets have a mean of 0 and a standard deviation of 1: `mse`, `l1`, or `huber`, which is half of `mse` up to
+    an error of 1, and then grows as `l1`."""
     target_threshold: Annotated[OpenFraction | None, Off, Applies("loss", ("bce",))] = None
     """Make mixed and smoothed targets 1 above this and 0 below, or `off`."""
     label_smoothing: OpenFraction = 0.0
