@@ -135,13 +135,12 @@ def test_variation_without_the_epoch(proof: Proof, failed: Failed, monkeypatch: 
 def test_variation_that_depends_on_the_micro_batch(
     proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = memory.MemoryBackend._batch
+    true = memory.MemoryBackend._inputs
 
-    def shifted(self: Any, piece: Any, *rest: Any) -> Batch:
-        batch = true(self, piece, *rest)
-        return dataclasses.replace(batch, inputs=batch.inputs + len(piece.ids))
+    def shifted(self: Any, starts: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return true(self, starts, *rest) + len(starts)
 
-    monkeypatch.setattr(memory.MemoryBackend, "_batch", shifted)
+    monkeypatch.setattr(memory.MemoryBackend, "_inputs", shifted)
     assert failed(proof()) >= {"samples"}
 
 

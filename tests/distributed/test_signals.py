@@ -75,7 +75,7 @@ def stop(
         assert launched.leftovers() == []
         if code == 75:
             assert done.err == ""
-            assert f"--run-dir {run_dir} to go on" in done.out
+            assert f"To go on: paceline resume {run_dir}" in done.out
         step = checked(run_dir)
         if comparable:
             assert same_so_far(run_dir) == step

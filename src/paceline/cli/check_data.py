@@ -128,6 +128,8 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
         moved, where = format_count(len(report.quarantine.moved)), one_line(str(report.quarantine.folder))
         back = f"; `{report.quarantine.undo}` moves them back" if report.quarantine.moved else ""
         yield one_line(f"moved     {moved} files and folders to {where}{back}")
+        if report.unusable:
+            yield one_line(f"but what is left cannot be trained on: {report.unusable}")
     found = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
     if report.quarantine is not None and report.passed:
         found = found.replace(" breaks", " breaks, moved away")

@@ -416,7 +416,8 @@ class Data:
     """Share of the resized image's side that the evaluation's centre crop keeps."""
     on_bad: Literal["refuse", "skip"] = "refuse"
     """Files that a run cannot use: `refuse` lists them all and stops; `skip` leaves them out, reports them at the start
-    and keeps their number in the plan. A sample that cannot be read later is skipped too, with an incident."""
+    and keeps their number in the plan. A sample that cannot be read later is skipped too, with an incident, up to 1 %
+    of them."""
     max_broken: Annotated[NonNegativeInt, Applies("on_bad", ("refuse",))] = 0
     """Unreadable samples to leave out, each with an incident in the log, before the run stops."""
     mean: Auto | tuple[FiniteFloat, ...] = "auto"
@@ -449,5 +450,9 @@ class Data:
 
     @property
     def most_broken(self) -> int:
-        """How many unreadable samples are left out before a run stops."""
+        """How many samples that are found unreadable before the first step are left out."""
         return sys.maxsize if self.on_bad == "skip" else self.max_broken
+
+    def most_unread(self, samples: int) -> int:
+        """How many of so many samples are left out later: more than `skip` lets pass is a disk that fails."""
+        return max(10, samples // 100) if self.on_bad == "skip" else self.max_broken

@@ -35,6 +35,7 @@ from paceline.plan.compute import (
     resolve_precision,
     resolve_threads,
 )
+from paceline.recipe.data import Data
 from paceline.recipe.load import (
     Overrides,
     refuse_unused_overrides,
@@ -180,22 +181,25 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 keep=Keep(weights=saved.weights),
             )
             with turn:
-                reports.append(_score(request, saved, evaluator, network, most_broken=recipe.data.most_broken))
+                reports.append(_score(request, saved, evaluator, network, data=recipe.data))
     return [replace(report, left_out=left_out) for report in reports]
 
 
 def _score(
-    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, most_broken: int
+    request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, data: Data
 ) -> EvaluationReport:
     started = time.perf_counter()
     lines = _Predictions(evaluator.pipeline)
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
-    if len(evaluation.broken) > most_broken:
+    most = data.most_unread(evaluation.samples + len(evaluation.broken))
+    if len(evaluation.broken) > most:
         first = evaluation.broken[0]
+        way = f"data.on_bad=skip leaves out {most}: is the disk failing?"
+        if data.on_bad == "refuse":
+            way = f"data.max_broken={most}; score the others with data.on_bad=skip, or repair or remove them."
         raise DataError(
-            f"'{first.path}' could not be read: {first.reason}. {len(evaluation.broken)} broken sample(s), and "
-            f"data.max_broken={most_broken}; score the others with data.on_bad=skip, or repair or remove them."
+            f"'{first.path}' could not be read: {first.reason}. {len(evaluation.broken)} broken sample(s), and {way}"
         )
     if request.predictions is not None:
         _write_predictions(request.predictions, lines, evaluator.collectives)

@@ -143,11 +143,17 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
             f"'{each.path}' could not be read ({each.reason}) and was left out.",
             {"path": each.path, "sample": each.id, "split": "train" if training else "validation"},
         )
-    count = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids)
-    if new and count > run.recipe.data.most_broken:
+    count, data = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids), run.recipe.data
+    most = data.most_unread(run.plan.train_samples + run.plan.evaluation_samples)
+    if new and count > most:
+        found = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
+        if data.on_bad == "skip":
+            raise DataError(
+                f"{found} data.on_bad=skip leaves out {most} after the start: 1 % of all, and at least 10. More is a "
+                "failing disk rather than broken files; the same command resumes when the disk is well."
+            )
         raise DataError(
-            f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and "
-            f"data.max_broken={run.recipe.data.max_broken}; the same command with data.max_broken={count} goes on "
+            f"{found} data.max_broken={most}; the same command with data.max_broken={count} goes on "
             "without them, or repair or remove them and begin in another --run-dir."
         )
 

@@ -102,6 +102,26 @@ def test_asked_to_it_leaves_them_out_and_says_so_once(
     assert audit_run(result.run_dir).passed
 
 
+def test_a_failing_disk_ends_a_run_that_skips_too(train_photos: Callable[..., Any], photos: Path) -> None:
+    away = photos.with_name("away")
+
+    def fail(batch: Batch) -> None:
+        if batch.slice.step == 4:
+            (photos / "train").rename(away)
+
+    asked = {
+        "data.on_bad": "skip",
+        "data.backend": "pytorch",
+        "checkpoint.every": "1 steps",
+        "telemetry.log_every": "1 steps",
+    }
+    with pytest.raises(DataError, match=r"1\d broken sample\(s\) so far, and data\.on_bad=skip leaves out 10"):
+        train_photos("run", asked, on_loss=fail)
+    away.rename(photos / "train")
+    result = train_photos("run", asked)  # what was left out of saved steps stays left out
+    assert (result.status, audit_run(result.run_dir).passed) == ("completed", True)
+
+
 @BACKENDS
 def test_one_too_many(backend: str, train_photos: Callable[..., Any], photos: Path) -> None:
     spoil(photos / "train/dog/05.png", photos / "train/cat/01.png")

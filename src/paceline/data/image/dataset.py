@@ -151,11 +151,16 @@ class Problems:
     @property
     def count(self) -> int:
         """How many were found."""
-        return len(self.bad) + sum(map(len, (*self._stopping.values(), *self._rows.values())))
+        return len(self.bad) + self.rows + sum(map(len, self._stopping.values()))
 
     def add(self, sentence: str, what: str, *more: str) -> None:
         """Take one to be corrected: a sentence, the same for all of its kind, what it is about, what is filled in."""
         self._stopping.setdefault(sentence, []).append((what, *more))
+
+    @property
+    def rows(self) -> int:
+        """How many rows of a table can be left out."""
+        return sum(map(len, self._rows.values()))
 
     def add_row(self, sentence: str, what: str, *more: str) -> None:
         """Take, in the same form, a row of a table that can be left out."""
@@ -346,10 +351,10 @@ def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_o
         tried = _openable(request, first)
         sources = [tried, *(tried if each is first else _openable(request, each) for each in others)]
     request.refuse_problems()
-    if request.data.on_bad == "skip" and request.problems.bad:
+    if request.data.on_bad == "skip":
         bad = request.problems.bad
-        counts = Counter(each.kind for each in bad)
-        facts["left_out_counts"] = {f"{kind}_left_out": counts[kind] for kind in BAD if kind in counts}
+        counts = Counter(each.kind for each in bad) + Counter(rows=request.problems.rows)
+        facts["left_out_counts"] = {f"{kind}_left_out": counts[kind] for kind in (*BAD, "rows") if kind in counts}
         broken = [os.path.relpath(each.path, request.path) for each in bad if each.kind == "broken_images"]
         if broken:
             facts["digest"] = hashlib.sha256(repr([facts["digest"], *broken]).encode()).hexdigest()

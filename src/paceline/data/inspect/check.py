@@ -24,7 +24,7 @@ from paceline.data.inspect.findings import (
 from paceline.data.inspect.gather import Gathered, Progress, Samples, Subject, gather, open_subject
 from paceline.data.inspect.look import SEVERITIES, Viewer
 from paceline.data.inspect.quarantine import Quarantine, check_place, move_away
-from paceline.errors import RecipeError
+from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
 
 
@@ -65,6 +65,7 @@ class DataReport:
         workers: Processes that read.
         seconds: How long it took.
         quarantine: What was moved away, if that was asked for.
+        unusable: Why what was left in place cannot be trained on; empty if it can, and if nothing was moved.
     """
 
     source: str
@@ -80,12 +81,13 @@ class DataReport:
     workers: int
     seconds: float
     quarantine: Quarantine | None = None
+    unusable: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether nothing that was left in place would break or spoil a run."""
         moved = frozenset() if self.quarantine is None else self.quarantine.kinds
-        return not any(
+        return not self.unusable and not any(
             each.kind.severity in ("breaks", "spoils") and each.kind.name not in moved for each in self.findings
         )
 
@@ -115,6 +117,7 @@ class DataReport:
             "workers": self.workers,
             "seconds": self.seconds,
             **({} if self.quarantine is None else {"moved": list(map(list, self.quarantine.moved))}),
+            **({"unusable": self.unusable} if self.unusable else {}),
         }
 
 
@@ -143,6 +146,9 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
     gathered = gather(samples, viewers, limit=asked.limit, workers=workers, progress=progress)
     findings = find_all(subject, gathered, workers=workers, progress=progress)
     read = whole(gathered)
+    moved = None
+    if asked.quarantine is not None and subject.root is not None:
+        moved = move_away(findings, subject.root, asked.quarantine)
     return DataReport(
         source=asked.source,
         dataset=subject.dataset.name,
@@ -155,13 +161,18 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
         pixels=pixel_figures(subject, gathered, read),
         cost={} if subject.is_in_memory else cost_figures(gathered, read),
         workers=workers,
-        quarantine=_moved(asked.quarantine, findings, subject),
+        quarantine=moved,
+        unusable=_why_unusable(asked) if moved is not None and moved.moved else "",
         seconds=time.perf_counter() - begin,
     )
 
 
-def _moved(folder: Path | None, findings: tuple[Finding, ...], subject: Subject) -> Quarantine | None:
-    return None if folder is None or subject.root is None else move_away(findings, subject.root, folder)
+def _why_unusable(asked: Asked) -> str:
+    """Say why a run would refuse what is there now: a class may be gone with its last image."""
+    try:
+        return next(open_subject(asked.source, asked.overrides).problems.sentences(), "")
+    except PacelineError as error:
+        return str(error)
 
 
 def _splits(gathered: Gathered) -> dict[str, dict[str, int]]:

@@ -111,6 +111,7 @@ def test_a_check_is_told_of_every_row_and_goes_on(tmp_path: Path) -> None:
     skipped = open_dataset(opened(path, validation_fraction=0, on_bad="skip"))
     assert len(skipped.train) == 2
     assert sum(each.startswith("left out: line") for each in skipped.left_out) == 2
+    assert skipped.selection["rows_left_out"] == 2
 
 
 def test_the_digest_knows_the_files_and_their_labels(tmp_path: Path) -> None:

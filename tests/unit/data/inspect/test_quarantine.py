@@ -66,6 +66,15 @@ def test_everything_that_breaks_is_moved_and_can_be_moved_back(clean: Path, brok
     assert (clean / "train" / "eel").is_dir()
 
 
+def test_a_class_that_is_gone_is_told(tmp_path: Path, clean: Path) -> None:
+    for name in [path.name for path in (clean / "train").iterdir()][1:]:
+        for image in (*(clean / "train" / name).iterdir(), *(clean / "val" / name).iterdir()):
+            image.write_bytes(b"words")
+    report = check(clean, tmp_path / "aside")
+    assert "one class" in report.unusable
+    assert not report.passed
+
+
 def test_what_takes_the_place_of_a_file_stays_when_it_is_moved_back(
     clean: Path, broken: set[str], tmp_path: Path
 ) -> None:
