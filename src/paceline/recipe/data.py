@@ -98,7 +98,7 @@ _JITTERED = Needs(
     ),
     "there is no jitter",
 )
-_NUMBERS = Needs(("task of numbers",), "only image_regression learns numbers")
+_NUMBERS = Needs(("numbers to learn",), "only image_regression learns numbers")
 CLICK_DATASETS = ("criteo", "synthetic_clicks")
 # Smaller pictures hold no object that could be told from another.
 _SMALLEST = 32
@@ -340,12 +340,12 @@ class Data:
     """Which samples a run sees."""
 
     dataset: str = "image_folder"
-    """`digits`, `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of images), `huggingface`,
-    `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`,
-    `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`, `tokens` (what `paceline
-    pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of
-    numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; or
-    `package.module:factory`."""
+    """`digits`, `discs` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of images),
+    `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`,
+    `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`,
+    `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of
+    clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are
+    drawn; or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
@@ -355,11 +355,6 @@ class Data:
     """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say."""
     target_columns: Annotated[_Columns, Applies("dataset", DatasetsUsing("target_columns"))] = ()
     """Of `image_regression`: which columns of a table hold the numbers to learn, one or several: `[age, height]`."""
-    label_delimiter: Annotated[
-        Annotated[str, Field(min_length=1)] | None, Off, Applies("dataset", DatasetsUsing("label_delimiter"))
-    ] = None
-    """Of `multi_label_classification`: what stands between the labels of an image in the column of labels, a space or
-    `;` say, where none, one or several may stand; lists in a parquet table need none, but the key all the same."""
     split_column: Annotated[Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column"))] = "auto"
     """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
     there is one; `off`: none."""

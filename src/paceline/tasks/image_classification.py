@@ -49,22 +49,19 @@ from paceline.references import is_reference
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
-# Where targets that are not one class each are, and the task that learns them.
-_TARGET_KEYS = {"target_columns": "image_regression", "label_delimiter": "multi_label_classification"}
-
 
 class ImageTask(Task):
     """Shows images to a network; a subclass says what it learns of them.
 
     Attributes:
         losses: The values of ``train.loss`` that the task knows.
-        target_key: The key of the recipe's ``data`` section that says where the targets are, if the task has one.
+        learns_numbers: Whether targets are numbers, from ``data.target_columns``, and not classes.
         unused: Dotted keys that the task has no use for, with the reason.
     """
 
     unit = "images"
     losses: tuple[str, ...] = ()
-    target_key: str = ""
+    learns_numbers: bool = False
     unused: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe) -> None:
@@ -236,11 +233,10 @@ class ImageTask(Task):
             raise RecipeError(
                 f"train.loss={loss} is not a loss of task={self.recipe.task}; use {' or '.join(self.losses)}."
             )
-        for key, task in _TARGET_KEYS.items():
-            if key != self.target_key and getattr(data, key):
-                raise RecipeError(
-                    f"data.{key} has no effect with task={self.recipe.task}; use task={task}, or leave it out."
-                )
+        if data.target_columns and not self.learns_numbers:
+            raise RecipeError(
+                f"data.target_columns has no effect with task={self.recipe.task}; use task=image_regression."
+            )
 
     def _shown(self) -> Data:
         """How the images are shown that are scored: the recipe's section, as far as it has an effect on them."""

@@ -38,7 +38,7 @@ class ImageRegression(ImageTask):
 
     headline = "mae"
     losses = tuple(_LOSSES)
-    target_key = "target_columns"
+    learns_numbers = True
     unused = MappingProxyType(
         dict.fromkeys(("train.label_smoothing", "train.target_threshold", "evaluate.top_k"), _NO_CLASSES)
         | {"data.label_column": "data.target_columns says which columns hold the targets"}

@@ -234,6 +234,12 @@ def scoring_task(
     if request.on != "holdout":
         # What is scored does not depend on it, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
+    known, asked = saved.described("data").get("targets"), recipe.data.target_columns
+    if known is not None and asked not in ((), tuple(known)):
+        raise DataError(
+            f"the weights in {saved.path} learned {_some(known)}, and data.target_columns names {_some(asked)}; name the "
+            "columns as in training."
+        )
     task = build_task(_with_tables(recipe, saved))
     if other is not None and isinstance(task, ImageTask):
         task.dataset = other
@@ -255,12 +261,6 @@ def scoring_task(
         _check_never_trained_on(saved, recipe, facts)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
-    known, found = (each.get("targets") for each in (saved.described("data"), facts.description))
-    if known != found:
-        raise DataError(
-            f"the weights in {saved.path} say {_some(known or ['no numbers'])}, but the data has the columns "
-            f"{_some(found or ['of no numbers'])}; give data.target_columns as in training."
-        )
     _check_shown_alike(task, saved)
     return task, facts
 

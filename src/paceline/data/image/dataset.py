@@ -36,7 +36,7 @@ _HOLDOUT_KEY = 0x686F6C64
 
 
 def strata(labels: NDArray[Any]) -> Ids:
-    """The class of every sample, int64 [N]; one for all where targets are rows of numbers or of several labels."""
+    """The class of every sample, int64 [N]; one for all where targets are rows of numbers."""
     return labels if labels.ndim == 1 else np.zeros(len(labels), dtype=np.int64)
 
 

@@ -133,11 +133,8 @@ def number_rows(
     name: Callable[[int], str],
     path: str,
     feature: object = None,
-    delimiter: str | None = None,
-) -> tuple[tuple[str, ...], list[NDArray[Any]]]:
+) -> tuple[tuple[str, ...], list[Ids]]:
     """Name the classes of a table's rows, and number their labels.
-
-    With a delimiter a row may have several labels, or none: of each part uint8 [rows, classes], 1 for each label.
 
     Args:
         values: What the column of labels holds, one for each row.
@@ -145,13 +142,10 @@ def number_rows(
         name: Names a row for people.
         path: The table, for the message.
         feature: What Hugging Face's library says of the column; it may name the classes.
-        delimiter: What stands between the labels of a row, unless they are a list.
 
     Raises:
         DataError: If a row has no label, or one of no class.
     """
-    if delimiter is not None:
-        return _number_sets(values, parts, name, path, delimiter)
     found = [[_label_of(values[row], row, name) for row in part.tolist()] for part in parts]
     named = feature.get("names", ()) if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else ()
     classes = tuple(map(str, named))
@@ -172,31 +166,6 @@ def number_rows(
     return classes, numbered
 
 
-def _number_sets(
-    values: Sequence[object], parts: Sequence[Ids], name: Callable[[int], str], path: str, delimiter: str
-) -> tuple[tuple[str, ...], list[NDArray[Any]]]:
-    """As :func:`number_rows`, of rows with any number of labels."""
-    found: list[list[int | str]] = []
-    places = []
-    for part in parts:
-        labels, counts = [], []
-        for row in part.tolist():
-            value = values[row]
-            listed = value if isinstance(value, list) else str("" if value is None else value).split(delimiter)
-            said = [
-                as_label(each.strip() if isinstance(each, str) else each, name(row)) for each in listed if each != ""
-            ]
-            labels += said
-            counts.append(len(said))
-        found.append(labels)
-        places.append(np.repeat(np.arange(len(part)), counts))
-    classes, numbered = number_classes(found, path)
-    sets = [np.zeros((len(part), len(classes)), dtype=np.uint8) for part in parts]
-    for each, place, numbers in zip(sets, places, numbered, strict=True):
-        each[place, numbers] = 1
-    return classes, list(sets)
-
-
 def read_numbers(
     values: Sequence[Any],
     rows: Ids,
@@ -211,17 +180,16 @@ def read_numbers(
         rows: Those to read.
         name: Names a row for people.
         columns: What they are called.
-        problem: Takes each cell that is not a finite number: a sentence, and what it is about.
+        problem: Takes each row with a cell that is not a finite number: a sentence, and what it is about.
     """
     found = np.full((len(values), len(columns)), np.nan)
     for row in rows.tolist():
-        for place, (column, cell) in enumerate(zip(columns, values[row], strict=True)):
-            number = _number_in(cell)
-            if math.isfinite(number):
-                found[row, place] = number
-            else:
-                sentence = "{}, but a target is a finite number: correct it, or remove the line."
-                problem(sentence, f"{name(row)} has {cell!r} in the column {column!r}")
+        found[row] = [_number_in(cell) for cell in values[row]]
+        pairs = zip(columns, values[row], np.isfinite(found[row]), strict=True)
+        if wrong := [f"{cell!r} in the column {column!r}" for column, cell, is_number in pairs if not is_number]:
+            found[row] = np.nan
+            sentence = "{}, but a target is a finite number: correct it, or remove the line."
+            problem(sentence, f"{name(row)} has {' and '.join(wrong)}")
     return found
 
 
@@ -316,7 +284,7 @@ def find_columns(
     labels = data.target_columns or (label,)
     if image in labels:
         key = "target_columns" if data.target_columns else "label_column"
-        raise DataError(f"{where}: data.image_column and data.{key} both name {image!r}: name other columns.")
+        raise DataError(f"{where}: data.image_column and data.{key} are both {image!r}: name two columns.")
     return Found(image, labels, find("split", data.split_column))
 
 
@@ -445,16 +413,19 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     sizes = _sizes(rows, wanted, request.problems)
     numbers = None
     if data.target_columns:
-        numbers = read_numbers(rows.labels, wanted, rows.where, data.target_columns, request.problems.add_row)
+        present = wanted[sizes[wanted] >= 0]
+        numbers = read_numbers(rows.labels, present, rows.where, data.target_columns, request.problems.add_row)
         sizes[np.isnan(numbers).any(axis=1)] = -1
     request.refuse_problems()
     parts = [part[sizes[part] >= 0] for part in parts]
     if not all(len(part) for part in parts):
         raise DataError(f"{table!r} names no image that can be used: correct the rows in it.")
-    if numbers is not None:
-        classes, numbered = data.target_columns, [numbers[part] for part in parts]
+    classes: tuple[str, ...]
+    numbered: Sequence[NDArray[Any]]
+    if numbers is None:
+        classes, numbered = number_rows(rows.labels, parts, rows.where, table)
     else:
-        classes, numbered = number_rows(rows.labels, parts, rows.where, table, delimiter=data.label_delimiter)
+        classes, numbered = data.target_columns, [numbers[part] for part in parts]
     names = [os.fsencode(each) for each in rows.paths]
     listed = [Names.of(names[row] for row in part.tolist()) for part in parts]
     whole = [FileSource(rows.root, each, label, 3) for each, label in zip(listed, numbered, strict=True)]

@@ -36,7 +36,7 @@ from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 
-_OF_IMAGES = ("image_classification", "image_regression", "multi_label_classification", "distillation")
+_OF_IMAGES = ("image_classification", "image_regression", "distillation")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),

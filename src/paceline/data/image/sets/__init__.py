@@ -9,7 +9,6 @@ PART = ("only_classes", "subset")
 SPLIT = ("validation_fraction", "split_by", "saved_split")
 FILES = ("path", *PART, *SPLIT)
 TABLE = (*FILES, "image_column", "label_column")
-TARGETS = ("target_columns", "label_delimiter")
 
 # What a data set of files is taken for where its files are not there.
 IMAGENET = Size("ImageNet", 1_281_167, 1000, 224)

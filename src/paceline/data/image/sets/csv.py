@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from paceline.data.image.dataset import DatasetRequest, StoredImages
-from paceline.data.image.sets import IMAGENET, TABLE, TARGETS
+from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.tables import PathRows, find_columns, open_paths, parts_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
@@ -16,7 +16,7 @@ from paceline.files import refuse_odd_kinds
 _LARGEST_HEAD = 2**16
 
 
-@dataset("csv", keys=(*TABLE, *TARGETS, "split_column"), size=IMAGENET)
+@dataset("csv", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_csv(request: DatasetRequest) -> StoredImages:
     """Read a table of paths and labels, and look at the heads of a few images.
 

@@ -1,7 +1,7 @@
-"""Drawn discs on noise: greyscale images of 32x32 whose place and size are known, to learn numbers or several labels.
+"""Drawn discs on noise: greyscale images of 32x32 whose place and size are known, to learn these numbers.
 
 Image i is the same in every run and process. The numbers are ``x`` and ``y``, the centre in pixels from the upper left
-corner, and ``radius``; the labels, of which any may hold, are ``left``, ``top`` and ``large``.
+corner, and ``radius``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
-from paceline.data.image.sets import TARGETS
 from paceline.data.image.source import ArraySource, array_digest, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 
 _KEY = 0x64697363
 _SIZE = 32
-_NUMBERS, _LABELS = ("x", "y", "radius"), ("left", "top", "large")
+_NUMBERS = ("x", "y", "radius")
 _SMALLEST, _LARGEST = 3.0, 8.0
 
 
@@ -40,16 +39,16 @@ def draw_discs(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.fl
     return images, numbers
 
 
-@dataset("discs", keys=("samples", "subset", *TARGETS))
+@dataset("discs", keys=("samples", "subset", "target_columns"))
 def open_discs(request: DatasetRequest) -> StoredImages:
-    """Discs with the numbers or labels that a recipe asks for; a tenth more are held out.
+    """Discs with the numbers that a recipe asks for, or all three; a tenth more are held out.
 
     Raises:
         DataError: If it asks for a number that they do not have.
     """
     data, channels = request.data, request.channels or 1
-    names = _LABELS if data.label_delimiter is not None else data.target_columns or _NUMBERS
-    if unknown := [name for name in data.target_columns if name not in _NUMBERS]:
+    names = data.target_columns or _NUMBERS
+    if unknown := [name for name in names if name not in _NUMBERS]:
         raise DataError(
             f"data.target_columns names {unknown[0]!r}, but the numbers of a disc are {', '.join(_NUMBERS)}."
             f"{did_you_mean(unknown[0], _NUMBERS)}"
@@ -57,10 +56,7 @@ def open_discs(request: DatasetRequest) -> StoredImages:
 
     def source(first: int, count: int) -> ArraySource:
         images, numbers = draw_discs(first, count)
-        targets: NDArray[Any] = numbers[:, [_NUMBERS.index(name) for name in names if name in _NUMBERS]]
-        if data.label_delimiter is not None:
-            middle = np.array([_SIZE / 2, _SIZE / 2, (_SMALLEST + _LARGEST) / 2])
-            targets = ((numbers < middle) ^ np.array([False, False, True])).astype(np.uint8)
+        targets: NDArray[Any] = numbers[:, [_NUMBERS.index(name) for name in names]]
         return ArraySource(with_channels(images, channels), targets, "discs")
 
     train, validation = source(0, data.samples), source(data.samples, max(1, data.samples // 10))

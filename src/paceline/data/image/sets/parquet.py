@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits, probe
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.mapped import EncodedImages, MappedFile, mapped_files
-from paceline.data.image.sets import IMAGENET, TABLE, TARGETS
+from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.source import Ids, Names, SubsetSource
 from paceline.data.image.tables import (
     Parts,
@@ -254,7 +254,7 @@ def _check_size(group: RowGroup, size: int, path: str) -> None:
         )
 
 
-@dataset("parquet", keys=(*TABLE, *TARGETS, "split_column"), size=IMAGENET)
+@dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_parquet(request: DatasetRequest) -> StoredImages:
     """Read the labels of parquet tables, of images or of their paths, and look at the heads of a few images.
 
@@ -405,7 +405,7 @@ class _Table:
         return list(zip(*cells, strict=True)) if self._data.target_columns else cells[0]
 
     def labels(self, request: DatasetRequest) -> tuple[tuple[str, ...], NDArray[Any]]:
-        """Class names, and a label for each row, -1 for rows that are not read; or other targets.
+        """Class names, and a label for each row, -1 for rows that are not read; or columns, and their numbers.
 
         Raises:
             DataError: If a row has no label, or no number where one is to be learned.
@@ -421,11 +421,8 @@ class _Table:
             request.refuse_problems()
             return data.target_columns, numbers
         feature = self.features.get(self.columns.labels[0])
-        classes, numbered = number_rows(
-            self._label_cells(), parts, name, str(self.root), feature, delimiter=data.label_delimiter
-        )
-        shape = (sum(self.counts), *numbered[0].shape[1:])
-        labels = np.full(shape, -1, dtype=np.int64) if len(shape) == 1 else np.zeros(shape, dtype=np.uint8)
+        classes, numbered = number_rows(self._label_cells(), parts, name, str(self.root), feature)
+        labels = np.full(sum(self.counts), -1, dtype=np.int64)
         for part, each in zip(parts, numbered, strict=True):
             labels[part] = each
         return classes, labels
