@@ -62,8 +62,8 @@ class _Csv:
         self._sides = _SIDES if boxes else ()
         self._csv = csv.writer(self._file, lineterminator="\n")
         self._numbers = tuple(numbers)
-        of_labels = ("rank", "label", "probability", *self._sides)
-        self._csv.writerow(["path", *(map(csv_cell, numbers) if numbers else of_labels), "error"])
+        columns = [csv_cell(each) for each in numbers] or ["rank", "label", "probability", *self._sides]
+        self._csv.writerow(["path", *columns, "error"])
 
     def write(self, rows: Iterable[Row]) -> None:
         for row in rows:

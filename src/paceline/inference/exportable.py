@@ -75,8 +75,9 @@ class Exportable:
     @property
     def in_units(self) -> Exportable:
         """The same with the user's units in place of standardised numbers, for files that compute."""
-        is_number = self.outputs is not None and self.outputs.mean
-        return replace(self, network=_InUnits(self.network, self.outputs).eval()) if is_number else self
+        if self.outputs is None or not self.outputs.mean:
+            return self
+        return replace(self, network=_InUnits(self.network, self.outputs).eval())
 
     def examples(self, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
         """Made-up inputs; dimensions other than the batch are a little shorter for larger batches."""
@@ -143,6 +144,9 @@ class Exportable:
 class _InUnits(nn.Module):
     """A network of standardised numbers that says them in the user's units."""
 
+    scale: Tensor
+    shift: Tensor
+
     def __init__(self, network: nn.Module, outputs: Outputs) -> None:
         super().__init__()
         self.network = network
@@ -151,7 +155,8 @@ class _InUnits(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images to numbers, float32 [N, numbers]."""
-        return self.network(images) * self.scale + self.shift
+        numbers: Tensor = self.network(images)
+        return numbers * self.scale + self.shift
 
 
 class _TokensOnly(nn.Module):

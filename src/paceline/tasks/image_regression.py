@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from paceline.metrics.regression import NumberErrors, error_metrics
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Model
 
-_LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
+_LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
 _NO_CLASSES = "image_regression learns numbers, not classes"
 
 
@@ -74,7 +74,7 @@ class ImageRegression(ImageTask):
                 "nothing to learn of it: leave it out of data.target_columns."
             )
         parts = {"train": found.train, "validation": found.validation, "holdout": found.holdout}
-        standardised = {
+        standardised: dict[str, Any] = {
             name: part_of(each, np.arange(len(each)), ((each.labels - mean) / std).astype(np.float32))
             for name, each in parts.items()
             if each is not None

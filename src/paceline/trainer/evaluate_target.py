@@ -237,8 +237,8 @@ def scoring_task(
     known, asked = saved.described("data").get("targets"), recipe.data.target_columns
     if known is not None and asked not in ((), tuple(known)):
         raise DataError(
-            f"the weights in {saved.path} learned {_some(known)}, and data.target_columns names {_some(asked)}; name the "
-            "columns as in training."
+            f"the weights in {saved.path} learned {_some(known)}, and data.target_columns names {_some(asked)}; name "
+            "the columns as in training."
         )
     task = build_task(_with_tables(recipe, saved))
     if other is not None and isinstance(task, ImageTask):

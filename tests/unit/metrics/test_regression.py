@@ -7,12 +7,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
 from paceline.metrics.regression import NumberErrors, error_metrics
 
+Numbers = NDArray[np.float64]
 
-def measured(targets: np.ndarray, found: np.ndarray, shares: list[list[int]], **of: list[float]) -> dict[str, float]:
+
+def measured(targets: Numbers, found: Numbers, shares: list[list[int]], **of: list[float]) -> dict[str, float]:
     """The metrics of standardised numbers [batches, N, columns], of which each process scores a share."""
     columns = [f"c{place}" for place in range(targets.shape[2])]
     parts = []

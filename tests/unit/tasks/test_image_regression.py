@@ -123,6 +123,7 @@ def test_a_recipe_for_classes_becomes_one_for_numbers(tmp_path: Path) -> None:
     )
     recipe = load_recipe(str(tmp_path / "ages.yaml")).recipe
     task = build_task(recipe)
+    assert isinstance(task, ImageRegression)
     plan = plan_run(recipe, task, describe_machine(CPU), World())
     assert (plan.data["targets"], plan.headline, len(task.dataset.validation)) == (["age"], "mae", 2)
     assert [metric.name for metric in task.metrics] == ["loss", "mae", "rmse", "r2"]
@@ -188,7 +189,7 @@ def test_evaluation_is_in_the_users_units_and_repeats(trained: Path, tmp_path: P
     assert report.metrics["mae_y"] == pytest.approx(np.mean(errors[1]), abs=1e-5)
     assert report.metrics["mae"] == pytest.approx(np.mean(errors), abs=1e-5)
     assert [float(row["target_radius"]) for row in rows] == pytest.approx(draw_discs(64, 6)[1][:, 2], abs=2e-6)
-    with pytest.raises(DataError, match="learned radius, y, and data.target_columns names radius"):
+    with pytest.raises(DataError, match=r"learned radius, y, and data\.target_columns names radius"):
         evaluate_target(EvaluationRequest(target=trained, overrides=("data.target_columns=[radius]",)))
 
 

@@ -138,7 +138,7 @@ def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
         return found
     # Images that do not have one class each are looked at as those of one.
     sources = {"train": found.train, "validation": found.validation, "holdout": found.holdout}
-    parts = {
+    parts: dict[str, Any] = {
         name: part_of(each, np.arange(len(each)), strata(each.labels))
         for name, each in sources.items()
         if each is not None
