@@ -45,22 +45,21 @@ from paceline.plan import DataFacts
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Train
-from paceline.references import is_reference
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+
+NUMBER_LOSSES = ("mse", "l1", "huber")
 
 
 class ImageTask(Task):
     """Shows images to a network; a subclass says what it learns of them.
 
     Attributes:
-        losses: The values of ``train.loss`` that the task knows.
         learns_numbers: Whether targets are numbers, from ``data.target_columns``, and not classes.
         unused: Dotted keys that the task has no use for, with the reason.
     """
 
     unit = "images"
-    losses: tuple[str, ...] = ()
     learns_numbers: bool = False
     unused: Mapping[str, str] = MappingProxyType({})
 
@@ -229,10 +228,9 @@ class ImageTask(Task):
 
     def _check_targets(self) -> None:
         loss, data = self.recipe.train.loss, self.recipe.data
-        if loss not in self.losses and not is_reference(loss):
-            raise RecipeError(
-                f"train.loss={loss} is not a loss of task={self.recipe.task}; use {' or '.join(self.losses)}."
-            )
+        if (loss in NUMBER_LOSSES) != self.learns_numbers:
+            others = ", ".join(NUMBER_LOSSES) if self.learns_numbers else "cross_entropy or another loss of classes"
+            raise RecipeError(f"train.loss={loss} is not a loss of task={self.recipe.task}; use {others}.")
         if data.target_columns and not self.learns_numbers:
             raise RecipeError(
                 f"data.target_columns has no effect with task={self.recipe.task}; use task=image_regression."
@@ -266,7 +264,6 @@ class ImageClassification(ImageTask):
     """
 
     headline = "top1_accuracy"
-    losses = ("cross_entropy", "bce")
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)

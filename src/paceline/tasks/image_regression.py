@@ -37,7 +37,6 @@ class ImageRegression(ImageTask):
     """
 
     headline = "mae"
-    losses = tuple(_LOSSES)
     learns_numbers = True
     unused = MappingProxyType(
         dict.fromkeys(("train.label_smoothing", "train.target_threshold", "evaluate.top_k"), _NO_CLASSES)
