@@ -10,6 +10,8 @@ What is called, and with what, is the same for both kinds of names, and for a ``
 
 * optimizers: ``factory(parameter_groups, lr=…, **optimizer.options)``, as torch's classes are called; gives a
   ``torch.optim.Optimizer``
+* losses: ``factory(**train.loss_options)``; gives ``loss(logits, targets)``, called with scores and probabilities of
+  shape [N, classes], which gives the loss of each sample, [N]
 * schedules: ``shape(rate, step)`` with a :class:`paceline.plan.rates.LearningRate`; gives the learning rate of a
   step after the warm-up
 * tasks: ``task(recipe)``; gives a :class:`paceline.tasks.task.Task`
@@ -29,7 +31,7 @@ from paceline.optimizers import OF_LIBRARIES, RULES
 from paceline.references import call_reference, is_reference, load_reference
 
 _T = TypeVar("_T")
-Kind = Literal["optimizers", "schedules", "tasks", "datasets", "commands"]
+Kind = Literal["optimizers", "schedules", "losses", "tasks", "datasets", "commands"]
 
 _SHAPES = "paceline.optim.schedules"
 _BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -37,6 +39,14 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "schedules": {
         name: f"{_SHAPES}:{name}"
         for name in ("constant", "step", "linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid")
+    },
+    "losses": {
+        "cross_entropy": "torch.nn:CrossEntropyLoss",
+        "bce": "torch.nn:BCEWithLogitsLoss",
+        "focal": "paceline.tasks.image_classification:FocalLoss",
+        "mse": "torch.nn:MSELoss",
+        "l1": "torch.nn:L1Loss",
+        "huber": "torch.nn:HuberLoss",
     },
     "tasks": {
         "image_classification": "paceline.tasks.image_classification:ImageClassification",
@@ -83,10 +93,11 @@ def why_unknown(kind: Kind, name: str) -> str:
     """Return what is wrong with a name, with the nearest ones; empty if it is registered, or a reference."""
     if name in _BUILT_IN[kind] or is_reference(name) or name in known_names(kind):
         return ""
+    what = "loss" if kind == "losses" else kind.removesuffix("s")
     listed = ", ".join((*_BUILT_IN[kind], *installed(kind)))
     more = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
     return (
-        f"unknown {kind.removesuffix('s')} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{more}, or "
+        f"unknown {what} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{more}, or "
         "package.module:name of your own"
     )
 

@@ -745,6 +745,35 @@ class SweepBatch:
     ] = None
 
 
+@command("tune", runs="paceline_advisor.tuning.tune:tune", files=("tune.json", "tune.html", "trials.log"))
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Search for better recipe values with Optuna; each trial is a run.
+
+    FILE maps recipe keys to a list of choices, or to {low: A, high: B}, with log: true or step: C if wanted:
+
+      optimizer.lr: {low: 0.001, high: 0.3, log: true}
+      batch.global_size: [32, 64, 128]
+
+    Trials are compared by evaluate.metric, at their last evaluation. One that is worse than the median of the others at
+    the same evaluation is stopped, with a checkpoint. After a kill the same command resumes the search and the run that
+    was under way; a larger --trials extends it. Needs the extra `tune`.
+
+    Exits with 1 if no trial ran to its end.
+
+    Examples:
+      paceline tune digits --search search.yaml --trials 20
+      paceline tune image_folder data.path=photos --search search.yaml --trials 40 --output runs/tune-photos
+    """
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    search: Annotated[Path, Shape(required=True, metavar="FILE", path="local"), "What is searched, as YAML."]
+    trials: Annotated[int, Ge(1), "Trials in all, those of before included."] = 20
+    processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
+    output: Annotated[Path, Shape(metavar="DIR"), "Runs, journal and result."] = Path("runs/tune")
+
+
 @command("roofline", runs="paceline_advisor.roofline.study:roofline")
 @dataclass(frozen=True, kw_only=True)
 class Roofline:

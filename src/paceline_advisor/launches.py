@@ -150,11 +150,13 @@ class Launch:
 def said(launch: Launch) -> str:
     """What a launch said of its end, in one line."""
     code = launch.process.poll()
-    told = [line for line in launch.err.splitlines() if line.startswith("paceline: ")]
-    if told:
-        first = told[0].removeprefix("paceline: ")
-        # A traceback's cause is in its last line.
-        return launch.err.strip().splitlines()[-1] if first.endswith(":") else first
+    _, begins, told = f"\n{launch.err.strip()}".partition("\npaceline: ")
+    if begins:
+        first, *others = told.splitlines()
+        if others and first.endswith(":"):
+            # A traceback's cause is in its last line; any other message is a list.
+            return others[-1] if "Traceback" in told else " ".join([first, *map(str.strip, others)])
+        return first
     if code is not None and code < 0:
         return f"ended by {signal.Signals(-code).name}"
     ended = [line for line in launch.out.splitlines() if line.startswith(("Stopped", "Completed"))]

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from paceline.cli.commands import COMMANDS, command_of
-from paceline.recipe.named_code import CODE_KEYS
+from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS
 
 MODULE = """
 from pathlib import Path
@@ -42,6 +42,7 @@ REQUIRED = {
     "--volume-claim": "claim",
     "--mount": "/",
     "--deadline": "8h",
+    "--search": "search.yaml",
 }
 MORE = {
     "plan": ("--deadline", "8h"),
@@ -112,7 +113,7 @@ def _downloaded(here: Path, finished: Path, key: str) -> None:
     save_file(load_file(weights), here / "weights.safetensors", metadata)
 
 
-@pytest.mark.parametrize("key", CODE_KEYS)
+@pytest.mark.parametrize("key", [*CODE_KEYS, "train.loss"])
 def test_no_command_imports_what_a_run_names(
     paceline_here: Callable[..., Any], here: Path, finished: Path, key: str
 ) -> None:
@@ -132,10 +133,12 @@ def test_no_command_imports_what_a_run_names(
                 assert done.code == 2
                 refused.add((words[0], target))
     recipes = {"train", "launch", "estimate", "find-lr", "find-batch", "doctor", "roofline", "bench", "noise-scale"}
-    recipes |= {"sweep-batch", "scale", "plan", "check-data", "prove", "drill"}
+    recipes |= {"sweep-batch", "tune", "scale", "plan", "check-data", "prove", "drill"}
     assert {(name, each) for name in recipes for each in ("run", "run/recipe.yaml")} <= refused
-    # To answer, the data are not opened, nor is the task that made the samples where the network is only timed.
+    # To answer, the data are not opened, nor is the task that made the samples where the network is only timed;
+    # and what only training imports is not refused where nothing is trained.
     weights = {"evaluate", "landscape"} | ({"predict", "bench"} if key != "data.dataset" else set())
+    weights = weights if key in CODE_KEYS else set()
     assert {(name, "weights.safetensors") for name in weights} <= refused
 
 
@@ -166,14 +169,16 @@ def test_wherever_the_recipe_lies(
     done = paceline_here("estimate", source)
     assert (done.code, "model.name=naming:make" in done.err) == (2, True)
     assert not (here / "ran").exists()
-    (folder / ("other.yaml" if where == "checkpoint" else "recipe.yaml")).write_text(
-        "optimizer: {name: 'naming:make'}\ndata: {dataset: digits}\n"
-    )
-    done = paceline_here("estimate", source)
-    assert (done.code, "optimizer.name=naming:make" in done.err) == (2, True)
-    assert not (here / "ran").exists()
+    for key in TRAINING_CODE_KEYS:
+        section, name = key.split(".")
+        (folder / ("other.yaml" if where == "checkpoint" else "recipe.yaml")).write_text(
+            f"{section}: {{{name}: 'naming:make'}}\ndata: {{dataset: digits}}\n"
+        )
+        done = paceline_here("estimate", source)
+        assert (done.code, f"{key}=naming:make" in done.err) == (2, True)
+        assert not (here / "ran").exists()
     # What an override names is the user's own.
-    assert paceline_here("train", source, "--plan-only", "optimizer.name=sgd").code == 0
+    assert paceline_here("train", source, "--plan-only", "train.loss=focal").code == 0
 
 
 def test_code_that_is_trusted_or_trained_is_run(

@@ -41,7 +41,7 @@ def test_a_named_pipe_as_a_manifest_is_refused(paceline: Callable[..., Any], tmp
     "override",
     [
         *(f"{key}={code}" for key in ("task", "data.dataset") for code in ("os:system", "os:listdir", "math:pi")),
-        *(f"optimizer.name={code}" for code in ("os:system", "math:pi")),
+        *(f"{key}={code}" for key in ("optimizer.name", "train.loss") for code in ("os:system", "math:pi")),
         *(f"schedule.name={code}" for code in ("os:system", "os:listdir", "math:pi")),
     ],
 )

@@ -104,14 +104,33 @@ def train(ground: Path, name: str, **overrides: Any) -> Path:
     return ground / name
 
 
-def plain_loop(class_weights: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What everybody writes: torch's own weighted loss of the whole batch."""
+Criterion = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def cross_entropy(*class_weights: float) -> Criterion:
+    """Torch's own weighted loss of the whole batch."""
+    return torch.nn.CrossEntropyLoss(weight=torch.tensor(class_weights, dtype=torch.float64), label_smoothing=0.1)
+
+
+def focal(*class_weights: float) -> Criterion:
+    """The focal loss of Lin et al. (2017) of the whole batch, weighted and smoothed as torch weighs and smooths."""
+    own = torch.tensor(class_weights, dtype=torch.float64)
+
+    def criterion(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        p = logits.softmax(dim=1)
+        shares = 0.9 * F.one_hot(labels, 3).double() + 0.1 / 3
+        return -(own * shares * (1 - p) ** 2 * p.log()).sum() / own[labels].sum()
+
+    return criterion
+
+
+def plain_loop(criterion: Criterion) -> dict[str, torch.Tensor]:
+    """What everybody writes."""
     unequal: Any = importlib.import_module("unequal")
     source = unequal.opened(None).train
     torch.manual_seed(3)
     network = unequal.Network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.5)
-    criterion = torch.nn.CrossEntropyLoss(weight=class_weights, label_smoothing=0.1)
     for step in range(12):
         ids = epoch_order(3, step // 8, 61)[step % 8 * 8 :][:8]
         pixels = torch.from_numpy(source.images[ids].transpose(0, 3, 1, 2).copy()).float()
@@ -126,27 +145,43 @@ def plain_loop(class_weights: torch.Tensor) -> dict[str, torch.Tensor]:
 BALANCED = tuple((61 / 3 / COUNTS).tolist())
 
 
-@pytest.mark.parametrize(("asked", "expected"), [("balanced", BALANCED), ({"cat": 4, "07": 0.5}, (1.0, 4.0, 0.5))])
-def test_the_loss_is_torchs_weighted_mean_over_the_global_batch(
-    asked: Any, expected: tuple[float, ...], ground: Path
+@pytest.mark.parametrize(
+    ("loss", "asked", "criterion"),
+    [
+        ("cross_entropy", "balanced", cross_entropy(*BALANCED)),
+        ("cross_entropy", {"cat": 4, "07": 0.5}, cross_entropy(1.0, 4.0, 0.5)),
+        ("focal", "balanced", focal(*BALANCED)),
+        ("focal", "off", focal(1.0, 1.0, 1.0)),
+    ],
+)
+def test_the_loss_is_the_weighted_mean_over_the_global_batch(
+    loss: str, asked: Any, criterion: Criterion, ground: Path
 ) -> None:
-    reference = plain_loop(torch.tensor(expected, dtype=torch.float64))
+    reference = plain_loop(criterion)
     for micro in (8, 2, 1):
-        run_dir = train(ground, f"micro-{micro}", **{"batch.micro_size": micro, "train.class_weights": asked})
+        weighted = {"batch.micro_size": micro, "train.loss": loss, "train.class_weights": asked}
+        run_dir = train(ground, f"micro-{micro}", **weighted)
         assert furthest(weights(run_dir), reference) <= 1e-12
-    assert furthest(weights(train(ground, "without", **{"train.class_weights": "off"})), reference) > 0.01
+    assert furthest(weights(train(ground, "without", **{"train.class_weights": {"dog": 3}})), reference) > 0.01
 
 
 @pytest.mark.thorough
 def test_two_processes_compute_what_one_does(ground: Path, train_in_ranks: Callable[..., dict[str, list[Any]]]) -> None:
-    cases: dict[str, dict[str, Any]] = {"plain": {}, "exact": {"parallel.exact": True}, "mixed": MIXED}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "exact": {"parallel.exact": True},
+        "mixed": MIXED,
+        "focal": {"train.loss": "focal"},
+        "exact-focal": {"train.loss": "focal", "parallel.exact": True},
+    }
     alone = train_in_ranks(ground, RECIPE, 1, *cases.items())
     for name in cases:
         (ground / name).rename(ground / f"{name}-alone")
     together = train_in_ranks(ground, RECIPE, 2, *cases.items(), ("fsdp", {"parallel.strategy": "fsdp"}))
-    assert together["exact"] == alone["exact"], "the same bits, with any number of processes"
-    reference = plain_loop(torch.tensor(BALANCED, dtype=torch.float64))
-    for name, other in (("plain", reference), ("exact", reference), ("fsdp", reference)):
+    for name in ("exact", "exact-focal"):
+        assert together[name] == alone[name], "the same bits, with any number of processes"
+    reference, of_focal = plain_loop(cross_entropy(*BALANCED)), plain_loop(focal(*BALANCED))
+    for name, other in (("plain", reference), ("exact", reference), ("fsdp", reference), ("focal", of_focal)):
         assert furthest(weights(ground / name), other) <= 1e-12, name
     assert furthest(weights(ground / "mixed"), weights(ground / "mixed-alone")) <= 1e-12
     assert all(audit_run(ground / name).passed for name in together)

@@ -127,7 +127,7 @@ def test_processes_that_fail_are_told(run: Callable[..., Any], tmp_path: Path) -
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("place", "number"),
-    [("*/one-batch/run", signal.SIGTERM), ("*/2-processes/run/events.jsonl", signal.SIGHUP)],
+    [("*/one-batch/run", signal.SIGTERM), ("*/2-processes", signal.SIGHUP)],
 )
 def test_a_proof_that_is_ended_leaves_nothing(start: Callable[..., Any], place: str, number: signal.Signals) -> None:
     launched = start("prove", *DIGITS)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from paceline.data.batch import Batch
+from paceline.recipe.load import load_recipe
+from paceline.references import trusting_code
 from paceline.report.audit import audit_run
 
 STEPS = 7
@@ -130,6 +132,58 @@ def test_cut_off_in_any_step(
         with pytest.raises(PowerCutError):
             train_tiny(name, overrides, task=tiny_task(on_loss=cut_off_in(step)))
         same_end(whole, train_tiny(name, overrides), course)
+
+
+PARTS = """
+import torch
+
+class Leaky(torch.optim.Optimizer):
+    def __init__(self, params, lr, keep=0.5, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "keep": keep, "weight_decay": weight_decay, "seen": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["seen"] = group["keep"] * group["seen"] + 1
+            for each in (each for each in group["params"] if each.grad is not None):
+                state = self.state[each]
+                state["count"] = state.get("count", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(each)).mul_(group["keep"]).add_(each.grad)
+                each.mul_(1 - group["lr"] * group["weight_decay"])
+                each.sub_(mean, alpha=group["lr"] / (group["seen"] + state["count"]))
+
+def sawtooth(rate, step):
+    return rate.peak / (1 + step % 2)
+
+class Brier:
+    def __init__(self, power):
+        self.power = power
+
+    def __call__(self, logits, targets):
+        return (logits.softmax(dim=1) - targets).abs().pow(self.power).sum(dim=1)
+"""
+
+
+def test_cut_off_with_one_s_own_parts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    train_tiny: Callable[..., Any],
+    tiny_task: Callable[..., Any],
+    course: Callable[[Path], Any],
+) -> None:
+    (tmp_path / "parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"optimizer.name": "parts:Leaky", "schedule.name": "parts:sawtooth", "train.loss": "parts:Brier"}
+    overrides = {**EVERYTHING, **own, "optimizer.options.keep": 0.9, "train.loss_options.power": 1.5}
+    whole = train_tiny("whole", overrides)
+    for step in (2, 5):
+        with pytest.raises(PowerCutError):
+            train_tiny(f"cut-{step}", overrides, task=tiny_task(on_loss=cut_off_in(step)))
+        same_end(whole, train_tiny(f"cut-{step}", overrides), course)
+    with trusting_code():
+        stored = load_recipe(whole.run_dir).recipe
+    assert {stored.optimizer.name, stored.schedule.name, stored.train.loss} == set(own.values())
+    assert (stored.optimizer.options, stored.train.loss_options) == ({"keep": 0.9}, {"power": 1.5})
 
 
 def test_stopped_after_every_step(

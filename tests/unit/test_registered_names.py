@@ -15,7 +15,8 @@ from paceline.cli.main import run
 from paceline.errors import PacelineError, RecipeError
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
-from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.recipe.load import load_recipe, stored_recipe, to_tree
+from paceline.tasks.image_classification import ClassificationLoss
 from paceline.tasks.task import build_task
 
 CODE = '''
@@ -34,6 +35,37 @@ def sawtooth(rate, step):
 
 class Pictures(ImageClassification):
     pass
+
+class Power:
+    def __init__(self, power=2.0):
+        self.power = power
+
+    def __call__(self, logits, targets):
+        return (logits.softmax(dim=1) - targets).abs().pow(self.power).sum(dim=1)
+
+class Plain(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+def mean():
+    return lambda logits, targets: (logits - targets).mean()
+
+def frozen():
+    return lambda logits, targets: (logits - targets).detach().sum(dim=1)
+
+def by_class():
+    return lambda logits, targets: (logits - targets).sum(dim=0)
+
+def broken():
+    return lambda logits, targets: logits @ targets
+
+class Trained(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, logits, targets):
+        return self.scale * (logits - targets).sum(dim=1)
 
 @command("greet")
 @dataclass
@@ -57,6 +89,8 @@ nudge = stranger:Nudge
 sgd = stranger:Nudge
 [paceline.schedules]
 sawtooth = stranger:sawtooth
+[paceline.losses]
+power = stranger:Power
 [paceline.commands]
 greet = stranger:Greet
 train = stranger:Greet
@@ -97,6 +131,7 @@ def test_an_optimizer_of_another_package(name: str) -> None:
         0.25,
         0.5,
     )
+    assert load_recipe("digits", [f"optimizer.name={name}"]).recipe.optimizer.nesterov is False  # the file's is dropped
     with pytest.raises(RecipeError, match="momentum"):
         recipe(optimizer__name=name, optimizer__momentum=0.5)
     with pytest.raises(RecipeError, match="do not fit"):
@@ -118,6 +153,56 @@ def test_a_schedule_and_a_task_of_another_package() -> None:
     assert type(build_task(asked)).__name__ == "Pictures"
 
 
+@pytest.mark.usefixtures("stranger")
+def test_weight_decay_that_an_optimizer_lacks_is_refused() -> None:
+    asked = recipe(optimizer__name="stranger:Plain", optimizer__weight_decay=0.1).optimizer
+    with pytest.raises(RecipeError, match=r"optimizer\.weight_decay=0\.1 has no effect"):
+        build_optimizer(torch.nn.Linear(2, 2), asked, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("name", ["power", "stranger:Power"])
+@pytest.mark.parametrize("weights", [(), (1.0, 4.0, 0.5)])
+def test_a_loss_of_another_package(name: str, weights: tuple[float, ...]) -> None:
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 1])
+    asked = recipe(train__loss=name, train__loss_options={"power": 1}, train__label_smoothing=0.1)
+    assert to_tree(asked)["train"]["loss_options"] == {"power": 1}
+    made = ClassificationLoss(asked.train, weights)
+    made.check(3, torch.device("cpu"))
+    wanted = torch.eye(3, dtype=torch.float64)[labels] * 0.9 + 0.1 / 3
+    each = (logits.softmax(dim=1) - wanted).abs().sum(dim=1)
+    own = torch.tensor(weights or (1.0, 1.0, 1.0), dtype=torch.float64)[labels]
+    found = made(logits, labels, own.mean().item() if weights else None)
+    torch.testing.assert_close(found, (own * each).sum() / own.sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("stranger:mean", r"shape \[\] for 2 samples"),
+        ("stranger:by_class", r"shape \[3\] for 2 samples"),
+        ("stranger:frozen", "without a gradient"),
+        ("stranger:Trained", "has parameters"),
+        ("stranger:broken", "RuntimeError"),
+        ("stranger:sawtooth", "do not fit"),
+        ("stranger:power", r"no 'power'\. Did you mean 'Power'"),
+        ("strangr:Power", "no module 'strangr'"),
+        ("os:getcwd", "cannot be called with"),
+    ],
+)
+def test_what_is_not_a_loss_is_refused(name: str, wrong: str) -> None:
+    with pytest.raises(RecipeError, match=wrong):
+        ClassificationLoss(recipe(train__loss=name).train).check(3, torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_registered_part_may_use_every_key_and_a_stored_recipe_has_them() -> None:
+    asked = recipe(schedule__name="sawtooth", schedule__end_lr=0.25, train__loss="power", train__target_threshold=0.5)
+    assert stored_recipe(to_tree(asked), "stored") == asked
+
+
 def test_our_names_cannot_be_replaced_and_one_name_is_one_object(stranger: Path) -> None:
     assert registry.installed("optimizers") == {"nudge": "stranger:Nudge"}
     assert registry.load("optimizers", "sgd", RecipeError) is torch.optim.SGD
@@ -127,7 +212,7 @@ def test_our_names_cannot_be_replaced_and_one_name_is_one_object(stranger: Path)
         registry.installed("optimizers")
 
 
-@pytest.mark.parametrize("kind", ["optimizers", "schedules", "tasks"])
+@pytest.mark.parametrize("kind", ["optimizers", "schedules", "losses", "tasks"])
 def test_every_one_of_ours_is_there(kind: registry.Kind) -> None:
     assert all(callable(registry.load(kind, name, RecipeError)) for name in registry.built_in(kind))
 
@@ -138,6 +223,9 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         load_recipe("digits", ["optimizer.name=nudgd"])
     with pytest.raises(RecipeError, match=r"schedule\.name: unknown schedule 'sawtoth'\. Did you mean 'sawtooth'\?"):
         load_recipe("digits", ["schedule.name=sawtoth"])
+    with pytest.raises(RecipeError, match=r"train\.loss: unknown loss 'powr'\. Did you mean 'power'\?"):
+        load_recipe("digits", ["train.loss=powr"])
+    assert load_recipe("digits", ["train.loss=Focal"]).recipe.train.loss == "focal"
     with pytest.raises(RecipeError, match=r"unknown task 'picture'\. Did you mean 'pictures'"):
         build_task(recipe(task="picture"))
 

@@ -59,6 +59,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "doctor": Listed("Find what limits a run's speed, and measure each change.", f"{_ADVISOR}:Doctor"),
         "find-lr": Listed("Find a learning rate by a range test.", f"{_ADVISOR}:FindLr"),
         "find-batch": Listed("Find the largest micro-batch that fits, by trying.", f"{_ADVISOR}:FindBatch"),
+        "tune": Listed("Search for better recipe values with Optuna; each trial is a run.", f"{_ADVISOR}:Tune"),
     },
     "Verify": {
         "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.report:Audit"),

@@ -141,7 +141,7 @@ def _by_class(report: EvaluationReport) -> dict[str, Any]:
     Raises:
         PacelineError: If there are none: samples do not have one label each, or there are too many classes.
     """
-    from paceline.metrics.answers import MOST_CLASSES, scores_by_class
+    from paceline.metrics.confusion import MOST_CLASSES, scores_by_class
 
     if report.confusion is None:
         why = (

@@ -1,12 +1,11 @@
-"""Answers to samples of one label each: the confusion matrix, and the few samples of an evaluation to look at.
+"""Answers to samples of one label each: counts for the confusion matrix, and the few samples to look at.
 
 The samples are chosen on the device, and are the same for any number of processes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-MOST_CLASSES = 1000
-_DENSE_CLASSES = 100
-
-Triples = list[tuple[int, int, int]]
-"""(label, predicted class, samples), ascending; a predicted class of -1 is no answer."""
+from paceline.metrics.confusion import BINS, Reliability, Triples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,80 +52,30 @@ class Answers:
 
 
 class Confusion:
-    """Which classes are taken for which; stays on the device until it is asked for."""
+    """Which classes are taken for which, and how surely; stays on the device until it is asked for."""
 
     def __init__(self) -> None:
         self.classes = 0
-        self._pairs: list[Tensor] = []
+        self._answers: list[Tensor] = []
 
     def add(self, answers: Answers) -> None:
         """Add one batch. No host-device synchronisation."""
         self.classes = answers.classes
-        self._pairs.append(torch.stack([answers.label, answers.predicted]).to(torch.int32))
+        millionths = (1e6 * answers.probability.nan_to_num(0.0)).round()
+        columns = (answers.label, answers.predicted, millionths)
+        self._answers.append(torch.stack([each.to(torch.int32) for each in columns]))
 
-    def triples(self) -> Triples:
-        """The counts; waits for the device."""
-        if not self._pairs:
-            return []
-        pairs, counts = np.unique(torch.cat(self._pairs, dim=1).cpu().numpy(), axis=1, return_counts=True)
-        return [(int(a), int(b), int(n)) for a, b, n in zip(*pairs, counts, strict=True)]
-
-
-def merged(parts: Iterable[Triples]) -> Triples:
-    """The counts of all processes together."""
-    total: Counter[tuple[int, int]] = Counter()
-    for part in parts:
-        for label, predicted, count in part:
-            total[label, predicted] += count
-    return [(label, predicted, count) for (label, predicted), count in sorted(total.items())]
-
-
-def confusion_document(triples: Triples, names: Sequence[str]) -> dict[str, Any]:
-    """A confusion matrix as it is written: rows are labels, columns what was answered.
-
-    Up to 100 classes as ``matrix``; beyond, where most of it is zero, as ``triples`` of label, answer and count.
-    """
-    answered = [each for each in triples if each[1] >= 0]
-    found: dict[str, Any] = {
-        "classes": list(names),
-        "samples": sum(count for *_, count in triples),
-        "unanswered": sum(count for _, predicted, count in triples if predicted < 0),
-    }
-    if len(names) > _DENSE_CLASSES:
-        return {**found, "triples": [list(each) for each in answered]}
-    matrix = [[0] * len(names) for _ in names]
-    for label, predicted, count in answered:
-        matrix[label][predicted] = count
-    return {**found, "matrix": matrix}
-
-
-def scores_by_class(confusion: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return precision, recall and F1 in percent and the number of samples of each class, the lowest F1 first.
-
-    As in scikit-learn, a share of nothing is 0, and a class without samples and answers is left out.
-
-    Args:
-        confusion: As :func:`confusion_document` makes it.
-    """
-    names = confusion["classes"]
-    if "matrix" in confusion:
-        counts = np.array(confusion["matrix"], dtype=np.int64)
-    else:
-        counts = np.zeros((len(names), len(names)), dtype=np.int64)
-        for label, predicted, count in confusion["triples"]:
-            counts[label, predicted] = count
-    right, samples, answers = counts.diagonal(), counts.sum(axis=1), counts.sum(axis=0)
-    columns = {
-        "precision": 100 * right / np.maximum(answers, 1),
-        "recall": 100 * right / np.maximum(samples, 1),
-        "f1": 200 * right / np.maximum(answers + samples, 1),
-    }
-    found = [
-        {"class": name, "count": int(samples[row]), **{key: float(column[row]) for key, column in columns.items()}}
-        for row, name in enumerate(names)
-        if samples[row] or answers[row]
-    ]
-    return sorted(found, key=lambda each: (each["f1"], each["recall"]))
+    def counts(self) -> tuple[Triples, Reliability]:
+        """The counts of labels and answers, and of probabilities; waits for the device."""
+        if not self._answers:
+            return [], [[0] * 3] * BINS
+        counted = torch.cat(self._answers, dim=1).cpu().numpy().astype(np.int64)
+        pairs, counts = np.unique(counted[:2], axis=1, return_counts=True)
+        label, predicted, millionths = counted[:, counted[1] >= 0]
+        bins = np.minimum(millionths * BINS // 1_000_000, BINS - 1)
+        sums = [np.bincount(bins, each, BINS) for each in (np.ones_like(bins), label == predicted, millionths)]
+        triples = [(int(a), int(b), int(n)) for a, b, n in zip(*pairs, counts, strict=True)]
+        return triples, np.stack(sums, axis=1).astype(np.int64).tolist()
 
 
 THUMBNAIL_PIXELS = 96

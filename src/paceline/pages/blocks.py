@@ -123,36 +123,42 @@ class Picture:
     Attributes:
         data: A data URL of a PNG, JPEG, WebP or GIF.
         caption: Beneath it.
-        alternative: What it shows, for who cannot see it.
-        is_wrong: Set apart, by a mark and not by colour alone.
+        alternative: What it shows: for who cannot see it, and beside the pointer.
     """
 
     data: str
     caption: str
     alternative: str
-    is_wrong: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gallery:
-    """Pictures side by side; one whose data is no picture is told by its words alone."""
+    """Pictures side by side; one whose data is no picture is told by its words alone.
+
+    Attributes:
+        pictures: In order.
+        caption: What they are.
+        folded: Shown only when its caption is opened.
+    """
 
     pictures: Sequence[Picture]
+    caption: str
+    folded: bool = False
 
     def html(self) -> Iterator[str]:
-        """A list of figures."""
+        """A list of figures under its caption."""
+        told = inline(self.caption)
+        yield f"<details><summary>{told}</summary>" if self.folded else f'<p class="description">{told}</p>'
         yield '<ul class="gallery">'
         for each in self.pictures:
-            alternative = html_text(each.alternative, quote=True)
-            image = (
-                f'<img src="{each.data}" alt="{alternative}">'
-                if _PICTURE.match(each.data)
-                else f'<p class="note">{html_text(each.alternative)}</p>'
-            )
-            mark = '<span class="cross" aria-hidden="true">✗</span> ' if each.is_wrong else ""
-            kind = ' class="wrong"' if each.is_wrong else ""
-            yield f"<li><figure{kind}>{image}<figcaption>{mark}{html_text(each.caption)}</figcaption></figure></li>"
+            words = html_text(each.alternative, quote=True)
+            is_picture = _PICTURE.match(each.data)
+            image = f'<img src="{each.data}" alt="{words}">' if is_picture else f'<p class="note">{words}</p>'
+            caption = html_text(each.caption)
+            yield f'<li><figure title="{words}">{image}<figcaption>{caption}</figcaption></figure></li>'
         yield "</ul>"
+        if self.folded:
+            yield "</details>"
 
 
 def inline(text: str) -> str:

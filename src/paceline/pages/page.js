@@ -28,7 +28,7 @@
   }
 
   function showButton() {
-    button.setAttribute("aria-pressed", String(isDark()));
+    button.textContent = isDark() ? "Light theme" : "Dark theme";
   }
 
   // Colours and fonts in figures are names of the style sheet's: var(--series-1).
@@ -68,6 +68,11 @@
     script.textContent = await new Response(stream).text();
     document.head.append(script);
     if (!window.Plotly) throw new Error("what draws them was not let run");
+  }
+
+  // Pictures of a few pixels are shown as squares, others smoothly.
+  for (const picture of document.querySelectorAll(".gallery img")) {
+    picture.decode().then(() => picture.classList.toggle("tiny", picture.naturalWidth <= 32), () => {});
   }
 
   if (["light", "dark"].includes(kept())) root.dataset.theme = kept();

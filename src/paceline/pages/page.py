@@ -171,7 +171,7 @@ def _policy(digests: Sequence[str], charts: Sequence[tuple[int, Chart]]) -> str:
 def _body(page: Page, numbers: dict[int, int]) -> Iterator[str]:
     yield '<a class="skip" href="#content">Skip to the content</a>'
     yield f'<header><div><h1>{html_text(page.title)}</h1><p class="subtitle">{html_text(page.subtitle)}</p></div>'
-    yield '<button type="button" id="theme" aria-pressed="false" hidden>Dark</button></header>'
+    yield '<button type="button" id="theme" hidden></button></header>'
     if len(page.sections) > 1:
         links = (
             f'<li><a href="#section-{at}">{html_text(section.title)}</a></li>'

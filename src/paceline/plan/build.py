@@ -32,7 +32,7 @@ from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, Parameter
 from paceline.plan.mlperf import check_mlperf
 from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
 from paceline.plan.strategy import choose_strategy
-from paceline.recipe.layers import applies_of
+from paceline.recipe.layers import effective_items
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import unused_keys
@@ -397,9 +397,7 @@ def _is_open(recipe: Recipe, key: str) -> bool:
         section = getattr(section, part, None)
     if not dataclasses.is_dataclass(section) or not hasattr(section, name):
         return False
-    applies = applies_of(type(section), name)
-    has_effect = applies is None or applies.allow(getattr(section, applies.to))
-    return has_effect and getattr(section, name) == "auto"
+    return dict(effective_items(section)).get(name) == "auto"
 
 
 def _profiled(profile: Profile, lengths: Lengths, total: int, device: str) -> tuple[int, int] | None:

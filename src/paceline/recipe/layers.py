@@ -16,7 +16,8 @@ from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.fields import Applies, Belongs, Names, Needs, plain
 from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
-from paceline.registry import known_names
+from paceline.references import is_reference
+from paceline.registry import installed, known_names
 from paceline.units import Duration, TimeSpan
 
 Tree = dict[str, Any]
@@ -37,6 +38,18 @@ def field_types(section: type[Any]) -> dict[str, Any]:
 def applies_of(section: type[Any], name: str) -> Applies | None:
     """The condition under which a field has an effect, or None if it always has."""
     return _metadata(section, name, Applies)
+
+
+def has_effect(section: type[Any], name: str, choice: object) -> bool:
+    """Whether a field has an effect under a choice of the field that decides on it, if one does.
+
+    What another package registers may use every field, as code of one's own may.
+    """
+    applies = applies_of(section, name)
+    if applies is None or applies.allow(choice):
+        return True
+    names = _metadata(section, applies.to, Names)
+    return names is not None and names.kind is not None and isinstance(choice, str) and choice in installed(names.kind)
 
 
 def needs_of(section: type[Any], name: str) -> tuple[Needs, ...]:
@@ -216,7 +229,9 @@ def _drop_old_choices(
         if applies is None or applies.to not in above or key in above:
             continue
         choice = above[applies.to]
-        if choice is not None and not applies.allow(choice):
+        # A schedule or loss of one's own may use every key; an optimizer is given none of those for ours.
+        is_own_optimizer = path == "optimizer." and is_reference(str(choice))
+        if choice is not None and (is_own_optimizer or not applies.allow(choice)):
             notices.append(f"{path}{key}={merged.pop(key)} dropped: it has no effect with {path}{applies.to}={choice}")
 
 
@@ -227,7 +242,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
         applies = applies_of(section, key)
         if applies is not None:
             choice = getattr(recipe, applies.to)
-            if not applies.allow(choice) and _is_known(section, applies.to, choice):
+            if not has_effect(section, key, choice) and _is_known(section, applies.to, choice):
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "
                     f"{path}{applies.to}={_either(applies.values)}. "
@@ -314,5 +329,5 @@ def effective_items(section_value: Any) -> Iterator[tuple[str, Any]]:
     """Fields of a section that have an effect, with their values."""
     for field in dataclasses.fields(section_value):
         applies = applies_of(type(section_value), field.name)
-        if applies is None or applies.allow(getattr(section_value, applies.to)):
+        if applies is None or has_effect(type(section_value), field.name, getattr(section_value, applies.to)):
             yield field.name, getattr(section_value, field.name)

@@ -21,11 +21,11 @@ from paceline.files import odd_kind
 from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
-from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code
+from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code, value_of
 from paceline.recipe.optimizer import CLASSIFIER
 from paceline.recipe.other_names import with_new_names
 from paceline.recipe.schema import Recipe
-from paceline.registry import why_unknown
+from paceline.registry import Kind, why_unknown
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
@@ -99,10 +99,10 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     recipe = _validate(tree, "the defaults" if source is None else str(source))
     for where, foreign in stored.items():
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
-    if why := why_unknown("optimizers", recipe.optimizer.name):
-        raise RecipeError(f"{source}: optimizer.name: {why}.")
-    if why := why_unknown("schedules", recipe.schedule.name):
-        raise RecipeError(f"{source}: schedule.name: {why}.")
+    kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses")
+    for kind, key in zip(kinds, TRAINING_CODE_KEYS, strict=True):
+        if why := why_unknown(kind, value_of(recipe, key)):
+            raise RecipeError(f"{source}: {key}: {why}.")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(asked), "override")
     # Stored with the run, paths must mean the same from everywhere.
@@ -132,7 +132,7 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
 _FOR_TRAINING = (
     *("optimizer.", "schedule.", "checkpoint.", "telemetry.", "distillation."),
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
-    *("train.class_weights", "data.sampling"),
+    *("train.loss", "train.class_weights", "data.sampling"),
     *("evaluate.every", "evaluate.metric", "evaluate.patience"),
     *("parallel.strategy", "parallel.exact", "parallel.logical_ranks", "parallel.bucket_cap_mb"),
     *("batch.micro_size", "batch.growth", "data.holdout_fraction", "data.subset"),

@@ -16,7 +16,7 @@ from paceline.references import is_code_trusted, is_reference
 
 CODE_KEYS = ("task", "model.name", "data.dataset")
 """The keys that take ``package.module:name``."""
-TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name")
+TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss")
 """Those of them that only training imports."""
 
 _RECORDS = ("plan.json", "environment.json", "events.jsonl", "summary.json", "manifest.json")
@@ -25,7 +25,7 @@ _BESIDE_RECIPE = ("checkpoints", "config.json", "model.safetensors")
 
 def named_code(recipe: Recipe) -> list[str]:
     """The references of a recipe to the user's own code."""
-    return [name for key in (*CODE_KEYS, *TRAINING_CODE_KEYS) if is_reference(name := _used(recipe, key))]
+    return [name for key in (*CODE_KEYS, *TRAINING_CODE_KEYS) if is_reference(name := value_of(recipe, key))]
 
 
 def is_stored(path: Path, source: str | Path) -> bool:
@@ -55,14 +55,15 @@ def refuse_foreign_code(
         return
     for key in keys:
         stored = _stored(tree, key)
-        if isinstance(stored, str) and is_reference(stored) and stored == _used(recipe, key):
+        if isinstance(stored, str) and is_reference(stored) and stored == value_of(recipe, key):
             raise RecipeError(
                 f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "
                 "add --trust-code if you know where it comes from."
             )
 
 
-def _used(recipe: Recipe, key: str) -> str:
+def value_of(recipe: Recipe, key: str) -> str:
+    """The name that a recipe has under a dotted key."""
     section, _, name = key.rpartition(".")
     used: str = getattr(getattr(recipe, section) if section else recipe, name)
     return used

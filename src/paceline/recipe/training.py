@@ -12,18 +12,22 @@ from paceline.recipe.fields import (
     STRICT,
     Applies,
     Auto,
+    Belongs,
     ByClass,
     Epoch,
     Fraction,
     Length,
     LocalPath,
+    Names,
     Needs,
     Off,
     OpenFraction,
+    Options,
     PositiveFloat,
     PositiveInt,
     Switch,
 )
+from paceline.registry import built_in
 from paceline.units import Duration
 
 _NOT_SCALED = Needs(
@@ -93,10 +97,14 @@ class Train:
     """Loss scaling; has an effect with fp16 only."""
     ema: Annotated[OpenFraction | None, Off] = None
     """Decay of the moving average of the weights, or `off`; smaller at first: (1 + t) / (10 + t) after t steps."""
-    loss: Literal["cross_entropy", "bce", "mse", "l1", "huber"] = "cross_entropy"
-    """`cross_entropy`, or `bce`: a yes-or-no question for each class (Wightman et al. 2021). Of `image_regression`,
-    whose targets have a mean of 0 and a standard deviation of 1: `mse`, `l1`, or `huber`, which is half of `mse` up to
-    an error of 1, and then grows as `l1`."""
+    loss: Annotated[str, Names(tuple(built_in("losses")), "losses")] = "cross_entropy"
+    """Of image classification: `cross_entropy`; `bce`, a yes-or-no question for each class (Wightman et al. 2021);
+    `focal`, which multiplies each term of the cross-entropy by (1 - p)^gamma (Lin et al. 2017); a name that an
+    installed package registers, or `package.module:factory` of your own. Of image regression, whose targets have a mean
+    of 0 and a standard deviation of 1: `mse`, `l1`, or `huber`, which is half of `mse` up to an error of 1, and then
+    grows as `l1`."""
+    loss_options: Annotated[Options, Applies("loss", ("focal",)), Belongs("loss")] = Field(default_factory=dict)
+    """Keyword arguments of the loss: `gamma` for `focal` (default 2), or those of your own factory."""
     target_threshold: Annotated[OpenFraction | None, Off, Applies("loss", ("bce",))] = None
     """Make mixed and smoothed targets 1 above this and 0 below, or `off`."""
     label_smoothing: OpenFraction = 0.0

@@ -33,7 +33,7 @@ _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
     "data.detection",
 )
-_UNUSED_IN_TRAINING = ("train.loss", "train.label_smoothing", "train.target_threshold")
+_UNUSED_IN_TRAINING = ("train.loss", "train.loss_options", "train.label_smoothing", "train.target_threshold")
 _NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need a graph of its own"
 _NOT_SHARDED = (
     "does not go with task=detection: held-out pictures are passed one by one, not as many by each process, and each "

@@ -42,6 +42,7 @@ class Distillation(ImageClassification):
         Raises:
             PacelineError: If there is none, or it knows other classes.
         """
+        super().prepare_training(placement)
         source = self.recipe.distillation.teacher
         if source is None:
             raise RecipeError(

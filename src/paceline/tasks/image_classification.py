@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from paceline.data.image.source import encoded_source, repeated
 from paceline.data.image.transforms import Mixing, View, first_images
 from paceline.data.pipeline import Normalize, Pipeline, Placement
 from paceline.data.slices import SampleShapes
-from paceline.errors import RecipeError
+from paceline.errors import PacelineError, RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.models.build import build_model, check_takes
@@ -45,6 +45,8 @@ from paceline.plan import DataFacts
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Train
+from paceline.references import call_reference
+from paceline.registry import load
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -296,6 +298,14 @@ class ImageClassification(ImageTask):
         """Class names and what else prediction needs."""
         return {"class_names": list(self.dataset.classes), **super().description()}
 
+    def prepare_training(self, placement: Placement) -> None:
+        """Make the recipe's loss, and try it.
+
+        Raises:
+            RecipeError: If it cannot be imported or made, or does not give a loss for each sample.
+        """
+        self._loss.check(len(self.dataset.classes), placement.device)
+
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """The recipe's loss."""
         return self._loss(model(batch.inputs), batch.targets, batch.slice.mean_class_weight)
@@ -357,11 +367,26 @@ class ClassificationLoss:
     * cross_entropy, with label smoothing (Szegedy et al. 2015)
     * bce: one yes-or-no question for each class, and the mean over them (Wightman et al. 2021); targets are smoothed
       in the same way, and with ``target_threshold`` become 1 where they are above it, else 0
+    * focal, and losses of other packages and of the user's own: called with the same targets as probabilities
+      [N, classes], they give l_i. What is not ours is weighted by the sample, as bce is.
+
+    Raises:
+        RecipeError: If the recipe's loss cannot be imported, or made with ``train.loss_options``.
     """
 
     def __init__(self, train: Train, class_weights: Sequence[float] = ()) -> None:
         self._weights = torch.tensor(class_weights, dtype=torch.float64) if class_weights else None
-        self._is_bce = train.loss == "bce"
+        self._name = train.loss
+        self._of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
+        if train.loss not in ("cross_entropy", "bce"):
+            make = load("losses", train.loss, RecipeError)
+            try:
+                self._of_samples = make(**train.loss_options)
+            except (TypeError, ValueError) as error:
+                raise RecipeError(
+                    f"train.loss_options {train.loss_options} do not fit train.loss={train.loss}: {error}. Name a "
+                    "factory: called with them, it gives what is called with (logits, targets)."
+                ) from error
         self._smoothing = train.label_smoothing
         self._threshold = train.target_threshold
 
@@ -373,32 +398,105 @@ class ClassificationLoss:
             targets: What is right.
             mean_class_weight: Of the step's samples; None where the micro-batch belongs to no step.
         """
-        if self._weights is not None:
-            return self._weighted(logits, targets, self._weights) / (len(logits) * (mean_class_weight or 1.0))
-        if not self._is_bce:
+        if self._weights is not None or self._of_samples is not None:
+            return self._sum(logits, targets) / (len(logits) * (mean_class_weight or 1.0))
+        if self._name == "cross_entropy":
             return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
         return F.binary_cross_entropy_with_logits(logits.float(), self._wanted(targets, logits.shape[1]))
 
-    def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def check(self, classes: int, device: torch.device) -> None:
+        """Try a loss that is not torch's on two samples.
+
+        Raises:
+            RecipeError: If it does not give a loss for each, with a gradient.
+        """
+        if self._of_samples is None:
+            return
+        if isinstance(self._of_samples, nn.Module):
+            if any(each.requires_grad for each in self._of_samples.parameters()):
+                raise RecipeError(
+                    f"train.loss={self._name} has parameters, which no optimizer moves; keep them in the network."
+                )
+            self._of_samples.to(device)
+        samples = 2 + (classes == 2)  # not as many as classes: then a loss for each class looks different
+        logits = torch.zeros(samples, classes, device=device, requires_grad=True)
+        try:
+            with torch.enable_grad():
+                tried = self._each(logits, self._wanted(torch.zeros_like(logits[:, 0]).long(), classes))
+        except PacelineError:
+            raise
+        except Exception as error:  # whatever a loss of the user's own raises
+            raise RecipeError(
+                f"train.loss={self._name} does not take logits and probabilities of shape [{samples}, {classes}] "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct it."
+            ) from error
+        if not tried.requires_grad:
+            raise RecipeError(f"train.loss={self._name} gave losses without a gradient; compute them with torch.")
+
+    def _sum(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum of w_i * l_i over the micro-batch."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        self._weights = weights = weights.to(logits)
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
-        if not self._is_bce:
+        weights = self._weights = None if self._weights is None else self._weights.to(logits)
+        if self._name == "cross_entropy":
             return F.cross_entropy(logits, targets, weight=weights, label_smoothing=self._smoothing, reduction="sum")
-        own = targets @ weights if targets.is_floating_point() else weights[targets]
-        wanted = self._wanted(targets, logits.shape[1]).to(logits.dtype)
-        losses = F.binary_cross_entropy_with_logits(logits, wanted, weight=own[:, None], reduction="sum")
-        return losses / logits.shape[1]
+        own = logits.new_ones(())
+        if weights is not None:
+            own = targets @ weights if targets.is_floating_point() else weights[targets]
+        if self._name == "bce":
+            wanted = self._wanted(targets, logits.shape[1]).to(logits.dtype)
+            losses = F.binary_cross_entropy_with_logits(logits, wanted, weight=own[:, None], reduction="sum")
+            return losses / logits.shape[1]
+        wanted = self._wanted(targets, logits.shape[1], logits.dtype)
+        if self._name == "focal" and weights is not None:  # each of its terms has its own class's weight
+            return self._each(logits, wanted * weights).sum()
+        return (self._each(logits, wanted) * own).sum()
 
-    def _wanted(self, targets: Tensor, classes: int) -> Tensor:
-        """The answers to each class's question, float32 [N, classes]."""
-        wanted = targets if targets.is_floating_point() else F.one_hot(targets, classes).to(torch.float32)
+    def _each(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        """The loss of each sample, [N], by what is not torch's.
+
+        Raises:
+            RecipeError: If it gives something else.
+        """
+        found: Tensor = call_reference("train.loss", self._name, self._of_samples, RecipeError, logits, wanted)
+        if isinstance(found, Tensor) and found.shape == logits.shape[:1]:
+            return found
+        what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+        raise RecipeError(
+            f"train.loss={self._name} gave a result of {what} for {len(logits)} samples, but a loss is a tensor of one "
+            "number for each sample (torch's: train.loss_options={reduction: none}); leave out the mean."
+        )
+
+    def _wanted(self, targets: Tensor, classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The answers to each class's question, [N, classes]."""
+        wanted = targets if targets.is_floating_point() else F.one_hot(targets, classes).to(dtype)
         if self._smoothing:
             wanted = wanted * (1 - self._smoothing) + self._smoothing / classes
         if self._threshold is not None:
             wanted = (wanted > self._threshold).to(wanted.dtype)
-        return wanted.float()
+        return wanted.to(dtype)
+
+
+class FocalLoss:
+    """The focal loss (Lin et al. 2017) of a softmax: the sum over classes of t * (1 - p) ** gamma * -log p.
+
+    With gamma 0 it is the cross-entropy, of mixed and smoothed targets t too.
+
+    Args:
+        gamma: How much less a class counts the more probable it is.
+    """
+
+    def __init__(self, gamma: float = 2.0) -> None:
+        if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not 0 <= gamma < math.inf:
+            raise ValueError(f"found gamma={gamma}, but it must be a number of 0 or more")
+        self._gamma = gamma
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample, [N], in nats, from logits and targets [N, classes]."""
+        logs = logits.log_softmax(dim=1)
+        # Above 0: the derivative of a power below 1 is not finite there.
+        rest = (-logs.expm1()).clamp(min=torch.finfo(logs.dtype).tiny)
+        return -(targets * rest**self._gamma * logs).sum(dim=1)
 
 
 CROPS = ("five_crop", "ten_crop")

@@ -26,6 +26,7 @@ from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Model
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
+_OF_CLASSES = ("train.label_smoothing", "train.target_threshold", "train.loss_options")
 _NO_CLASSES = "image_regression learns numbers, not classes"
 
 
@@ -39,7 +40,9 @@ class ImageRegression(ImageTask):
     headline = "mae"
     learns_numbers = True
     unused = MappingProxyType(
-        dict.fromkeys(("train.label_smoothing", "train.target_threshold", "evaluate.top_k"), _NO_CLASSES)
+        dict.fromkeys(
+            ("train.label_smoothing", "train.target_threshold", "train.loss_options", "evaluate.top_k"), _NO_CLASSES
+        )
         | {"data.label_column": "data.target_columns says which columns hold the targets"}
     )
 

@@ -46,7 +46,7 @@ _PERPLEXITY = Metric(name="perplexity", is_collected=True)
 _CAUSAL = (_LOSS, Metric(name="bits_per_byte", scale=1 / math.log(2), of="loss", per="bytes"), _PERPLEXITY)
 _MASKED = (_LOSS, Metric(name="masked_accuracy", scale=100.0, higher_is_better=True, of="right", per="tokens"))
 _USED = ("data.dataset", "data.path", "data.validation_fraction", "data.text")
-_OF_CLASSES = ("train.loss", "train.target_threshold", "train.label_smoothing", "evaluate.top_k")
+_OF_CLASSES = ("train.loss", "train.loss_options", "train.target_threshold", "train.label_smoothing", "evaluate.top_k")
 
 
 class LanguageModeling(Task):

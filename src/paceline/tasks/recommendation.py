@@ -125,7 +125,7 @@ class Recommendation(Task):
         found = all_but(used, _NO_IMAGES)
         if name == "synthetic_clicks":
             found["data.path"] = "generated samples lie nowhere"
-        keys = ("loss", "target_threshold", "label_smoothing")
+        keys = ("loss", "loss_options", "target_threshold", "label_smoothing")
         found["model.channels_last"] = _NO_IMAGES
         found |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}
         if name == "criteo":

@@ -28,17 +28,8 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.watchdog import Heartbeat
 from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Rows
-from paceline.metrics.answers import (
-    HOW_CHOSEN,
-    MOST_CLASSES,
-    Candidate,
-    Confusion,
-    Examples,
-    Triples,
-    choose,
-    confusion_document,
-    merged,
-)
+from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, choose
+from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merged
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
 from paceline.trainer.precision import Precision
@@ -117,7 +108,7 @@ class Keep:
 class Part:
     """What one process has to bring: numbers, no pictures yet."""
 
-    triples: Triples
+    counts: tuple[Triples, Reliability]
     candidates: tuple[Candidate, ...]
     classes: int
     failure: str
@@ -178,14 +169,14 @@ class KeptAnswers:
         if not self._failure:
             try:
                 return Part(
-                    triples=self._confusion.triples(),
+                    counts=self._confusion.counts(),
                     candidates=tuple(self._examples.candidates()),
                     classes=self._confusion.classes,
                     failure="",
                 )
             except Exception as error:  # noqa: BLE001  # what the task gave may only now turn out to be no numbers
                 self.give_up(error)
-        return Part(triples=[], candidates=(), classes=0, failure=self._failure)
+        return Part(counts=Confusion().counts(), candidates=(), classes=0, failure=self._failure)
 
     def give_up(self, error: Exception) -> None:
         """Keep nothing of this pass."""
@@ -208,7 +199,8 @@ class KeptAnswers:
                 shown |= entries
         try:
             names = self._names(classes)
-            matrix = confusion_document(merged(each.triples for each in parts), names) if classes else None
+            triples, reliability = zip(*(each.counts for each in parts), strict=True)
+            matrix = confusion_document(merged(triples), reliability, names) if classes else None
         except Exception as error:  # noqa: BLE001  # the task's names may be fewer than its answers
             self.give_up(error)
         if self._failure:

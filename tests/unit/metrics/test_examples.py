@@ -13,9 +13,8 @@ from paceline.metrics.answers import (
     Confusion,
     Examples,
     choose,
-    confusion_document,
-    scores_by_class,
 )
+from paceline.metrics.confusion import confusion_document, scores_by_class
 
 
 def all_of(answers: Answers, draws: np.ndarray, ids: np.ndarray) -> list[Candidate]:
@@ -42,7 +41,8 @@ def test_scores_of_classes_are_scikit_learns(classes: int) -> None:
     predicted[predicted == 0] = 3  # never answered
     confusion = Confusion()
     confusion.add(Answers.of(torch.eye(classes)[torch.from_numpy(predicted)], torch.from_numpy(labels)))
-    found = scores_by_class(confusion_document(confusion.triples(), [f"c{each}" for each in range(classes)]))
+    triples, reliability = confusion.counts()
+    found = scores_by_class(confusion_document(triples, [reliability], [f"c{each}" for each in range(classes)]))
     known = sorted({*labels.tolist(), *predicted.tolist()})
     columns = precision_recall_fscore_support(labels, predicted, labels=known, zero_division=0)
     theirs = {f"c{label}": row for label, row in zip(known, zip(*columns, strict=True), strict=True)}

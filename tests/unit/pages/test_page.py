@@ -111,8 +111,8 @@ def test_nothing_that_a_run_is_called_becomes_an_element(tmp_path: Path) -> None
         Text(HOSTILE, kind="bad"),
         Tiles((Tile(HOSTILE, HOSTILE, HOSTILE),)),
         Table(columns=("a", HOSTILE), rows=((HOSTILE, Marked(HOSTILE)),), caption=HOSTILE, folded=True),
-        Gallery((Picture(data=HOSTILE, caption=HOSTILE, alternative=HOSTILE),)),
-        Gallery((Picture(data=f"{PIXEL}{HOSTILE}", caption="", alternative="a picture"),)),
+        Gallery(pictures=(Picture(data=HOSTILE, caption=HOSTILE, alternative=HOSTILE),), caption=HOSTILE),
+        Gallery(pictures=(Picture(data=f"{PIXEL}{HOSTILE}", caption="", alternative="a picture"),), caption=""),
         Chart(title=HOSTILE, description=HOSTILE, traces=[{"x": [HOSTILE], "y": [1], "name": HOSTILE}]),
     )
     text = document(tmp_path, *blocks, title=HOSTILE)
@@ -126,7 +126,9 @@ def test_nothing_that_a_run_is_called_becomes_an_element(tmp_path: Path) -> None
 
 
 def test_only_pictures_are_shown_as_pictures(tmp_path: Path) -> None:
-    text = document(tmp_path, Gallery((Picture(data=PIXEL, caption="a cat", alternative="a cat", is_wrong=True),)))
+    text = document(
+        tmp_path, Gallery(pictures=(Picture(data=PIXEL, caption="a cat", alternative="a cat"),), caption="")
+    )
     (image, _), *others = Elements(text).of("img")
     assert not others
     assert image["src"] == PIXEL

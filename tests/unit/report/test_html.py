@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,21 @@ def test_phases_are_those_of_the_attribution(tmp_path: Path, story: Any, write: 
     assert milliseconds["data wait"] == pytest.approx(1)
     assert milliseconds["host"] == pytest.approx(9)
     assert len(milliseconds) == 9
-    counts = figures(page(write(tmp_path / "other", whole(story))))["How long steps took"]["data"][0]["y"]
+    thin = story().start().record(1, logging_seconds=1e-6).finish(1)
+    found = figures(page(write(tmp_path / "thin", thin)))["Where the time of a step goes"]
+    assert "logging" not in {trace["name"] for trace in found["data"]}
+
+
+def test_a_histogram_has_bins_for_its_records_or_there_is_none(
+    tmp_path: Path, story: Any, write: Any, figures: Any
+) -> None:
+    counts = figures(page(write(tmp_path / "run", whole(story))))["How long steps took"]["data"][0]["y"]
     assert sum(counts) == 40
+    assert len(counts) == 2 + 6  # closed by a zero at both ends
+    few = story().start()
+    for step in range(1, 9):
+        few.record(step)
+    assert "How long steps took" not in figures(page(write(tmp_path / "few", few.finish(8))))
 
 
 def test_the_headline_is_the_summary_and_the_evaluations(tmp_path: Path, story: Any, write: Any) -> None:
@@ -171,46 +185,100 @@ def test_runs_are_compared(tmp_path: Path, story: Any, write: Any, figures: Any,
     assert "optimizer.lr 0.1 0.2" in said.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
     assert "seed" not in said.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
     assert "93.8%" in said  # 300 / (2 × 160)
+    # A column for each run, so that it fits however much is told of one.
+    assert said.partition("Outcome of each run")[2].startswith(" outcome x/run y/run status completed completed best")
+    colours = [trace["line"]["color"] for trace in found["Training loss"]["data"]]
+    for trace in found["Top-1 accuracy"]["data"]:
+        assert trace["line"]["color"] == colours[trace["name"].startswith("y/run")]
+    assert len({(trace["line"]["color"], trace["line"]["dash"]) for trace in found["Top-1 accuracy"]["data"]}) == 4
     assert "<mark>0.2</mark>" in text
 
 
-def test_predictions_are_shown(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
-    folder = write(tmp_path / "run", whole(story))
-    (folder / "evaluation").mkdir()
-    names = ["cat", HOSTILE]
-    confusion = {"classes": names, "matrix": [[3, 1], [0, 0]], "split": "validation", "weights": "ema", "step": 40}
-    (folder / "evaluation" / "confusion.json").write_text(json.dumps(confusion))
-    shown = {
-        "image": "data:image/png;base64,iVBORw0KGgo=",
-        "label": 0,
-        "predicted": 1,
-        "probability": 0.75,
-        "sample": 7,
-    }
-    forged = {**shown, "image": 'x" onerror="alert(1)', "label": 1}
-    examples = {"examples": [shown, forged], "step": 40, "weights": "ema"}
-    (folder / "evaluation" / "examples.json").write_text(json.dumps(examples))
-    text = page(folder)
-    heatmap = figures(text)["Confusion matrix"]["data"][0]
-    assert heatmap["z"] == [[0.75, 0.25], [None, None]]
-    assert [[cell[2] for cell in row] for row in heatmap["customdata"]] == [[3, 1], [0, 0]]
-    assert text.count("<img ") == 1
-    assert "2 examples, 1 of them wrong" in texts(text)
-    many = [f"class {number}" for number in range(101)]
-    sparse = {**confusion, "classes": many, "triples": [[0, 0, 5], [0, 100, 3]]}
-    del sparse["matrix"]
-    (folder / "evaluation" / "confusion.json").write_text(json.dumps(sparse))
-    said = texts(page(folder))
-    assert "class 0 class 100 3 37.5%" in said.partition("What is confused most")[2]
-    for damaged in (
-        '{"classes": ["a"], "triples": [[0, 7, 1]]}',
-        "{",
-        '{"classes": ["a"], "matrix": [[1, 2]]}',
-        "[]",
-        '{"classes": 3, "matrix": null}',
-    ):
-        (folder / "evaluation" / "confusion.json").write_text(damaged)
-        assert "Confusion matrix" not in figures(page(folder))
+@pytest.fixture
+def answered(tmp_path: Path, story: Any, write: Any) -> Callable[..., Path]:
+    """``answered(**changes)``: a run directory whose last evaluation left a matrix, with changes, and examples."""
+
+    def make(**changes: Any) -> Path:
+        folder: Path = write(tmp_path / "run", whole(story))
+        (folder / "evaluation").mkdir()
+        head = {"classes": ["cat", HOSTILE, "owl"], "split": "validation", "weights": "ema", "step": 40}
+        confusion = {**head, "matrix": [[3, 1, 0], [0, 0, 0], [0, 0, 4]], **changes}
+        (folder / "evaluation" / "confusion.json").write_text(json.dumps(confusion))
+        image = "data:image/png;base64,iVBORw0KGgo="
+        wrong = {"image": image, "label": 0, "predicted": 1, "probability": 0.75, "sample": 7, "name": "val/cat/7.png"}
+        right = {**wrong, "label": 1, "image": 'x" onerror="alert(1)'}
+        unsure = {**wrong, "predicted": -1, "probability": None}
+        (folder / "evaluation" / "examples.json").write_text(json.dumps({**head, "examples": [wrong, unsure, right]}))
+        return folder
+
+    return make
+
+
+def test_predictions_come_second_and_mistakes_first(answered: Callable[..., Path]) -> None:
+    text = page(answered())
+    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
+    assert headings[:3] == ["Outcome", "Predictions", "Training"]
+    assert text.count("<img ") == 2
+    said = texts(text).partition("Most confident mistakes")[2]
+    assert said.startswith(": actual → predicted, confidence (ema weights, after step 40)")
+    assert f"cat → {HOSTILE}, 75% cat → no answer" in said.partition("1 right answers")[0]
+    assert "val/cat/7.png: actual cat, predicted" in html.unescape(text)
+
+
+def test_a_matrix_has_named_axes_and_its_classes_the_worst_first(answered: Any, figures: Any) -> None:
+    found = figures(page(answered()))
+    matrix = found["Confusion matrix"]
+    assert matrix["data"][0]["z"] == [[0.75, 0.25, 0], [None, None, None], [0, 0, 1]]
+    assert [[cell[2] for cell in row] for row in matrix["data"][0]["customdata"]] == [[3, 1, 0], [0, 0, 0], [0, 0, 4]]
+    titles = [matrix["layout"][axis]["title"]["text"] for axis in ("xaxis", "yaxis")]
+    assert titles == ["predicted", "actual"]
+    precision, recall = found["Precision and recall by class"]["data"]
+    assert [html.unescape(each) for each in precision["customdata"]] == [HOSTILE, "cat", "owl"]
+    assert (precision["x"], recall["x"]) == ([0, 100, 100], [0, 75, 100])
+    # Evaluations of earlier versions did not count it.
+    assert "Reliability" not in found
+
+
+def test_reliability_is_the_bins_of_the_evaluation(answered: Any, figures: Any) -> None:
+    bins: list[dict[str, Any]] = [{"samples": 0, "right": 0, "probability": None}] * 8
+    bins += [{"samples": 3, "right": 1, "probability": 0.85}, {"samples": 1, "right": 1, "probability": 0.95}]
+    text = page(answered(reliability=bins))
+    _, answers = figures(text)["Reliability"]["data"]
+    assert (answers["x"], answers["y"]) == ([85, 95], [pytest.approx(100 / 3), 100])
+    # (3 × (85 - 33.33) + 1 × (100 - 95)) / 4
+    assert "Expected calibration error: 40.0 %." in texts(text)
+
+
+def test_many_classes_are_told_by_their_worst(answered: Any, figures: Any) -> None:
+    classes = [f"class {number}" for number in range(101)]
+    sparse = {"classes": classes, "matrix": None, "triples": [[at, at, 5] for at in range(100)] + [[0, 100, 3]]}
+    text = page(answered(**sparse))
+    assert "class 0 class 100 3 37.5%" in texts(text).partition("Most frequent confusions")[2]
+    found = figures(text)
+    assert "Confusion matrix" not in found
+    assert found["Precision and recall by class"]["data"][0]["customdata"][:3] == ["class 100", "class 0", "class 1"]
+    assert "The 20 worst of 101 classes" in texts(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"classes": ["a"], "matrix": None, "triples": [[0, 7, 1]]},
+        {"classes": ["a"], "matrix": [[1, 2]]},
+        {"classes": 3, "matrix": None},
+        {"reliability": [{}]},
+    ],
+)
+def test_a_damaged_matrix_is_told(changes: dict[str, Any], answered: Any, figures: Any) -> None:
+    text = write_report([answered(**changes)]).path.read_text()
+    assert "holds something unexpected" in text
+    assert "Confusion matrix" not in figures(text)
+
+
+def test_runs_without_answers_have_no_such_section(tmp_path: Path, story: Any, write: Any) -> None:
+    assert ">Predictions</h2>" not in page(write(tmp_path / "old", whole(story)))
+    recipe = {"task": "image_classification", "evaluate": {"keep_examples": 0}}
+    assert "evaluate.keep_examples=0" in texts(page(write(tmp_path / "off", whole(story), recipe=recipe)))
 
 
 def test_what_other_commands_left_is_shown(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:

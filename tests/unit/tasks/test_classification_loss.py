@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
+from paceline.errors import RecipeError
 from paceline.recipe.load import stored_recipe
 from paceline.tasks.image_classification import ClassificationLoss
 
@@ -14,16 +18,16 @@ LOGITS = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.arange(8) % 5
 
 
-def loss(**train: object) -> ClassificationLoss:
+def loss(weights: Sequence[float] = (), /, **train: Any) -> ClassificationLoss:
     overrides = {f"train.{key}": value for key, value in train.items()}
-    return ClassificationLoss(stored_recipe({}, "plain", overrides).train)
+    return ClassificationLoss(stored_recipe({}, "plain", overrides).train, weights)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("threshold", [None, 0.2])
 def test_bce_is_timms(smoothing: float, threshold: float | None) -> None:
     theirs = timm_loss.BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
-    asked = {"loss": "bce", "label_smoothing": smoothing} | (
+    asked: dict[str, Any] = {"loss": "bce", "label_smoothing": smoothing} | (
         {} if threshold is None else {"target_threshold": threshold}
     )
     torch.testing.assert_close(loss(**asked)(LOGITS, CLASSES), theirs(LOGITS, CLASSES))
@@ -45,3 +49,44 @@ def test_cross_entropy_is_torchs(smoothing: float) -> None:
     assert torch.equal(ours(LOGITS, soft), theirs(LOGITS, soft))
     timms = timm_loss.LabelSmoothingCrossEntropy(smoothing)
     torch.testing.assert_close(ours(LOGITS, CLASSES), timms(LOGITS, CLASSES))
+
+
+WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0)
+MIXTURE = 0.7 * torch.eye(5)[CLASSES] + 0.3 * torch.eye(5)[CLASSES.roll(1)]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [(), WEIGHTS])
+@pytest.mark.parametrize("targets", [CLASSES, MIXTURE.double()], ids=["labels", "mixed"])
+def test_focal_is_its_formula(
+    gamma: float, smoothing: float, weights: tuple[float, ...], targets: torch.Tensor
+) -> None:
+    logits = LOGITS.double().requires_grad_()
+    ours = loss(weights, loss="focal", loss_options={"gamma": gamma}, label_smoothing=smoothing)
+    found = ours(logits, targets, 1.5 if weights else None)
+    p = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+    shares = targets if targets.is_floating_point() else torch.eye(5, dtype=torch.float64)[targets]
+    shares = shares * (1 - smoothing) + smoothing / 5
+    by_class = torch.tensor(weights or (1.0,) * 5, dtype=torch.float64)
+    plain = -(by_class * shares * (1 - p) ** gamma * p.log()).sum() / (8 * (1.5 if weights else 1.0))
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=0)
+    slopes = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (found, plain)]
+    torch.testing.assert_close(*slopes, rtol=1e-10, atol=1e-12)
+    if gamma == 0:  # the cross-entropy, weighted and smoothed as torch does
+        theirs = loss(weights, label_smoothing=smoothing)(logits, targets, 1.5 if weights else None)
+        torch.testing.assert_close(found, theirs, rtol=1e-12, atol=0)
+
+
+def test_focal_has_a_gradient_where_the_answer_is_certain() -> None:
+    logits = torch.tensor([[200.0, 0.0], [0.0, 200.0]], requires_grad=True)
+    found = loss(loss="focal", loss_options={"gamma": 0.5})(logits, torch.tensor([0, 0]))
+    torch.testing.assert_close(torch.autograd.grad(found, logits)[0], torch.tensor([[0.0, 0.0], [-0.5, 0.5]]))
+
+
+@pytest.mark.parametrize("options", [{"gama": 2}, {"gamma": -1}, {"gamma": "a"}, {"gamma": float("nan")}])
+def test_wrong_options_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(RecipeError, match=r"train\.loss_options .* do not fit train\.loss=focal"):
+        loss(loss="focal", loss_options=options)
+    with pytest.raises(RecipeError, match=r"'train\.loss_options' has no effect with train\.loss=cross_entropy"):
+        loss(loss_options=options)

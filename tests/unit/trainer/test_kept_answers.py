@@ -18,7 +18,8 @@ from torch import nn
 
 from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
-from paceline.metrics.answers import Answers, Confusion, confusion_document, merged
+from paceline.metrics.answers import Answers, Confusion
+from paceline.metrics.confusion import confusion_document
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
 from paceline.records.run_directory import RunDirectory
@@ -78,6 +79,23 @@ def test_the_matrix_counts_what_was_scored(opened: Callable[..., Any]) -> None:
     assert matrix.sum() == confusion["samples"] == found.samples == 101
     assert (matrix.sum(axis=1) == np.bincount(task.dataset.validation.labels, minlength=7)).all()
     assert found.results["model"]["top1_accuracy"] == pytest.approx(100 * np.trace(matrix) / 101, abs=1e-12)
+    probability, predicted = answers_to(task, model)
+    bins = np.minimum((10 * probability).astype(int), 9)
+    right = predicted == task.dataset.validation.labels
+    assert len(confusion["reliability"]) == 10
+    for at, told in enumerate(confusion["reliability"]):
+        inside = bins == at
+        assert (told["samples"], told["right"]) == (inside.sum(), right[inside].sum())
+        mean = pytest.approx(probability[inside].mean(), abs=2e-6) if inside.any() else None
+        assert told["probability"] == mean
+
+
+def answers_to(task: Any, model: nn.Module) -> tuple[Any, Any]:
+    """Probability of the class answered and that class, of each held-out sample, in no evaluation."""
+    images = torch.from_numpy(task.dataset.validation.images).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        probability, predicted = model((images / 255 - 0.4) / 0.25).softmax(1).max(1)
+    return probability.numpy(), predicted.numpy()
 
 
 class AlwaysAlike(nn.Module):
@@ -155,15 +173,21 @@ def test_answers_that_are_no_numbers_are_counted_apart() -> None:
     logits = torch.tensor([[0, 1, 2], [nan, 1, 2], [nan, nan, nan], [inf, 1, 2], [5, 5, 5]])
     confusion = Confusion()
     confusion.add(Answers.of(logits, torch.tensor([2, 2, 0, 0, 1])))
-    found = confusion_document(merged([confusion.triples()]), "abc")
+    triples, reliability = confusion.counts()
+    found = confusion_document(triples, [reliability], "abc")
     assert found["matrix"] == [[1, 0, 0], [1, 0, 0], [0, 0, 1]]
     assert (found["samples"], found["unanswered"]) == (5, 2)
+    told = [each for each in found["reliability"] if each["samples"]]
+    third, most = float(torch.tensor(1 / 3)), float(torch.tensor([0.0, 1, 2]).softmax(0)[2])
+    # The infinite score has no probability, and counts as 0.
+    assert [(each["samples"], each["right"]) for each in told] == [(1, 1), (1, 0), (1, 1)]
+    assert [each["probability"] for each in told] == pytest.approx([0, third, most], abs=1e-6)
 
 
 def test_many_classes_are_written_as_triples() -> None:
     names = [str(each) for each in range(101)]
-    assert confusion_document([(0, 100, 3), (7, 7, 2)], names)["triples"] == [[0, 100, 3], [7, 7, 2]]
-    assert "triples" not in confusion_document([(0, 1, 3)], names[:100])
+    assert confusion_document([(0, 100, 3), (7, 7, 2)], [], names)["triples"] == [[0, 100, 3], [7, 7, 2]]
+    assert "triples" not in confusion_document([(0, 1, 3)], [], names[:100])
 
 
 # ------------------------------------------------------------------------------------------------ in a run
@@ -306,4 +330,4 @@ def test_evaluating_saved_weights_gives_the_same_matrix(
     result = paceline.train(tiny_recipe, overrides={"train.duration": "2 steps"}, run_dir=runs / "run", quiet=True)
     report = evaluate_target(EvaluationRequest(target=result.run_dir))
     kept = told(result.run_dir, "confusion")
-    assert report.confusion == {key: kept[key] for key in ("classes", "samples", "unanswered", "matrix")}
+    assert report.confusion == {key: kept[key] for key in ("classes", "samples", "unanswered", "reliability", "matrix")}

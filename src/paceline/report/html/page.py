@@ -14,10 +14,11 @@ from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile,
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, cannot
+from paceline.report.html.predictions import predictions
 from paceline.report.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.report.html.speed import memory, scaling, speed
 from paceline.report.html.timeline import findings, happened, proof, steps_in_words
-from paceline.report.html.training import predictions, training
+from paceline.report.html.training import training
 from paceline.units import format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 
@@ -107,8 +108,10 @@ def page_of(runs: Sequence[RunRecord]) -> Page:
     """The page; a section that has nothing to tell is left out."""
     order = list(_SECTIONS)
     if len(runs) > 1:
-        # What differs is why one compares: it comes before what came of it.
-        order.insert(1, order.pop(order.index("Recipe")))
+        # What differs is why one compares, and curves compare better than the pictures of one run after another.
+        order.remove("Recipe")
+        order.insert(order.index("Events"), "Predictions")
+        order[1] = "Recipe"
     sections = ((title, _blocks(_SECTIONS[title], runs)) for title in order)
     return Page(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
@@ -210,13 +213,10 @@ def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield Tiles(tuple(_tiles(runs[0])))
         return
     facts = [_facts(run) for run in runs]
-    names = list(dict.fromkeys(name for each in facts for name in each))
+    names = dict.fromkeys(name for each in facts for name in each)
     yield Table(
-        columns=("run", *names),
-        rows=[
-            (run.name, *(each[name].partition(" · ")[0] if name in each else None for name in names))
-            for run, each in zip(runs, facts, strict=True)
-        ],
+        columns=("outcome", *(run.name for run in runs)),
+        rows=[(name, *(each.get(name, "–").partition(" · ")[0] for each in facts)) for name in names],
         caption="Outcome of each run",
     )
 
@@ -301,7 +301,7 @@ def _headline(run: RunRecord) -> dict[str, str]:
     evaluations = run.of("evaluation")
     for metric in dict.fromkeys((run.headline, "loss")):
         label = "held-out loss" if metric == "loss" else metric_title(metric)
-        unit, choose = f" {metric_unit(metric)}".rstrip(), max if run.higher_is_better(metric) else min
+        unit, choose = f"\u00a0{metric_unit(metric)}".rstrip(), max if run.higher_is_better(metric) else min
         known = [event for event in evaluations if event.get(metric) is not None]
         if known:
             last = [event for event in known if event["step"] == known[-1]["step"]]
@@ -329,11 +329,11 @@ def _hardware(run: RunRecord) -> str:
 _SectionMaker = Callable[[Sequence[RunRecord]], Iterator[Block]]
 _SECTIONS: dict[str, _SectionMaker] = {
     "Outcome": outcome,
+    "Predictions": predictions,
     "Training": training,
     "Speed": speed,
     "Memory": memory,
     "Scaling": scaling,
-    "Predictions": predictions,
     "Events": happened,
     "Samples": proof,
     "Doctor": findings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from paceline.report.html.training import curves, look, of_runs
 from paceline.telemetry.meter import PHASES
 from paceline.units import format_bytes
 
-_BINS = 40
+_LEAST_SHARE = 0.01  # of a step: what is thinner cannot be seen in a bar
+_LEAST_RECORDS, _MOST_BINS = 20, 40
 
 
 def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
@@ -34,16 +36,16 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield from _over_steps(
         *(runs, "padding_fraction", "Padding", "share of what is computed"),
         "Places in the batches that hold no token.",
-        tickformat=".0%",
+        tickformat="~%",
     )
     yield from _attribution(runs)
     yield from _over_steps(
         *(runs, "data_wait_fraction", "Waiting for data", "share of a step"),
         "Of the time of a step, on the first process.",
-        tickformat=".0%",
+        tickformat="~%",
     )
     yield from _step_times(runs)
-    yield from curves("MFU", "share of the peak", of_runs(runs, "step", "mfu", "MFU"), runs, tickformat=".0%")
+    yield from curves("MFU", "share of the peak", of_runs(runs, "step", "mfu", "MFU"), runs, tickformat="~%")
     for run in runs:
         yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
 
@@ -64,7 +66,7 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
     traces = []
     for style, phase in enumerate(PHASES):
         found = [next((each for each in one.phases if each.name == phase), None) for _, one in told]
-        if all(each is None or each.seconds == 0 for each in found):
+        if all(each is None or each.share < _LEAST_SHARE for each in found):
             continue
         traces.append(_bar(phase, style, [run.name for run, _ in told], found))
     rows = [
@@ -85,7 +87,8 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
             "bargap": 0.35,
             "legend": {"traceorder": "normal"},
         },
-        description=f"Means over {steps}." if len(told) == 1 else "Means per step, on the first process.",
+        description=(f"Means over {steps}." if len(told) == 1 else "Means per step, on the first process.")
+        + " Phases below 1 % are in the table only.",
         table=Table(columns=columns, rows=rows, caption="Figures of this chart", folded=True),
     )
 
@@ -128,16 +131,16 @@ def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
         for run in runs
     ]
     known = [value for values in taken for value in values]
-    if len(known) < 2:
+    if len(known) < _LEAST_RECORDS:
         return
-    low, high = min(known), max(known)
-    width = (high - low) / _BINS or max(high, 1e-9) / _BINS
-    edges = [low + width * (at + 0.5) for at in range(_BINS)]
+    low, high, bins = min(known), max(known), min(_MOST_BINS, math.isqrt(len(known)))
+    width = (high - low) / bins or max(high, 1e-9) / bins
+    edges = [low + width * (at + 0.5) for at in range(bins)]
     traces = []
     for style, (run, values) in enumerate(zip(runs, taken, strict=True)):
-        counts = [0] * _BINS
+        counts = [0] * bins
         for value in values:
-            counts[min(_BINS - 1, int((value - low) / width))] += 1
+            counts[min(bins - 1, int((value - low) / width))] += 1
         lines = look(style)
         traces.append(
             {

@@ -1,0 +1,93 @@
+"""Confusion matrix, scores by class and reliability of an evaluation, as they are counted, written and read.
+
+Loads no torch, since reports read what an evaluation wrote.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+MOST_CLASSES = 1000
+BINS = 10
+_DENSE_CLASSES = 100
+
+Triples = list[tuple[int, int, int]]
+"""(label, predicted class, samples), ascending; a predicted class of -1 is no answer."""
+
+Reliability = list[list[int]]
+"""[10, 3]: of the answers in each tenth of probability their number, how many are right, and their probabilities' sum
+in millionths. Whole numbers, so that the sum is the same however the samples are shared out."""
+
+
+def merged(parts: Iterable[Triples]) -> Triples:
+    """The counts of all processes together."""
+    total: Counter[tuple[int, int]] = Counter()
+    for part in parts:
+        for label, predicted, count in part:
+            total[label, predicted] += count
+    return [(label, predicted, count) for (label, predicted), count in sorted(total.items())]
+
+
+def confusion_document(triples: Triples, parts: Iterable[Reliability], names: Sequence[str]) -> dict[str, Any]:
+    """A confusion matrix as it is written: rows are labels, columns what was answered.
+
+    Up to 100 classes as ``matrix``; beyond, where most of it is zero, as ``triples`` of label, answer and count.
+
+    Args:
+        triples: The counts of all processes together.
+        parts: The reliability of each process.
+        names: The classes' names.
+    """
+    answered = [each for each in triples if each[1] >= 0]
+    bins = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
+    found: dict[str, Any] = {
+        "classes": list(names),
+        "samples": sum(count for *_, count in triples),
+        "unanswered": sum(count for _, predicted, count in triples if predicted < 0),
+        "reliability": [
+            {"samples": count, "right": right, "probability": round(total / count / 1e6, 6) if count else None}
+            for count, right, total in bins
+        ],
+    }
+    if len(names) > _DENSE_CLASSES:
+        return {**found, "triples": [list(each) for each in answered]}
+    matrix = [[0] * len(names) for _ in names]
+    for label, predicted, count in answered:
+        matrix[label][predicted] = count
+    return {**found, "matrix": matrix}
+
+
+def matrix_of(confusion: Mapping[str, Any]) -> list[list[int]]:
+    """Return the whole matrix of a document of :func:`confusion_document`.
+
+    Raises:
+        ValueError: If it does not have a row and a column for each class.
+    """
+    size = len(confusion["classes"])
+    matrix: list[list[int]] = confusion.get("matrix") or [[0] * size for _ in range(size)]
+    for label, predicted, count in confusion.get("triples", ()):
+        matrix[label][predicted] = count
+    if [len(row) for row in matrix] != [size] * size:
+        raise ValueError(f"a confusion matrix of {size} classes has {size} rows and columns")
+    return matrix
+
+
+def scores_by_class(confusion: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return precision, recall and F1 in percent and the number of samples of each class, the lowest F1 first.
+
+    As in scikit-learn, a share of nothing is 0, and a class without samples and answers is left out.
+
+    Args:
+        confusion: As :func:`confusion_document` makes it.
+    """
+    matrix = matrix_of(confusion)
+    found = []
+    for at, (name, row, column) in enumerate(zip(confusion["classes"], matrix, zip(*matrix, strict=True), strict=True)):
+        right, samples, answers = row[at], sum(row), sum(column)
+        if samples or answers:
+            precision, recall = 100 * right / max(answers, 1), 100 * right / max(samples, 1)
+            f1 = 200 * right / (answers + samples)
+            found.append({"class": name, "count": samples, "precision": precision, "recall": recall, "f1": f1})
+    return sorted(found, key=lambda each: (each["f1"], each["recall"]))

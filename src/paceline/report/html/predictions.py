@@ -1,0 +1,216 @@
+"""Section Predictions: mistakes, confusion matrix, precision and recall by class, reliability of the confidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.metrics.confusion import matrix_of, scores_by_class
+from paceline.pages.page import Block, Chart, Gallery, Picture, Table, Text
+from paceline.report.html.runs import RunRecord
+
+Matrix = Sequence[Sequence[int]]
+
+_MOST_CLASSES, _MOST_FIGURES, _MOST_PICTURES, _MOST_PAIRS, _MOST_BARS = 100, 14, 60, 12, 20
+
+
+def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
+    """The section's blocks; none of runs that keep no answers, such as those of language models."""
+    for run in runs:
+        whose = f"{run.name}: " if len(runs) > 1 else ""
+        confusion, examples = run.extra("evaluation/confusion.json"), run.extra("evaluation/examples.json")
+        if examples is not None:
+            yield from _examples(examples, whose)
+        if confusion is not None:
+            yield from _confusion(confusion, whose)
+        if run.recipe.get("evaluate.keep_examples") == 0:
+            yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
+
+
+def _examples(examples: Mapping[str, Any], whose: str) -> Iterator[Block]:
+    def name(number: int) -> str:
+        return str(examples["classes"][number]) if number >= 0 else "no answer"
+
+    wrong: list[Picture] = []
+    right: list[Picture] = []
+    for each in examples["examples"][:_MOST_PICTURES]:
+        actual, predicted = name(each["label"]), name(each["predicted"])
+        is_wrong = each["label"] != each["predicted"]
+        sure = "" if each["probability"] is None else f", {each['probability']:.0%}"
+        picture = Picture(
+            data=str(each.get("image", "")),
+            caption=f"{actual} → {predicted}{sure}" if is_wrong else f"{predicted}{sure}",
+            alternative=f"{each.get('name', each['sample'])}: actual {actual}, predicted {predicted}{sure}",
+        )
+        (wrong if is_wrong else right).append(picture)
+    if wrong:
+        caption = f"{whose}Most confident mistakes: actual → predicted, confidence ({_when(examples)})"
+        yield Gallery(pictures=wrong, caption=caption)
+    if right:
+        yield Gallery(pictures=right, caption=f"{whose}{len(right)} right answers", folded=True)
+
+
+def _confusion(confusion: Mapping[str, Any], whose: str) -> Iterator[Block]:
+    matrix, classes = matrix_of(confusion), [str(each) for each in confusion["classes"]]
+    sums = [sum(row) for row in matrix]
+    if len(classes) <= _MOST_CLASSES:
+        yield _heatmap(matrix, sums, classes, whose, _when(confusion))
+    yield _bars(scores_by_class(confusion), whose)
+    if confusion.get("reliability"):
+        yield _reliability(confusion["reliability"], whose)
+    pairs = sorted(
+        (
+            (count, actual, predicted)
+            for actual, row in enumerate(matrix)
+            for predicted, count in enumerate(row)
+            if count and actual != predicted
+        ),
+        reverse=True,
+    )
+    if pairs:
+        yield Table(
+            columns=("actual", "predicted", "samples", "of its class"),
+            rows=[(classes[a], classes[b], count, f"{count / sums[a]:.1%}") for count, a, b in pairs[:_MOST_PAIRS]],
+            caption=f"{whose}Most frequent confusions",
+        )
+
+
+def _when(document: Mapping[str, Any]) -> str:
+    return f"{document.get('weights')} weights, after step {document.get('step')}"
+
+
+def _class_axis(title: str, classes: Sequence[str]) -> dict[str, Any]:
+    """An axis with a class at each whole number: two names may be the same once they are shortened."""
+    labels = [name if len(name) <= 18 else f"{name[:9]}…{name[-8:]}" for name in classes]
+    ticks = {"tickmode": "array", "tickvals": list(range(len(classes))), "ticktext": labels}
+    return {"title": title, "showgrid": False, "constrain": "domain", **(ticks if len(classes) <= 30 else {})}
+
+
+def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], whose: str, when: str) -> Chart:
+    trace = {
+        "type": "heatmap",
+        "z": [[value / total if total else None for value in row] for row, total in zip(matrix, sums, strict=True)],
+        "customdata": [
+            [[actual, predicted, matrix[at][to]] for to, predicted in enumerate(classes)]
+            for at, actual in enumerate(classes)
+        ],
+        "hovertemplate": (
+            "actual %{customdata[0]}, predicted %{customdata[1]}: %{customdata[2]:,} (%{z:.1%})<extra></extra>"
+        ),
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": [[0, "var(--low)"], [1, "var(--high)"]],
+        "colorbar": {"tickformat": ".0%", "thickness": 12, "outlinewidth": 0},
+        # With its figure in each cell, a scale tells nothing more.
+        "showscale": len(classes) > _MOST_FIGURES,
+        "xgap": 1,
+        "ygap": 1,
+    }
+    if len(classes) <= _MOST_FIGURES:
+        trace |= {"text": [[str(value) for value in row] for row in matrix], "texttemplate": "%{text}"}
+    return Chart(
+        title=f"{whose}Confusion matrix",
+        traces=[trace],
+        layout={
+            "height": min(760, 190 + 30 * len(classes)),
+            "xaxis": _class_axis("predicted", classes),
+            "yaxis": {**_class_axis("actual", classes), "autorange": "reversed"},
+        },
+        description=f"Held-out samples, coloured by their share of the row; {when}.",
+        wide=True,
+        table=Table(
+            columns=("actual \\ predicted", *classes),
+            rows=[(name, *row) for name, row in zip(classes, matrix, strict=True)],
+            caption="Figures of this chart",
+            folded=True,
+        ),
+    )
+
+
+def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
+    """Two bars for each class, one full and one an outline, the class of the lowest F1 first."""
+    worst = scores[:_MOST_BARS]
+    names = [str(each["class"]) for each in worst]
+    looks = {"precision": ("var(--series-1)", "var(--series-1)"), "recall": ("var(--series-2)", "var(--band-2)")}
+    some = f"The {len(worst)} worst of {len(scores)} classes" if len(worst) < len(scores) else "The worst class"
+    return Chart(
+        title=f"{whose}Precision and recall by class",
+        traces=[
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": key,
+                "y": list(range(len(worst))),
+                "x": [round(each[key], 2) for each in worst],
+                "customdata": names,
+                "hovertemplate": f"%{{customdata}}: {key} %{{x}} %<extra></extra>",
+                "marker": {"color": fill, "line": {"color": colour, "width": 1.5}},
+            }
+            for key, (colour, fill) in looks.items()
+        ],
+        layout={
+            "height": 130 + 30 * max(len(worst), 6),
+            "barmode": "group",
+            "xaxis": {"title": "%", "range": [0, 100]},
+            "yaxis": {**_class_axis("", names), "autorange": "reversed"},
+            "legend": {"traceorder": "normal"},
+        },
+        description=f"{some} first, by F1. Precision: right among those predicted; recall: found among the actual.",
+        table=Table(
+            columns=("class", "samples", "precision, %", "recall, %", "F1, %"),
+            rows=[
+                (each["class"], each["count"], *(f"{each[key]:.2f}" for key in ("precision", "recall", "f1")))
+                for each in scores
+            ],
+            caption="Figures of all classes",
+            folded=True,
+        ),
+    )
+
+
+def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
+    """How often answers are right, by how confident they are; larger points hold more samples."""
+    found = [
+        (100 * each["probability"], 100 * each["right"] / each["samples"], each["samples"])
+        for each in bins
+        if each["samples"]
+    ]
+    total = sum(samples for *_, samples in found)
+    error = sum(samples * abs(confidence - right) for confidence, right, samples in found) / max(total, 1)
+    axis = {"range": [0, 100]}
+    return Chart(
+        title=f"{whose}Reliability",
+        traces=[
+            {"x": [0, 100], "y": [0, 100], "mode": "lines", "name": "as confident as right", "hoverinfo": "skip"}
+            | {"line": {"color": "var(--muted)", "dash": "dot", "width": 1.5}},
+            {
+                "x": [confidence for confidence, *_ in found],
+                "y": [right for _, right, _ in found],
+                "customdata": [samples for *_, samples in found],
+                "mode": "lines+markers",
+                "cliponaxis": False,
+                "name": "answers",
+                "hovertemplate": "%{customdata:,} answers: confidence %{x:.1f} %, right %{y:.1f} %<extra></extra>",
+                "line": {"color": "var(--series-1)", "width": 1.5},
+                "marker": {
+                    "color": "var(--series-1)",
+                    "size": [6 + 16 * (samples / total) ** 0.5 for *_, samples in found],
+                },
+            },
+        ],
+        layout={
+            "height": 430,
+            "xaxis": {"title": "mean confidence, %", **axis},
+            "yaxis": {"title": "right answers, %", **axis},
+        },
+        description=(
+            "Answers in tenths of confidence; larger points hold more. Below the diagonal the network is overconfident."
+            f" Expected calibration error: {error:.1f} %."
+        ),
+        table=Table(
+            columns=("mean confidence, %", "right, %", "samples"),
+            rows=[(f"{confidence:.1f}", f"{right:.1f}", samples) for confidence, right, samples in found],
+            caption="Figures of this chart",
+            folded=True,
+        ),
+    )

@@ -1,0 +1,332 @@
+"""Hyper-parameter search by Optuna: each trial is an ordinary run in a directory of its own.
+
+``--output`` holds Optuna's journal and the run directories. A search that was killed continues with the same command:
+the run that was under way resumes from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shlex
+import signal
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yaml import YAMLError
+
+from paceline.command import Log
+from paceline.distributed.local_launch import LAUNCHER_VARIABLE
+from paceline.errors import PacelineError, RecipeError, RunDirectoryError, TrainingError
+from paceline.pages.page import Chart, Table
+from paceline.pages.shown import Shown
+from paceline.plain_yaml import load_plain, settled
+from paceline.recipe.load import load_recipe, to_yaml
+from paceline.recipe.schema import Recipe
+from paceline.references import is_code_trusted
+from paceline.tasks.task import build_task
+from paceline.trainer.preparation import best_metric
+from paceline.units import format_count
+from paceline.world import World
+from paceline_advisor.bench.target import Target, TargetRun, follow
+from paceline_advisor.commands import Tune
+from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
+
+if TYPE_CHECKING:
+    import optuna
+
+JOURNAL = "trials.log"
+_LOOK_SECONDS, _END_SECONDS = 0.2, 120.0
+# With no trial that ended well among so many, the recipe is at fault and not the values.
+_FAILURES = 3
+# Trials that run to their end before others are held to their median, and evaluations that each may have before.
+_UNPRUNED_TRIALS, _UNPRUNED_EVALUATIONS = 4, 1
+
+Search = Mapping[str, list[Any] | dict[str, Any]]
+"""By recipe key: a list of choices, or ``low``, ``high`` and, if asked for, ``log`` or ``step``."""
+
+
+def tune(asked: Tune, log: Log) -> TuneReport:
+    """Make the trials that are still to be made, and bring all of them together.
+
+    Raises:
+        PacelineError: For a mistake in the recipe or the search, before the first trial.
+        TrainingError: If no trial ends well.
+    """
+    check_alone("tune")
+    check_can_watch()
+    recipe = load_recipe(asked.recipe, asked.overrides).recipe
+    search = read_search(asked.search)
+    for key, value in ((key, value) for key, space in search.items() for value in ends_of(space)):
+        try:
+            load_recipe(asked.recipe, [*asked.overrides, as_override(key, value)])
+        except RecipeError as error:
+            raise RecipeError(f"{asked.search}: {key}: {value} is no value of it: {error}") from error
+    if recipe.evaluate.every is None:
+        raise RecipeError("evaluate.every=off: trials are compared by their evaluations; give it an interval.")
+    task = build_task(recipe)
+    task.data_facts(World())
+    metric = best_metric(task)
+    target = Target(metric.name, math.inf, less_is_better=not metric.higher_is_better)
+    asked.output.mkdir(parents=True, exist_ok=True)
+    study = _open_study(asked, recipe, search, target)
+    _put_back(study)
+    while (made := len(_finished(study))) < asked.trials:
+        trial = study.ask()
+        if "run" not in trial.user_attrs:
+            trial.set_user_attr("run", f"trial-{len(_by_run(study)):03d}")
+        values = {key: _suggested(trial, key, space) for key, space in search.items()}
+        told = " ".join(as_override(key, value) for key, value in values.items())
+        log(f"trial {made + 1} of {asked.trials}: {told}")
+        log(f"  {_try(asked, study, trial, values, target)}")
+        failed = _finished(study)
+        if len(failed) >= _FAILURES and all("trouble" in each.user_attrs for each in failed):
+            raise TrainingError(f"the first {len(failed)} trials failed: {failed[-1].user_attrs['trouble']}")
+    return TuneReport(asked=asked, target=target, trials=_finished(study))
+
+
+def read_search(path: Path) -> Search:
+    """Read what is searched.
+
+    Raises:
+        RecipeError: If the file is not a mapping of recipe keys to lists or ranges.
+    """
+    try:
+        found = settled(load_plain(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, YAMLError) as error:
+        raise RecipeError(f"--search {path}: it cannot be read as YAML ({error}).") from error
+    if not isinstance(found, dict) or not found:
+        raise RecipeError(f"--search {path}: it must map recipe keys to values, such as optimizer.lr: [0.01, 0.1].")
+    for key, space in found.items():
+        if why := _why_no_space(space):
+            raise RecipeError(
+                f"--search {path}: {key}: {why}; give a list of choices, or {{low: A, high: B}} with log: true or "
+                "step: C if wanted."
+            )
+    return found
+
+
+def _why_no_space(space: Any) -> str:
+    if isinstance(space, list):
+        plain = all(each is None or isinstance(each, bool | int | float | str) for each in space)
+        return "" if space and plain else "a choice must be a number, a text, true, false or null"
+    if not isinstance(space, dict) or not {"low", "high"} <= space.keys() <= {"low", "high", "log", "step"}:
+        return f"found {space!r}"
+    numbers = [space[name] for name in ("low", "high", "step") if name in space]
+    if any(isinstance(each, bool) or not isinstance(each, int | float) for each in numbers):
+        return f"found {space!r}, whose ends are not numbers"
+    if not space["low"] < space["high"] or space.get("step", 1) <= 0:
+        return f"found {space!r}, but low must be below high, and a step above 0"
+    if space.get("log") and (space["low"] <= 0 or "step" in space):
+        return f"found {space!r}, but log: true needs low above 0, and no step"
+    return ""
+
+
+def ends_of(space: list[Any] | dict[str, Any]) -> list[Any]:
+    """Values that a key must be able to take: all choices, or both ends."""
+    return space if isinstance(space, list) else [space["low"], space["high"]]
+
+
+def as_override(key: str, value: Any) -> str:
+    """A value as ``KEY=VALUE``."""
+    return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _suggested(trial: optuna.Trial, key: str, space: list[Any] | dict[str, Any]) -> Any:
+    if isinstance(space, list):
+        return trial.suggest_categorical(key, space)
+    low, high, step, in_log = space["low"], space["high"], space.get("step"), bool(space.get("log"))
+    if all(isinstance(each, int) for each in (low, high, step or 1)):
+        return trial.suggest_int(key, low, high, step=step or 1, log=in_log)
+    return trial.suggest_float(key, low, high, step=step, log=in_log)
+
+
+def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> optuna.Study:
+    try:
+        import optuna
+    except ImportError as error:
+        raise PacelineError("tune needs Optuna, which is not installed; pip install 'paceline[tune]'.") from error
+    from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(asked.output / JOURNAL))),
+        study_name="paceline",
+        direction="minimize" if target.less_is_better else "maximize",
+        load_if_exists=True,
+        pruner=optuna.pruners.MedianPruner(_UNPRUNED_TRIALS, _UNPRUNED_EVALUATIONS),
+    )
+    # What was drawn before a restart is not drawn again.
+    study.sampler = optuna.samplers.TPESampler(seed=recipe.seed + len(study.trials))
+    plain = json.dumps([to_yaml(recipe), dict(search), target.metric, asked.processes], sort_keys=True)
+    identity = hashlib.sha256(plain.encode()).hexdigest()
+    if study.user_attrs.setdefault("search", identity) != identity:
+        raise RunDirectoryError(
+            f"'{asked.output}' holds the trials of another search, recipe or metric; give another --output, or remove "
+            "it."
+        )
+    study.set_user_attr("search", identity)
+    return study
+
+
+def _put_back(study: optuna.Study) -> None:
+    """Queue trials that a killed search left under way: their runs resume."""
+    from optuna.trial import TrialState
+
+    for trial in study.get_trials(states=[TrialState.RUNNING]):
+        if "run" in trial.user_attrs and trial.params:
+            study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
+        study.tell(trial.number, state=TrialState.FAIL)
+
+
+def _by_run(study: optuna.Study) -> dict[str, optuna.trial.FrozenTrial]:
+    """The last trial of each run directory."""
+    return {trial.user_attrs["run"]: trial for trial in study.trials if "run" in trial.user_attrs}
+
+
+def _finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+    return [trial for trial in _by_run(study).values() if trial.state.is_finished()]
+
+
+def _try(asked: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: Target) -> str:
+    """Train with these values, tell the study what came of it, and say it."""
+    from optuna.trial import TrialState
+
+    run, run_dir = TargetRun(seed=0), asked.output / trial.user_attrs["run"]
+    arguments = ["train", asked.recipe, *asked.overrides, "checkpoint.mirror=null"]
+    arguments += [as_override(key, value) for key, value in values.items()]
+    arguments += ["--run-dir", str(run_dir), "--processes", str(asked.processes)]
+    arguments += ["--trust-code"] * is_code_trusted()
+    is_pruned, reported = False, 0
+    # Sockets of loader processes lie in it, whose paths must be short.
+    with tempfile.TemporaryDirectory(prefix="paceline-t") as scratch:
+        variables = {LAUNCHER_VARIABLE: str(os.getpid())}  # the run stops if this process is killed
+        with Launch(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=variables) as launch:
+            try:
+                while launch.process.poll() is None and not is_pruned:
+                    time.sleep(_LOOK_SECONDS)
+                    follow(run, run_dir, target)
+                    for number, each in enumerate(run.evaluations[reported:-1], start=reported):
+                        trial.report(_value_of(each, target), number)
+                        reported, is_pruned = number + 1, trial.should_prune()
+            finally:
+                if launch.process.poll() is None:  # pruned, or interrupted: it saves, and can resume
+                    launch.process.send_signal(signal.SIGTERM)
+                    launch.wait_alone(_END_SECONDS)
+            code, why = launch.process.wait(), said(launch)
+    follow(run, run_dir, target)
+    value = _value_of(run.evaluations[-1], target) if run.evaluations else math.nan
+    trial.set_user_attr("train_seconds", run.train_seconds)
+    shown = f"{target.metric} {value:.4g} after {run.train_seconds:.0f} s"
+    if is_pruned:
+        study.tell(trial, state=TrialState.PRUNED)
+        return f"stopped early: {shown}, worse than the median"
+    if code == 0 and math.isfinite(value):
+        study.tell(trial, value)
+        return shown
+    trouble = why or f"exit code {code}"
+    trial.set_user_attr("trouble", trouble)
+    study.tell(trial, state=TrialState.FAIL)
+    return f"failed: {trouble}"
+
+
+def _value_of(evaluation: Mapping[str, Any], target: Target) -> float:
+    value = evaluation.get(target.metric)
+    worst = math.inf if target.less_is_better else -math.inf
+    return worst if value is None else float(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneReport:
+    """All trials of a search.
+
+    Attributes:
+        asked: What was asked for.
+        target: The metric, and which direction is better.
+        trials: Optuna's, each with its run directory among its ``user_attrs``.
+    """
+
+    asked: Tune
+    target: Target
+    trials: Sequence[optuna.trial.FrozenTrial]
+
+    @property
+    def ranked(self) -> list[optuna.trial.FrozenTrial]:
+        """Trials that ran to their end, the best first."""
+        ended = [each for each in self.trials if each.value is not None and each.state.name == "COMPLETE"]
+        return sorted(ended, key=lambda each: each.value or 0.0, reverse=not self.target.less_is_better)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as one JSON object."""
+        return {
+            "recipe": self.asked.recipe,
+            "metric": self.target.metric,
+            "higher_is_better": not self.target.less_is_better,
+            "best": self.ranked[0].user_attrs["run"] if self.ranked else None,
+            "trials": [
+                {
+                    "run": each.user_attrs["run"],
+                    "state": each.state.name.lower(),
+                    "value": each.value if each.state.name == "COMPLETE" else None,
+                    "values": each.params,
+                    "train_seconds": each.user_attrs.get("train_seconds"),
+                    "trouble": each.user_attrs.get("trouble"),
+                }
+                for each in self.trials
+            ],
+        }
+
+    def __paceline__(self) -> Shown:
+        """Return the trials as a table, the best first, and on a page each value against its metric."""
+        ranked = self.ranked
+        others = [each for each in self.trials if each not in ranked]
+        keys = list(dict.fromkeys(key for each in self.trials for key in each.params))
+        rows = [_row(each, keys) for each in (*ranked, *others)]
+        blocks: list[Any] = [
+            Table(columns=("run", self.target.metric, *keys, "seconds"), rows=rows, caption="Trials, the best first")
+        ]
+        if ranked:
+            best = [as_override(key, value) for key, value in ranked[0].params.items()]
+            command = shlex.join(["paceline", "train", self.asked.recipe, *self.asked.overrides, *best])
+            runs = [str(self.asked.output / each.user_attrs["run"]) for each in ranked[:3]]
+            blocks += [f"Best: {command}", f"Compare: {shlex.join(['paceline', 'report', *runs])}"]
+        return Shown(
+            title="Hyper-parameter search",
+            subtitle=f"{self.asked.recipe}, {format_count(len(self.trials))} trials",
+            blocks=blocks,
+            on_page=[self._chart(key, ranked) for key in keys],
+            ok=bool(ranked) or "no trial ran to its end.",
+        )
+
+    def _chart(self, key: str, ranked: Sequence[optuna.trial.FrozenTrial]) -> Chart:
+        values = [each.params.get(key) for each in ranked]
+        is_log = isinstance(space := read_search(self.asked.search).get(key), dict) and bool(space.get("log"))
+        names = [each.user_attrs["run"] for each in ranked]
+        points = {
+            "type": "scatter",
+            "mode": "markers",
+            "x": values,
+            "y": [each.value for each in ranked],
+            "text": names,
+        }
+        axis = {"title": key, "type": "log" if is_log else None}
+        return Chart(
+            title=f"{self.target.metric} by {key}",
+            traces=[points],
+            layout={"xaxis": axis, "yaxis": {"title": self.target.metric}},
+            description=f"Each trial's last {self.target.metric} against its {key}.",
+        )
+
+
+def _row(trial: optuna.trial.FrozenTrial, keys: Sequence[str]) -> tuple[str, ...]:
+    states = {"PRUNED": "stopped early", "FAIL": "failed"}
+    value = states.get(trial.state.name, "") or f"{trial.value:.4g}"
+    shown = [trial.params.get(key, "") for key in keys]
+    texts = [f"{each:.4g}" if isinstance(each, float) else str(each) for each in shown]
+    return (trial.user_attrs["run"], value, *texts, f"{trial.user_attrs.get('train_seconds', 0):.0f}")

@@ -1,0 +1,73 @@
+"""A search makes ordinary runs, stops bad ones early, and survives a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import RecipeError, RunDirectoryError
+
+pytest.importorskip("optuna")
+
+from paceline_advisor.commands import Tune
+from paceline_advisor.tuning import tune as module
+
+
+@pytest.fixture
+def asked(tiny_recipe: Path, tmp_path: Path) -> Callable[..., Tune]:
+    """``asked("optimizer.lr: [0.1, 0.2]", trials=3)``; each evaluates twenty times."""
+
+    def make(search: str, *overrides: str, **more: Any) -> Tune:
+        (tmp_path / "search.yaml").write_text(search)
+        words = ("train.duration=200 steps", "evaluate.every=10 steps", "checkpoint.every=off", *overrides)
+        given = {"trials": 2, "output": tmp_path / "out", **more}
+        return Tune(recipe=str(tiny_recipe), overrides=words, search=tmp_path / "search.yaml", **given)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("search", "said"),
+    [
+        ("", "must map recipe keys"),
+        ("- 1", "must map recipe keys"),
+        ("optimizer.lr: 0.1", "found 0.1"),
+        ("optimizer.lr: []", "a choice must be"),
+        ("optimizer.lr: [[1]]", "a choice must be"),
+        ("optimizer.lr: {low: 1}", "found {'low': 1}"),
+        ("optimizer.lr: {low: 1, high: 2, by: 3}", "'by': 3"),
+        ("optimizer.lr: {low: 2, high: 1}", "low must be below high"),
+        ("optimizer.lr: {low: a, high: b}", "not numbers"),
+        ("optimizer.lr: {low: 0, high: 1, log: true}", "low above 0"),
+        ("optimizer.rate: [1]", "optimizer.rate"),
+        ("optimizer.lr: {low: -1, high: 1}", "optimizer.lr: -1"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_wrong_search_is_refused_before_the_first_trial(asked: Callable[..., Tune], search: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=r"search\.yaml") as raised:
+        module.tune(asked(search), lambda _: None)
+    assert said in str(raised.value)
+    assert not asked(search).output.exists()
+
+
+@pytest.mark.thorough
+def test_a_bad_trial_is_stopped_and_another_search_is_refused(
+    asked: Callable[..., Tune], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_UNPRUNED_TRIALS", 1)
+    # Rates of the second kind learn nothing; a run of it is long enough to be stopped.
+    search = asked("optimizer.lr: [0.05, 1.0e-12]", "train.duration=2000 steps", trials=4)
+    report = module.tune(search, lambda _: None)
+    states = [(each.params["optimizer.lr"], each.state.name) for each in report.trials]
+    good = next(number for number, (rate, _) in enumerate(states) if rate == 0.05)
+    assert {rate for rate, _ in states} == {0.05, 1e-12}
+    assert all(state == ("COMPLETE" if rate == 0.05 else "PRUNED") for rate, state in states[good:]), states
+    assert report.ranked[0].params == {"optimizer.lr": 0.05}
+    document = report.to_json()
+    assert document["best"] == report.ranked[0].user_attrs["run"]
+    with pytest.raises(RunDirectoryError, match="another search"):
+        module.tune(asked("optimizer.lr: [0.1]", trials=9), lambda _: None)
