@@ -121,7 +121,7 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
             raise ValueError(f"found {name}={str(value)[:80]}, but it must be {_RULES[name][1]}")
         if name in ("mean", "std") and len(value) not in (1, entry.get("channels", len(value))):
             raise ValueError(f"found {len(value)} numbers as {name}, but there are {entry['channels']} channels")
-        scales = (entry.get("target_mean"), entry.get("target_std"))
+        scales = [entry.get(each) or [] for each in ("target_mean", "target_std")]
         if name == "targets" and any(not _are_numbers(each) or len(each) != len(value) for each in scales):
             raise ValueError(f"found {len(value)} targets, but not as many numbers in target_mean and target_std")
     return entry
