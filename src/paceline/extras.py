@@ -87,6 +87,7 @@ _WANDB = Library("wandb", "wandb", at_least="0.31")
 
 # In the order in which a user meets them. What only developers need (dev, ci) is not among them.
 EXTRAS = (
+    Extra("tune", "hyper-parameter search", (Library("optuna", "optuna"),)),
     Extra("pack", "packed datasets written, Hugging Face datasets read from disk", (Library("pyarrow", "pyarrow"),)),
     Extra(
         "simplejpeg", "fast JPEG decoding without our compiled decoder", (Library("simplejpeg", "simplejpeg", "1.7"),)

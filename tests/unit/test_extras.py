@@ -53,6 +53,7 @@ TINY = (
 # What needs each library; the others are told of by `paceline env` alone: without simplejpeg Pillow decodes,
 # fp8 asks for a GPU first, and no command of ours builds the pages.
 NEEDS = {
+    "tune": ["tune", "digits", "--search", "search.yaml"],
     "pack": ["pack", "photos", "packed"],
     "dali": ["train", "image_folder", "data.path=photos", "data.backend=dali", "--plan-only"],
     "adapters": [

@@ -1,4 +1,4 @@
-"""Confusion matrix, scores by class and reliability of an evaluation, as they are counted, written and read.
+"""Confusion matrix, scores by class and reliability of an evaluation: counted, written and read.
 
 Loads no torch, since reports read what an evaluation wrote.
 """
@@ -31,7 +31,7 @@ def merged(parts: Iterable[Triples]) -> Triples:
 
 
 def confusion_document(triples: Triples, parts: Iterable[Reliability], names: Sequence[str]) -> dict[str, Any]:
-    """A confusion matrix as it is written: rows are labels, columns what was answered.
+    """A confusion matrix: rows are labels, columns are predictions.
 
     Up to 100 classes as ``matrix``; beyond, where most of it is zero, as ``triples`` of label, answer and count.
 

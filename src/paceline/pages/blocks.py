@@ -123,7 +123,7 @@ class Picture:
     Attributes:
         data: A data URL of a PNG, JPEG, WebP or GIF.
         caption: Beneath it.
-        alternative: What it shows: for who cannot see it, and beside the pointer.
+        alternative: Its description, for screen readers and as a tooltip.
     """
 
     data: str
@@ -133,7 +133,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Gallery:
-    """Pictures side by side; one whose data is no picture is told by its words alone.
+    """Pictures side by side; one without valid image data shows only its text.
 
     Attributes:
         pictures: In order.

@@ -449,5 +449,5 @@ class Data:
         return sys.maxsize if self.on_bad == "skip" else self.max_broken
 
     def most_unread(self, samples: int) -> int:
-        """How many of so many samples are left out later: more than `skip` lets pass is a disk that fails."""
+        """Return how many unreadable samples are left out after the start; with `skip`, more mean a failing disk."""
         return max(10, samples // 100) if self.on_bad == "skip" else self.max_broken

@@ -229,7 +229,7 @@ def _drop_old_choices(
         if applies is None or applies.to not in above or key in above:
             continue
         choice = above[applies.to]
-        # A schedule or loss of one's own may use every key; an optimizer is given none of those for ours.
+        # A custom schedule or loss may use every key; a custom optimizer gets none of the keys for built-in ones.
         is_own_optimizer = path == "optimizer." and is_reference(str(choice))
         if choice is not None and (is_own_optimizer or not applies.allow(choice)):
             notices.append(f"{path}{key}={merged.pop(key)} dropped: it has no effect with {path}{applies.to}={choice}")

@@ -26,7 +26,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 # A shorter run is over before a forecast is worth its passes.
 _FEWEST_STEPS = 20
-# Passes are repeated for so long, or so many of them.
+# Timed passes end after this many seconds, or this many passes.
 _SECONDS, _PASSES = 1.0, 30
 _PASSES_OF_A_RANK = 2
 # A first pass that takes longer is itself the measure. On a GPU it looks for the fastest kernels, and says nothing.

@@ -17,13 +17,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import optuna
+from optuna.storages.journal import JournalFileBackend, JournalStorage
+from optuna.trial import TrialState
 from yaml import YAMLError
 
 from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
-from paceline.errors import PacelineError, RecipeError, RunDirectoryError, TrainingError
+from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plain_yaml import load_plain, settled
@@ -37,9 +40,6 @@ from paceline.world import World
 from paceline_advisor.bench.target import Target, TargetRun, follow
 from paceline_advisor.commands import Tune
 from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
-
-if TYPE_CHECKING:
-    import optuna
 
 JOURNAL = "trials.log"
 _LOOK_SECONDS, _END_SECONDS = 0.2, 120.0
@@ -148,12 +148,6 @@ def _suggested(trial: optuna.Trial, key: str, space: list[Any] | dict[str, Any])
 
 
 def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> optuna.Study:
-    try:
-        import optuna
-    except ImportError as error:
-        raise PacelineError("tune needs Optuna, which is not installed; pip install 'paceline[tune]'.") from error
-    from optuna.storages.journal import JournalFileBackend, JournalStorage
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
         storage=JournalStorage(JournalFileBackend(str(asked.output / JOURNAL))),
@@ -177,8 +171,6 @@ def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> 
 
 def _put_back(study: optuna.Study) -> None:
     """Queue trials that a killed search left under way: their runs resume."""
-    from optuna.trial import TrialState
-
     for trial in study.get_trials(states=[TrialState.RUNNING]):
         if "run" in trial.user_attrs and trial.params:
             study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
@@ -196,8 +188,6 @@ def _finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 
 def _try(asked: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: Target) -> str:
     """Train with these values, tell the study what came of it, and say it."""
-    from optuna.trial import TrialState
-
     run, run_dir = TargetRun(seed=0), asked.output / trial.user_attrs["run"]
     arguments = ["train", asked.recipe, *asked.overrides, "checkpoint.mirror=null"]
     arguments += [as_override(key, value) for key, value in values.items()]
@@ -259,7 +249,7 @@ class TuneReport:
     @property
     def ranked(self) -> list[optuna.trial.FrozenTrial]:
         """Trials that ran to their end, the best first."""
-        ended = [each for each in self.trials if each.value is not None and each.state.name == "COMPLETE"]
+        ended = [each for each in self.trials if each.value is not None and each.state == TrialState.COMPLETE]
         return sorted(ended, key=lambda each: each.value or 0.0, reverse=not self.target.less_is_better)
 
     def to_json(self) -> dict[str, Any]:
@@ -273,7 +263,7 @@ class TuneReport:
                 {
                     "run": each.user_attrs["run"],
                     "state": each.state.name.lower(),
-                    "value": each.value if each.state.name == "COMPLETE" else None,
+                    "value": each.value if each.state == TrialState.COMPLETE else None,
                     "values": each.params,
                     "train_seconds": each.user_attrs.get("train_seconds"),
                     "trouble": each.user_attrs.get("trouble"),
