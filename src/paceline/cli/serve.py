@@ -91,11 +91,6 @@ class Serve:
                 best=self.best,
                 trust_code=self.trust_code,
             )
-            if predictor.number_names:
-                raise PacelineError(
-                    f"{self.target} says numbers of an image, and serve answers with labels or boxes; use paceline "
-                    "predict, or paceline export --format onnx."
-                )
 
             def ready() -> None:
                 if not address.is_loopback:

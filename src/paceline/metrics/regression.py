@@ -1,8 +1,12 @@
-"""Errors of predicted numbers: mean absolute, root mean squared and R², exact over any number of processes."""
+"""Errors of predicted numbers: mean absolute, root mean squared and R², exact over any number of processes.
+
+For the run's report some pairs of numbers are kept, the same for any number of processes.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,15 +15,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.data.random_draws import uniforms
 from paceline.metrics.accumulator import Metric
 
 _NAMES = {"mae": False, "rmse": False, "r2": True}
 """What is measured, and whether more of it is better."""
 
+_MOST_POINTS = 1000
+NumberPart = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Sums of each batch, [batches, 5, columns]; and for some samples a draw, the number, targets and predictions."""
+
+
+def plain_names(columns: Sequence[str]) -> tuple[str, ...]:
+    """Names of columns as metrics have them: letters, digits and underscores; numbers where that makes two alike."""
+    names = tuple(re.sub(r"\W+", "_", column) for column in columns)
+    return names if len(set(names)) == len(names) else tuple(f"column{place}" for place, _ in enumerate(names))
+
 
 def error_metrics(columns: Sequence[str]) -> tuple[Metric, ...]:
     """The mean over columns of each metric, and where there are several columns, each column's own."""
-    ends = ("", *(f"_{column}" for column in columns)) if len(columns) > 1 else ("",)
+    ends = ("", *(f"_{column}" for column in plain_names(columns))) if len(columns) > 1 else ("",)
     return tuple(
         Metric(name=f"{name}{end}", higher_is_better=is_higher, is_collected=True)
         for end in ends
@@ -28,18 +43,22 @@ def error_metrics(columns: Sequence[str]) -> tuple[Metric, ...]:
 
 
 class NumberErrors:
-    """Sums errors of columns of numbers; satisfies :class:`paceline.metrics.accumulator.Collector`.
+    """Sums errors of columns of numbers; satisfies :class:`paceline.metrics.accumulator.DetailedCollector`.
 
-    Of each batch a few sums are kept, which are added up exactly: the batches may be scored by any processes.
+    Of each batch a few sums are kept, which are added up exactly: the batches may be scored by any processes. The
+    numbers of all samples stay on the device until the evaluation ends.
 
     Args:
         columns: What they are called.
         scale: What one is in the user's units, of each column.
+        mean: What zero is, likewise.
     """
 
-    def __init__(self, columns: Sequence[str], scale: Sequence[float]) -> None:
-        self._columns, self._scale = columns, scale
+    def __init__(self, columns: Sequence[str], scale: Sequence[float], mean: Sequence[float]) -> None:
+        self._columns, self._scale, self._mean = columns, scale, mean
         self._sums: list[Tensor] = []
+        self._pairs: list[Tensor] = []
+        self._ids: list[NDArray[np.int64]] = []
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
         """Take ``error`` and ``target``, float [N, columns], both standardised."""
@@ -47,16 +66,39 @@ class NumberErrors:
         error, target = values["error"].to(precise), values["target"].to(precise)
         columns = (torch.ones_like(error), error.abs(), error.square(), target, target.square())
         self._sums.append(torch.stack([each.sum(dim=0) for each in columns]))
+        self._pairs.append(torch.stack((target, target + error), dim=1).float())
+        self._ids.append(ids)
 
-    def part(self) -> NDArray[np.float64]:
-        """Sums of each batch, [batches, 5, columns]; waits for the device."""
+    def part(self) -> NumberPart:
+        """What this process has; waits for the device."""
         if not self._sums:
-            return np.empty((0, 5, len(self._columns)))
-        return torch.stack(self._sums).cpu().numpy().astype(np.float64)
+            return np.empty((0, 5, len(self._columns))), np.empty((0, 2 + 2 * len(self._columns)))
+        ids = np.concatenate(self._ids)
+        draws = uniforms(0, 0, ids, 1)[:, 0]
+        chosen = np.argsort(draws)[:_MOST_POINTS]
+        pairs = torch.cat(self._pairs)[torch.from_numpy(chosen)].cpu().numpy().astype(np.float64)
+        pairs = pairs * np.array(self._scale) + np.array(self._mean)
+        points = np.column_stack((draws[chosen], ids[chosen], pairs.reshape(len(chosen), -1)))
+        return torch.stack(self._sums).cpu().numpy().astype(np.float64), points
 
-    def results(self, parts: Sequence[NDArray[np.float64]]) -> dict[str, float]:
+    def details(self, parts: Sequence[NumberPart]) -> dict[str, Any]:
+        """Targets and predictions of at most 1,000 samples, in the order of their numbers."""
+        points = np.concatenate([points for _, points in parts])
+        points = points[np.isfinite(points).all(axis=1)]
+        points = points[points[:, 0].argsort()[:_MOST_POINTS]]
+        points = points[points[:, 1].argsort()]
+        width = len(self._columns)
+        return {
+            "columns": list(self._columns),
+            "points": [
+                {"sample": int(row[1]), "actual": _plain(row[2 : 2 + width]), "predicted": _plain(row[2 + width :])}
+                for row in points
+            ],
+        }
+
+    def results(self, parts: Sequence[NumberPart]) -> dict[str, float]:
         """The metrics over all processes; not numbers where there are no samples or an error is not finite."""
-        sums = np.concatenate(parts)
+        sums = np.concatenate([sums for sums, _ in parts])
         found = []
         for place, scale in enumerate(self._scale):
             count, absolute, squared, total, squares = (_total(sums[:, each, place]) for each in range(5))
@@ -68,9 +110,13 @@ class NumberErrors:
             found.append((scale * mean, scale * math.sqrt(mean_square), r2))
         results = {name: sum(each) / len(found) for name, each in zip(_NAMES, zip(*found, strict=True), strict=True)}
         if len(found) > 1:
-            for column, numbers in zip(self._columns, found, strict=True):
+            for column, numbers in zip(plain_names(self._columns), found, strict=True):
                 results |= {f"{name}_{column}": number for name, number in zip(_NAMES, numbers, strict=True)}
         return results
+
+
+def _plain(numbers: NDArray[np.float64]) -> list[float]:
+    return [float(f"{number:.6g}") for number in numbers]
 
 
 def _total(numbers: NDArray[np.float64]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,7 +25,6 @@ from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Model
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
-_OF_CLASSES = ("train.label_smoothing", "train.target_threshold", "train.loss_options")
 _NO_CLASSES = "image_regression learns numbers, not classes"
 
 
@@ -92,7 +90,7 @@ class ImageRegression(ImageTask):
                 "data.mix.mixup, which mixes the numbers too, or leave it out."
             )
         reasons |= dict.fromkeys(("data.target_mean", "data.target_std"), "over the training images")
-        self.metrics = (Metric(name="loss"), *error_metrics(plain_names(found.classes)))
+        self.metrics = (Metric(name="loss"), *error_metrics(found.classes))
         return {
             "targets": list(found.classes),
             "target_mean": list(found.target_mean),
@@ -111,7 +109,8 @@ class ImageRegression(ImageTask):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Mean absolute and root mean squared error, in the user's units, and R²."""
-        return (NumberErrors(plain_names(self.dataset.classes), self.dataset.target_std),)
+        found = self.dataset
+        return (NumberErrors(found.classes, found.target_std, found.target_mean),)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Each number as predicted and as the data has it, in the user's units, float64 [N]."""
@@ -135,12 +134,6 @@ def _mean_and_std(column: NDArray[np.float64]) -> tuple[float, float]:
         return float(column[0]), 0.0
     mean = math.fsum(column) / len(column)
     return mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column))
-
-
-def plain_names(columns: Sequence[str]) -> tuple[str, ...]:
-    """Names of columns as metrics have them: letters, digits and underscores; numbers where that makes two alike."""
-    names = tuple(re.sub(r"\W+", "_", column) for column in columns)
-    return names if len(set(names)) == len(names) else tuple(f"column{place}" for place, _ in enumerate(names))
 
 
 def in_units(numbers: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
-from paceline.metrics.regression import NumberErrors, error_metrics
+from paceline.metrics.regression import NumberErrors, error_metrics, plain_names
 
 Numbers = NDArray[np.float64]
 
@@ -20,12 +21,16 @@ def measured(targets: Numbers, found: Numbers, shares: list[list[int]], **of: li
     columns = [f"c{place}" for place in range(targets.shape[2])]
     parts = []
     for share in shares:
-        errors = NumberErrors(columns, of.get("scale", [1.0] * len(columns)))
+        errors = collector(columns, **of)
         for batch in share:
             target, answer = (torch.from_numpy(each[batch]) for each in (targets, found))
             errors.add({"error": answer - target, "target": target}, np.arange(len(target)))
         parts.append(errors.part())
-    return NumberErrors(columns, of.get("scale", [1.0] * len(columns))).results(parts)
+    return collector(columns, **of).results(parts)
+
+
+def collector(columns: list[str], **of: list[float]) -> NumberErrors:
+    return NumberErrors(columns, of.get("scale", [1.0] * len(columns)), of.get("mean", [0.0] * len(columns)))
 
 
 @pytest.mark.parametrize("columns", [1, 3])
@@ -63,3 +68,31 @@ def test_an_answer_that_is_not_finite_is_not_a_result() -> None:
     found = np.full_like(targets, math.inf)
     assert not any(map(math.isfinite, measured(targets, found, [[0]]).values()))
     assert all(map(math.isnan, measured(targets, found, [[]]).values()))
+
+
+def test_names_of_columns_become_names_of_metrics() -> None:
+    assert plain_names(["weight kg", "größe"]) == ("weight_kg", "größe")
+    assert plain_names(["a b", "a-b"]) == ("column0", "column1")
+
+
+def test_the_pairs_that_are_kept_are_in_units_and_the_same_over_any_processes() -> None:
+    draws = np.random.default_rng(0)
+    targets, found = draws.normal(size=(2, 30, 50, 2))
+
+    def kept(shares: list[list[int]]) -> dict[str, Any]:
+        parts = []
+        for share in shares:
+            errors = NumberErrors(["a", "b"], [2, 1], [10, 0])
+            for batch in share:
+                target, answer = (torch.from_numpy(each[batch]) for each in (targets, found))
+                errors.add({"error": answer - target, "target": target}, np.arange(50 * batch, 50 * batch + 50))
+            parts.append(errors.part())
+        return NumberErrors(["a", "b"], [2, 1], [10, 0]).details(parts)
+
+    one = kept([list(range(30))])
+    assert one == kept([list(range(0, 30, 2)), list(range(29, 0, -2)), []])
+    assert (one["columns"], len(one["points"])) == (["a", "b"], 1000)
+    for point in one["points"]:
+        batch, at = divmod(point["sample"], 50)
+        assert point["actual"] == pytest.approx(targets[batch, at] * [2, 1] + [10, 0], rel=1e-5, abs=1e-5)
+        assert point["predicted"] == pytest.approx(found[batch, at] * [2, 1] + [10, 0], rel=1e-5, abs=1e-5)

@@ -28,7 +28,7 @@ from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
-from paceline.tasks.image_regression import ImageRegression, in_units, plain_names
+from paceline.tasks.image_regression import ImageRegression, in_units
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.preparation import plan_run
@@ -152,11 +152,6 @@ def test_losses_are_torchs_and_scores_are_the_losses_of_each_image(loss: str) ->
     wanted = {"mse": torch.nn.MSELoss, "l1": torch.nn.L1Loss, "huber": torch.nn.HuberLoss}[loss]()(answers, targets)
     assert task.loss(lambda inputs: inputs, batch) == wanted
     assert task.score(lambda inputs: inputs, batch)["loss"].mean() == pytest.approx(float(wanted), rel=1e-6)
-
-
-def test_names_of_columns_become_names_of_metrics() -> None:
-    assert plain_names(["weight kg", "größe"]) == ("weight_kg", "größe")
-    assert plain_names(["a b", "a-b"]) == ("column0", "column1")
 
 
 @pytest.fixture(scope="module")
