@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.random_draws import uniforms
 from paceline.metrics.accumulator import Metric
 
 _NAMES = {"mae": False, "rmse": False, "r2": True}
@@ -23,7 +22,7 @@ _NAMES = {"mae": False, "rmse": False, "r2": True}
 
 _MOST_POINTS = 1000
 NumberPart = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Sums of each batch, [batches, 5, columns]; and for some samples a draw, the number, targets and predictions."""
+"""Sums of each batch, [batches, 5, columns]; and of some samples the number, targets and predictions."""
 
 
 def plain_names(columns: Sequence[str]) -> tuple[str, ...]:
@@ -72,26 +71,24 @@ class NumberErrors:
     def part(self) -> NumberPart:
         """What this process has; waits for the device."""
         if not self._sums:
-            return np.empty((0, 5, len(self._columns))), np.empty((0, 2 + 2 * len(self._columns)))
+            return np.empty((0, 5, len(self._columns))), np.empty((0, 1 + 2 * len(self._columns)))
         ids = np.concatenate(self._ids)
-        draws = uniforms(0, 0, ids, 1)[:, 0]
-        chosen = np.argsort(draws)[:_MOST_POINTS]
+        chosen = _some(ids)
         pairs = torch.cat(self._pairs)[torch.from_numpy(chosen)].cpu().numpy().astype(np.float64)
         pairs = pairs * np.array(self._scale) + np.array(self._mean)
-        points = np.column_stack((draws[chosen], ids[chosen], pairs.reshape(len(chosen), -1)))
+        points = np.column_stack((ids[chosen], pairs.reshape(len(chosen), -1)))
         return torch.stack(self._sums).cpu().numpy().astype(np.float64), points
 
     def details(self, parts: Sequence[NumberPart]) -> dict[str, Any]:
         """Targets and predictions of at most 1,000 samples, in the order of their numbers."""
         points = np.concatenate([points for _, points in parts])
         points = points[np.isfinite(points).all(axis=1)]
-        points = points[points[:, 0].argsort()[:_MOST_POINTS]]
-        points = points[points[:, 1].argsort()]
+        points = points[_some(points[:, 0])]
         width = len(self._columns)
         return {
             "columns": list(self._columns),
             "points": [
-                {"sample": int(row[1]), "actual": _plain(row[2 : 2 + width]), "predicted": _plain(row[2 + width :])}
+                {"sample": int(row[0]), "actual": _plain(row[1 : 1 + width]), "predicted": _plain(row[1 + width :])}
                 for row in points
             ],
         }
@@ -113,6 +110,13 @@ class NumberErrors:
             for column, numbers in zip(plain_names(self._columns), found, strict=True):
                 results |= {f"{name}_{column}": number for name, number in zip(_NAMES, numbers, strict=True)}
         return results
+
+
+def _some(ids: NDArray[Any]) -> NDArray[np.int64]:
+    """Where some of the samples are, in the order of their numbers; a hash of the number chooses (Knuth 1973)."""
+    hashes = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    chosen = np.argsort(hashes)[:_MOST_POINTS]
+    return chosen[np.argsort(ids[chosen])]
 
 
 def _plain(numbers: NDArray[np.float64]) -> list[float]:
