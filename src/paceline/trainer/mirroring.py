@@ -485,7 +485,7 @@ def mirror_checkpoints(
 
     Args:
         directory: The run's, opened: its records are cut back.
-        asked: What was asked for.
+        request: What was asked for.
         decision: How it begins.
         mirror_state: What was found at the address before.
         collectives: All processes.

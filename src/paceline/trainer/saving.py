@@ -13,7 +13,7 @@ from paceline import __version__
 from paceline.checkpoint.mirror import Sendable
 from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.sharded import ShardedSave
-from paceline.checkpoint.store import Best, Choice, SavedCheckpoint
+from paceline.checkpoint.store import Best, Choice, SavedCheckpoint, checkpoint_name
 from paceline.errors import CheckpointError, TrainingError
 from paceline.recipe.load import to_yaml
 from paceline.records.events import CheckpointEvent, ResumeEvent
@@ -42,7 +42,7 @@ def save_checkpoint(run: Run) -> None:
         run.collectives.on_first(run.directory.check_in_place)
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
-        name = f"step-{run.progress.step:08d}"
+        name = checkpoint_name(run.progress.step)
         report_mirror(run.mirroring, run.recorder)
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
         # Records reach the disk before the checkpoint that vouches for them does.

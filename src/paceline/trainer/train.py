@@ -68,7 +68,7 @@ from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLo
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
-from paceline.units import format_count, format_metric, metric_title
+from paceline.units import counted, format_count, format_metric, metric_title
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
@@ -454,7 +454,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     if run.utilisation is not None:
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
-        message = f"the processes died and were started again, {restarts} time{'s' * (restarts > 1)} by now"
+        message = f"the processes died and were started again, {counted(restarts, 'time')} by now"
         run.recorder.incident("restart", message)
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
@@ -480,7 +480,7 @@ def _load(run: Run) -> None:
 
 def _plan_in_words(run: Run) -> tuple[str, str]:
     plan = run.plan
-    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    processes = counted(plan.world_size, "process")
     samples = (
         f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples"
     )
