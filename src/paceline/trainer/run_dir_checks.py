@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.format import Manifest, read_header
-from paceline.checkpoint.reading import check_sizes
-from paceline.checkpoint.store import (
-    BEST_FILE_NAME,
-    CheckpointStore,
-    Choice,
-    DamagedCheckpoint,
-    choose,
-    read_manifest,
-    step_of,
-)
+from paceline.checkpoint.reading import check_sizes, read_manifest
+from paceline.checkpoint.store import BEST_FILE_NAME, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
 from paceline.data.balance import SampleLengths
 from paceline.data.class_balance import ClassDraws
 from paceline.distributed.collectives import Collectives
@@ -478,7 +470,7 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
         raise RunDirectoryError(f"--resume={request.resume}: there is no run in '{root}' to go on with.{meant}")
     tracked = [directory.tracked(name) for name in TRACKERS]
-    outdated = (directory.events, directory.confusion, directory.examples, *tracked)
+    outdated = (directory.events, *directory.evaluation_files, *tracked)
     return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
 
 

@@ -23,7 +23,7 @@ from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.models.roofline import utilisation
 from paceline.records.events import MeasurementEvent
 from paceline.records.ledger import LedgerWriter
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import ImageTask
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.preparation import Prepared, without_initial_weights
 
@@ -274,6 +274,11 @@ class Window:
         noise = {} if self._noise is None or not self._noise.has_measured else {"noise": self._noise.state_dict()}
         return {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss], **noise}
 
+    @staticmethod
+    def losses(state: Mapping[str, Any]) -> list[float]:
+        """Each process's mean loss since the last record, from what :meth:`state_dict` gave."""
+        return [losses / max(samples, 1) for losses, samples, *_ in state["ranks"]]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's sums; in another world the first rank takes them all."""
         world, ranks = self._collectives.world, state["ranks"]
@@ -415,7 +420,7 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
 def _why_not(prepared: Prepared) -> str:
     """What makes the FLOPs of a sample another number from one step to the next, or not to be had without data."""
     task, recipe = prepared.task, prepared.recipe
-    if not isinstance(task, ImageClassification) or type(task).open_pipeline is not ImageClassification.open_pipeline:
+    if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
         return "the task has a pipeline of its own, whose batches are not known without reading them"
     if recipe.data.progressive.start_size is not None:
         return "data.progressive changes the size of images"

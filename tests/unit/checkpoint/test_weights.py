@@ -175,28 +175,22 @@ def test_metadata_that_is_not_ours_is_one_sentence(tmp_path: Path, text: str) ->
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("key", ["mean", "std"])
-def test_numbers_too_large_to_compute_with_are_refused(key: str) -> None:
-    with pytest.raises(NotFiniteError, match=f"{key} .* must be finite"):
-        check_scale({key: [10**400]}, "w")
+def test_numbers_too_large_to_compute_with_are_refused() -> None:
+    with pytest.raises(NotFiniteError, match=r"mean .* must be finite"):
+        check_scale({"mean": [10**400]}, "w")
 
 
-A, B, W = torch.ones(2, 3), torch.ones(4, 2), torch.ones(4, 3)
-UNFIT: list[dict[str, torch.Tensor | None]] = [
-    *({name: None} for name in "ABW"),
-    *({"A": each} for each in (torch.ones(2, 4), torch.ones(1, 3), A[0], A[0, 0], A.int())),
-    *({"B": each} for each in (torch.ones(3, 2), B[0], B[0, 0], B[..., None, None])),
-    *({"W": W[0]}, {"W": W[0, 0]}, {"A": torch.ones(3, 3), "B": torch.ones(4, 3)}, {"weight": W}),
-]
+ENDS = {"A": "lora_A.default.weight", "B": "lora_B.default.weight", "W": "base_layer.weight", "V": "weight"}
+UNFIT = {"A": [(2, 4), (1, 3), (3,), ()], "B": [(3, 2), (2,), (), (4, 2, 1, 1)], "W": [(3,), ()], "V": [(4, 3)]}
+CHANGES: list[Any] = [*({k: each} for k in UNFIT for each in UNFIT[k]), {"A": None}, {"A": (3, 3), "B": (4, 3)}]
 
 
-@pytest.mark.parametrize(("changes", "alpha"), [*((each, 4) for each in UNFIT), ({}, 10**400), ({}, float("nan"))])
+@pytest.mark.parametrize(("changes", "alpha"), [*((each, 4) for each in CHANGES), ({}, 10**400), ({}, float("nan"))])
 def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, changes: Any, alpha: float) -> None:
-    called = {"A": "lora_A.default.weight", "B": "lora_B.default.weight", "W": "base_layer.weight"}
-    state = {f"body.{called.get(name, name)}": each for name, each in ({"A": A, "B": B, "W": W} | changes).items()}
+    shapes = {"A": (2, 3), "B": (4, 2), "W": (4, 3)} | changes
+    state = {f"body.{ENDS[each]}": torch.ones(shape) for each, shape in shapes.items() if shape is not None}
     recipe = json.dumps({"model": {"adapters": {"rank": 2, "alpha": alpha}}})
-    held = {name: each.clone() for name, each in state.items() if each is not None}
-    save_file(held, tmp_path / "w.safetensors", {"recipe": recipe})
+    save_file(state, tmp_path / "w.safetensors", {"recipe": recipe})
     with pytest.raises(CheckpointError, match=r"the adapters of 'body' do not fit|alpha=.* must be finite"):
         assert read_weights(tmp_path / "w.safetensors").plain
 

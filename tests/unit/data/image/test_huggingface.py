@@ -146,17 +146,17 @@ def test_a_label_column_is_never_another_one(tmp_path: Path, columns: list[str])
 
 FILE = '{"filename": "data-00000-of-00002.arrow"}'
 JUNK = {
-    "state.json": ["{", "5", "null", '["a"]', f"[{FILE}, {FILE}]", '[{"filename": "a\\u0000"}]'],
-    "dataset_info.json": ["{", "5", "null", '["image", "label"]'],
-    "../dataset_dict.json": ["{", "5", "null"],
+    "state.json _data_files": ["", "5", "null", '["a"]', f"[{FILE}, {FILE}]", '[{"filename": "a\\u0000"}]'],
+    "dataset_info.json features": ["", "5", "null", '["image", "label"]'],
+    "../dataset_dict.json splits": ["", "5", "null"],
 }
 
 
 @pytest.mark.parametrize(("name", "said"), [(name, each) for name, junk in JUNK.items() for each in junk])
 def test_junk_in_a_description_is_one_sentence(tmp_path: Path, name: str, said: str) -> None:
-    path = save_splits(tmp_path / "hf", {"train": table(range(4), [0, 1, 0, 1])}) / "train" / name
-    key = {"state.json": "_data_files", "dataset_info.json": "features"}.get(name, "splits")
-    path.write_text(said if said == "{" else f'{{"{key}": {said}}}')
+    file, key = name.split()
+    path = save_splits(tmp_path / "hf", {"train": table(range(4), [0, 1, 0, 1])}) / "train" / file
+    path.write_text(f'{{"{key}": {said}}}')
     with pytest.raises(DataError, match=rf"{path.name}' cannot be read"):
         open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hf"), validation_fraction=0))
 

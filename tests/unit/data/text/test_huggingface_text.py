@@ -73,8 +73,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds int64, and no text"):
         texts(root, column="label")
     arrow = root / "train" / "data-00000-of-00001.arrow"
-    whole = arrow.read_bytes()
-    for damaged in (b"nonsense", whole[:2000], whole.replace("é".encode(), b"\xff\xfe")):
+    for damaged in (b"nonsense", arrow.read_bytes()[:2000], arrow.read_bytes().replace("é".encode(), b"\xff\xfe")):
         arrow.write_bytes(damaged)
         with pytest.raises(DataError, match="cannot be read"):
             texts(root, column="body")
