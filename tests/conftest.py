@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     ranks = {name: rank for rank, name in enumerate(_LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(_folder(item.nodeid), len(ranks)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a package that is not here."""
+    for mark in item.iter_markers("needs"):
+        if missing := [name for name in mark.args if find_spec(name) is None]:
+            pytest.skip(f"needs {', '.join(missing)}: pip install 'paceline[ci]'")
 
 
 def _quarter(item: pytest.Item) -> int:

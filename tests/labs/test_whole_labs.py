@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
-
 from paceline_course.course import Lab, all_labs
 from paceline_course.execution import Executed, execute
 from paceline_course.slides import slides_of, to_html
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1900)]
+pytestmark = [pytest.mark.needs("jupytext", "nbclient"), pytest.mark.thorough, pytest.mark.timeout(1900)]
 _BROWSER_MILLISECONDS = 120_000
 _SECONDS = 1800  # a busy machine can be five times slower than a quiet one
 
