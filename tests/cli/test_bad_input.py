@@ -40,17 +40,12 @@ OVERRIDES = {
         ("optimizer.momentun=0.9",),
         ("optimizer.momentun", "Did you mean 'optimizer.momentum'?"),
     ),
-    "a misspelt key two deep": (
-        ("data.augment.flipp=0.5",),
-        ("data.augment.flipp", "Did you mean 'data.augment.flip'?"),
-    ),
     "a key too deep": (("optimizer.lr.value=1",), ("optimizer.lr", "{'value': 1}")),
     "a section for a value": (("optimizer=sgd",), ("'optimizer' is a section", "'sgd'")),
     "a word for a number": (("optimizer.lr=fast",), ("optimizer.lr", "'fast'", "number")),
     "a number for a word": (("data.dataset=7",), ("data.dataset", "7", "digits")),
     "a fraction for a count": (("batch.global_size=12.5",), ("batch.global_size", "12.5", "whole number")),
     "a negative rate": (("optimizer.lr=-1",), ("optimizer.lr", "-1", "greater than 0")),
-    "a zero batch": (("batch.global_size=0",), ("batch.global_size", "0", "greater than 0")),
     "a rate that is no number": (("optimizer.lr=.nan",), ("optimizer.lr", "nan")),
     "an unknown choice": (("train.precision=fp64",), ("train.precision", "'fp64'", "'bf16'")),
     "a key without effect": (

@@ -16,26 +16,30 @@ import pytest
     "arguments",
     [
         ("train", "pipe.yaml", "--plan-only"),
-        ("train", "pipe", "--plan-only"),
         ("train", "digits", "--plan-only", "data.saved_split=pipe.json"),
         ("train", "digits", "--plan-only", "data.dataset=csv", "data.path=pipe.csv"),
         ("train", "digits", "--plan-only", "data.dataset=huggingface", "data.path=pipe.parquet"),
         ("train", "gpt-small-docs", "--plan-only", "data.text.tokenizer=pipe.json"),
         ("train", "digits", "--run-dir", "run", "model.initialize_from=pipe.safetensors"),
         ("check-data", "pipe.tar"),
-        ("pack", "pipe.csv", "packed"),
         ("predict", "pipe.safetensors", "x.png"),
+        ("tune", "digits", "--trials", "1", "--search", "pipe.yaml"),
+        ("bench", "compare", "pipe.json", "pipe.json"),
+        ("import", "timm", "--", "--config", "pipe.yaml"),
+        ("bench", "compare", 300 * "n", "pipe.json"),
+        ("pack", "loop", "packed"),
     ],
 )
-def test_a_named_pipe_is_never_waited_for(
+def test_a_named_pipe_is_never_waited_for_and_no_name_is_too_long(
     paceline_here: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     for name in ("pipe", *(f"pipe.{ending}" for ending in ("yaml", "json", "csv", "parquet", "tar", "safetensors"))):
         os.mkfifo(tmp_path / name)
     (tmp_path / "x.png").touch()
+    (tmp_path / "loop").symlink_to("loop")
     done = paceline_here(*arguments)
     assert (done.code, done.out, "Traceback" in done.err) == (2, "", False)
-    assert "named pipe" in done.err or "not a regular file" in done.err
+    assert any(why in done.err for why in ("named pipe", "not a regular file", "too long", "link loop"))
 
 
 def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Callable[..., Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
@@ -73,7 +74,9 @@ class _LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:  # of which click would make exit code 1, without a word
-            if not _is_reader_gone():
+            asked = select.poll()
+            asked.register(sys.stdout.fileno(), 0)
+            if not any(events & (select.POLLERR | select.POLLHUP) for _, events in asked.poll(0)):
                 raise RuntimeError("a process that this one wrote to is gone") from error
             # The reader of standard output went away (`| head`): no more can be said.
             lead_nowhere(sys.stdout)
@@ -123,13 +126,6 @@ def _help(context: click.Context, name: str | None) -> None:
         echo(explained.get_help())
 
 
-def _is_reader_gone() -> bool:
-    """Whether nobody reads standard output any more."""
-    asked = select.poll()
-    asked.register(sys.stdout.fileno(), 0)
-    return any(events & (select.POLLERR | select.POLLHUP) for _, events in asked.poll(0))
-
-
 def main() -> None:
     """Run the command line and exit."""
     hold_streams()
@@ -173,6 +169,8 @@ def _lacking_here(error: Exception) -> str:
     """A sentence for an error that this machine or a limit on this process causes; empty for any other error."""
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
         return f"{error.strerror}; set TMPDIR to a folder that can be written."
+    if getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP) or "Symlink loop" in str(error):
+        return f"{error}; give another path."
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     signs = ("failed to map segment", "can't allocate memory", "can't start new thread")
     if limit != resource.RLIM_INFINITY and (

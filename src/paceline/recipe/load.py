@@ -425,7 +425,8 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
         rules.setdefault(key, []).append(f"it must be {rule}")
         found = repr(item["input"])
         found = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]}…"
-        sentences[key] = f"found {found}, but {_either(rules[key])}"
+        either = " or ".join(dict.fromkeys(rules[key])).replace(" or it must be ", " or ")
+        sentences[key] = f"found {found}, but {either.replace('a valid tuple', 'a list')}"
     return [f"{where}: {key}: {sentence}.{hints.get(key, '')}" for key, sentence in sentences.items()]
 
 
@@ -439,11 +440,6 @@ _RULES = {
     "too_short": "Input should be a list of one or more",
     "missing": "Input should be a list with two numbers",
 }
-
-
-def _either(texts: Sequence[str]) -> str:
-    joined = " or ".join(dict.fromkeys(texts)).replace(" or it must be ", " or ")
-    return joined.replace("a valid tuple", "a list")
 
 
 def _field_path(parts: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
+from paceline.files import refuse_odd_kinds
 from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
 from paceline.plain_json import load_json
 from paceline.records.reader import read_environment, read_events, read_recipe
@@ -242,6 +243,7 @@ def read_result(path: Path) -> dict[str, Any]:
         RunDirectoryError: If it is missing or is no result of a benchmark.
     """
     file = path / FILE if path.is_dir() else path
+    refuse_odd_kinds(file)
     try:
         document = load_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -86,7 +86,7 @@ class Cache:
         """
         address = remote.address
         files = listing_of(remote)
-        name = f"{_digest(str(address))[:12]}-{fingerprint(files)[:12]}"
+        name = f"{hashlib.sha256(str(address).encode()).hexdigest()[:12]}-{fingerprint(files)[:12]}"
         try:
             (self.root / "locks").mkdir(parents=True, exist_ok=True)
             self.copies.mkdir(exist_ok=True)
@@ -241,10 +241,6 @@ def _used_at(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _hold(path: Path) -> None:

@@ -113,7 +113,8 @@ def watching_layers(network: nn.Module, samples: int) -> Iterator[Seen]:
                 seen.not_channels_last.append(name)
 
         def after(_: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
-            if getattr(module, "bias", None) is not None and isinstance(result, Tensor) and _is_product(module):
+            is_biased = isinstance(module, (nn.Linear, _ConvNd)) and module.bias is not None
+            if is_biased and isinstance(result, Tensor):
                 outputs[id(result)] = (name, result)
             _note(seen, name, _measured(name, module, arguments, result, samples))
 
@@ -181,10 +182,6 @@ def _note(seen: Seen, name: str, layer: Layer | None) -> None:
         old = seen.layers[name]
         layer = Layer(**{**vars(layer), "calls": old.calls + 1})
     seen.layers[name] = layer
-
-
-def _is_product(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, _ConvNd))
 
 
 def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: Any, samples: int) -> Layer | None:

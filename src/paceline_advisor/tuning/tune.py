@@ -27,6 +27,7 @@ from yaml import YAMLError
 from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
+from paceline.files import refuse_odd_kinds
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plain_yaml import load_plain, settled
@@ -76,7 +77,11 @@ def tune(asked: Tune, log: Log) -> TuneReport:
     target = Target(metric.name, math.inf, less_is_better=not metric.higher_is_better)
     asked.output.mkdir(parents=True, exist_ok=True)
     study = _open_study(asked, recipe, search, target)
-    _put_back(study)
+    # Trials that a killed search left under way: their runs resume.
+    for left in study.get_trials(states=[TrialState.RUNNING]):
+        if "run" in left.user_attrs and left.params:
+            study.enqueue_trial(left.params, user_attrs=left.user_attrs)
+        study.tell(left.number, state=TrialState.FAIL)
     while (made := len(_finished(study))) < asked.trials:
         trial = study.ask()
         if "run" not in trial.user_attrs:
@@ -97,6 +102,7 @@ def read_search(path: Path) -> Search:
     Raises:
         RecipeError: If the file is not a mapping of recipe keys to lists or ranges.
     """
+    refuse_odd_kinds(path)
     try:
         found = settled(load_plain(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, YAMLError) as error:
@@ -167,14 +173,6 @@ def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> 
         )
     study.set_user_attr("search", identity)
     return study
-
-
-def _put_back(study: optuna.Study) -> None:
-    """Queue trials that a killed search left under way: their runs resume."""
-    for trial in study.get_trials(states=[TrialState.RUNNING]):
-        if "run" in trial.user_attrs and trial.params:
-            study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
-        study.tell(trial.number, state=TrialState.FAIL)
 
 
 def _by_run(study: optuna.Study) -> dict[str, optuna.trial.FrozenTrial]:

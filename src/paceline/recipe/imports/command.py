@@ -57,7 +57,10 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
     """
     if len(words) == 1 and Path(words[0]).is_file():
         path = Path(words[0])
-        text = _text(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: not readable as text: {' '.join(str(error).split())}") from None
         tree = _tree(path, text)
         if tree is not None:
             return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
@@ -68,13 +71,6 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
     if len(words) == 1:
         return _command(_alone(_split(words[0], "the command"), (*scripts, *wrappers)), scripts, wrappers)
     return _command(list(words), scripts, wrappers)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not readable as text: {' '.join(str(error).split())}") from None
 
 
 def _tree(path: Path, text: str) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from typing import Any, Literal, NoReturn, cast, get_args
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.files import refuse_odd_kinds
 from paceline.plain_yaml import BoundedLoader
 
 Fate = Literal["key", "if_changed", "if_given", "rule", "no_effect", "unsupported"]
@@ -202,6 +203,7 @@ def read_yaml(path: Path, option: str) -> Mapping[str, Any]:
     Raises:
         RecipeError: If it is not one.
     """
+    refuse_odd_kinds(path)
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
