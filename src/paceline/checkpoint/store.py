@@ -590,7 +590,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint; of a link to one, only the link."""
-    if path.is_symlink():
+    if path.is_symlink() or not path.is_dir():  # of a named pipe, rmtree waits for a writer
         path.unlink()
     else:
         shutil.rmtree(path)

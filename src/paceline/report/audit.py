@@ -169,6 +169,9 @@ def _missing_events(events: Path, steps: int) -> Iterator[str]:
         last = event["step"]
     if last < steps:
         yield f"{events.name} ends at step {last}, and the run at step {steps}."
+    logged = [event["step"] for event in read_events(events, kinds={"step"})]
+    if logged != sorted(logged):
+        yield f"{events.name} holds step records twice or out of order."
 
 
 def _left_out(plan: Mapping[str, Any]) -> dict[str, int]:

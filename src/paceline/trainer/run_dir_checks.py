@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.format import Manifest, read_header
+from paceline.checkpoint.reading import check_sizes
 from paceline.checkpoint.store import (
     BEST_FILE_NAME,
     CheckpointStore,
@@ -88,10 +89,9 @@ def _write_word(mark: Path) -> str:
 
 
 def _read_or_nothing(path: Path) -> str | None:
-    try:
+    with contextlib.suppress(OSError):
         return path.read_text()
-    except OSError:
-        return None
+    return None
 
 
 # What may differ between a run and its continuation: none of it changes which samples a step sees.
@@ -138,7 +138,7 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
     for step in store.steps():
         path = store.path(step)
         try:
-            manifest = read_manifest(path)
+            manifest = check_sizes(path)
         except CheckpointError:
             continue
         theirs = manifest.facts.get("run")
@@ -180,10 +180,10 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
             "train.duration; give a longer one, or go back with --resume and one of its checkpoints."
         )
     lost = list(_lost_events(directory, choice))
-    for damaged in choice.damaged:
-        store.set_aside(damaged)
-    for each in foreign:
-        store.set_aside(each, "foreign")
+    unusable = [("damaged", "damaged", each) for each in choice.damaged]
+    unusable += [("foreign", "of another run", each) for each in foreign]
+    for kind, _, each in unusable:
+        store.set_aside(each, kind)
     if choice.path is not None:
         store.discard_after(choice.step)
     truncate_after(directory.events, position)
@@ -191,10 +191,8 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     if samples < facts.get("samples", 0):
         lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
     forget_evaluations_after(directory, position)
-    unusable = [("damaged_checkpoint", "damaged", each) for each in choice.damaged]
-    unusable += [("foreign_checkpoint", "of another run", each) for each in foreign]
     incidents = [
-        (kind, f"checkpoint {each.path.name} is {what} and was set aside: {each.reason}")
+        (f"{kind}_checkpoint", f"checkpoint {each.path.name} is {what} and was set aside: {each.reason}")
         for kind, what, each in unusable
     ]
     incidents += [("missing_records", f"records before step {choice.step} are missing: {each}") for each in lost]
@@ -439,8 +437,7 @@ def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
     """Rename outputs that no run depends on and that cannot be read; yields an incident for each."""
     best = directory.checkpoints / BEST_FILE_NAME
     for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log, best):
-        why = _damage_of(directory, path)
-        if why is None:
+        if (why := _damage_of(directory, path)) is None:
             continue
         count = 1
         while (target := path.with_name(f"{path.name}.damaged{'' if count == 1 else f'-{count}'}")).exists():

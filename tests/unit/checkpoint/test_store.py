@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -246,6 +247,7 @@ def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(tmp_path:
     for name in (*own, *others, "notes"):
         (store.directory / name).mkdir()
         (store.directory / name / "file").write_text("x")
+    os.mkfifo(store.directory / ".deleting-step-00000001-4567cdef")
     store.save(2, {"model": {}}, {})
     assert names(store.directory) == sorted([*others, "notes", "step-00000001", "step-00000002"])
 

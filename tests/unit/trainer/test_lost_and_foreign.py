@@ -277,6 +277,12 @@ def test_lost_records_are_told_and_objected_to(
     assert not audit_run(run).passed
 
 
+def test_records_that_are_there_twice_are_objected_to(train_tiny: Train) -> None:
+    run = train_tiny("run").run_dir
+    (run / "events.jsonl").write_bytes((run / "events.jsonl").read_bytes() * 2)
+    assert audit_run(run).objections == ("events.jsonl holds step records twice or out of order.",)
+
+
 # ----------------------------------------------------------------------------------------- damaged files
 
 DAMAGE = {

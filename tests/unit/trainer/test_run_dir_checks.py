@@ -263,8 +263,14 @@ def damage(checkpoint: Path) -> None:
     weights.write_bytes(content)
 
 
+def put_pipe(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    os.mkfifo(checkpoint / "model.safetensors")
+
+
+@pytest.mark.parametrize("damage", [damage, put_pipe])
 def test_a_damaged_newest_checkpoint_is_set_aside(
-    train_tiny: Train, events: Callable[..., Any], course: Callable[..., Any]
+    train_tiny: Train, events: Callable[..., Any], course: Callable[..., Any], damage: Callable[[Path], None]
 ) -> None:
     whole = train_tiny("whole", {"train.duration": "12 steps"})
     run = train_tiny("run").run_dir
