@@ -212,7 +212,12 @@ def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[Damaged
                 f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's own "
                 "checkpoints back, or train in another --run-dir."
             )
-    if choice.path is None and had_checkpoint(directory):
+    if choice.path is None:
+        _check_none_is_lost(directory)
+
+
+def _check_none_is_lost(directory: RunDirectory) -> None:
+    if had_checkpoint(directory):
         raise CheckpointError(
             f"the records of '{directory.root}' say that checkpoints were saved, but {directory.checkpoints} holds "
             "none; nothing was changed. Bring them back (is their disk mounted?), or begin again in another --run-dir."
@@ -384,9 +389,11 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
             f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
             "or leave --resume out to go on with it."
         )
-    if wanted is None and _is_complete(directory, request):
-        return ResumeDecision(choice=Choice(None, 0), completed=True)
     check_links(directory)
+    if wanted is None and _is_complete(directory, request):
+        if not CheckpointStore(directory.checkpoints).steps():
+            _check_none_is_lost(directory)
+        return ResumeDecision(choice=Choice(None, 0), completed=True)
     resumes = 0
     if directory.events.is_file():  # before the records are cut back
         resumed = read_events(directory.events, kinds={"resume"})

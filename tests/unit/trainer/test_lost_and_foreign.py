@@ -72,9 +72,9 @@ def test_without_its_checkpoints_nothing_is_begun_again(
     checkpoints.rename(disk)
     leave(checkpoints)
     before = fingerprint(run)
-    for resume in ("auto", "never"):
+    for changes, resume in ((LONGER, "auto"), (LONGER, "never"), ({}, "auto")):
         with pytest.raises((CheckpointError, RunDirectoryError), match="checkpoints"):
-            train_tiny("run", LONGER, resume=resume)
+            train_tiny("run", changes, resume=resume)
     assert fingerprint(run) == before
     if checkpoints.is_symlink():
         checkpoints.unlink()
