@@ -19,6 +19,7 @@ from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained,
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import common_size, evaluation_size
+from paceline.data.image.selection import among_classes
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
@@ -236,7 +237,8 @@ def scoring_task(
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
     task = build_task(_with_tables(recipe, saved))
     if other is not None and isinstance(task, ImageClassification):
-        task.dataset = other
+        known = saved.described("data").get("class_names") or ()
+        task.dataset = among_classes(other, known) if {*other.classes} < {*known} else other
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(

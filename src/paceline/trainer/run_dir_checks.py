@@ -79,8 +79,8 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
 
 
 def _write_word(mark: Path) -> str:
-    """Write a word that is new at every launch: an older one may have been copied along with the directory."""
-    word = secrets.token_hex(8)
+    """Write who holds the lock, and a word that is new each time: an older one may have been copied along."""
+    word = f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
     try:
         mark.write_text(word)
     except OSError as error:
@@ -342,12 +342,14 @@ class RunLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._descriptor)
+            holder = (_read_or_nothing(path) or "").partition(",")[0]
             raise RunDirectoryError(
-                f"another process is training in '{directory.root}', or a run that failed still saves there; wait for "
-                "it, stop it, or choose another --run-dir."
+                f"another process is training in '{directory.root}'{f' ({holder})' if holder else ''}, or a run that "
+                "failed still saves there; wait for it, stop it, or choose another --run-dir."
             ) from None
         except OSError:
             pass  # a file system without locks: the check is a courtesy
+        _write_word(path)
 
     def outlast(self, under_way: Future[Any]) -> None:
         """Keep others out until this save is over too, even if the lock is released before."""

@@ -24,6 +24,7 @@ from paceline.trainer.run import Run
 def write_step(run: Run) -> None:
     """Write a step record: where the host waits for the device, as a plain step does not."""
     with run.clock.span("logging"):
+        run.collectives.on_first(run.directory.check_in_place)
         _write_step(run)
 
 
@@ -77,6 +78,7 @@ def _write_step(run: Run) -> None:
 
 def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
     """Write one record for each set of weights."""
+    run.collectives.on_first(run.directory.check_in_place)
     train_seconds = run.clock.totals.train_seconds
     for weights, metrics in evaluation.results.items():
         run.recorder.write(
@@ -106,7 +108,6 @@ def _write_kept(run: Run, evaluation: Evaluation) -> None:
     failure = evaluation.kept.failure
     if not failure:
         try:
-            run.directory.check_in_place()
             write_kept(run.directory, evaluation.kept, where)
         except (OSError, RunDirectoryError) as error:
             failure = str(error)
