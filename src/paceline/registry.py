@@ -44,9 +44,13 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "cross_entropy": "torch.nn:CrossEntropyLoss",
         "bce": "torch.nn:BCEWithLogitsLoss",
         "focal": "paceline.tasks.image_classification:FocalLoss",
+        "mse": "torch.nn:MSELoss",
+        "l1": "torch.nn:L1Loss",
+        "huber": "torch.nn:HuberLoss",
     },
     "tasks": {
         "image_classification": "paceline.tasks.image_classification:ImageClassification",
+        "image_regression": "paceline.tasks.image_regression:ImageRegression",
         "distillation": "paceline.tasks.distillation:Distillation",
         "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
         "recommendation": "paceline.tasks.recommendation:Recommendation",

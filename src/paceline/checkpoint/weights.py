@@ -121,6 +121,9 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
             raise ValueError(f"found {name}={str(value)[:80]}, but it must be {_RULES[name][1]}")
         if name in ("mean", "std") and len(value) not in (1, entry.get("channels", len(value))):
             raise ValueError(f"found {len(value)} numbers as {name}, but there are {entry['channels']} channels")
+        scales = [entry.get(each) or [] for each in ("target_mean", "target_std")]
+        if name == "targets" and any(not _are_numbers(each) or len(each) != len(value) for each in scales):
+            raise ValueError(f"found {len(value)} targets, but not as many numbers in target_mean and target_std")
     return entry
 
 
@@ -140,9 +143,11 @@ _LARGEST_SIZE = 16_384
 _COUNT = "a whole number from 0 to 2^40"
 _SIZE_RULE = (_is_size, f"a whole number from 1 to {_LARGEST_SIZE}")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "class_names": (lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a list of names"),
-    "mean": (_are_numbers, "a list of numbers"),
-    "std": (_are_numbers, "a list of numbers"),
+    **dict.fromkeys(
+        ("class_names", "targets"),
+        (lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a list of names"),
+    ),
+    **dict.fromkeys(("mean", "std", "target_mean", "target_std"), (_are_numbers, "a list of numbers")),
     "image_size": _SIZE_RULE,
     "evaluation_size": _SIZE_RULE,
     "channels": (lambda value: type(value) is int and value in (1, 3), "1 or 3"),
@@ -351,11 +356,12 @@ def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
 
 
 def check_scale(data: Mapping[str, Any], where: str) -> None:
-    """Refuse a description whose images cannot be normalized; raises NotFiniteError."""
-    for key in ("mean", "std"):
+    """Refuse a description whose images or targets cannot be normalized; raises NotFiniteError."""
+    for key in ("mean", "std", "target_mean", "target_std"):
+        is_mean = key.endswith("mean")
         for value in data.get(key) or ():
-            if not math.isfinite(value) or (key == "std" and value <= 0):
-                rule = "must be finite" if key == "mean" else "must be finite and above 0"
+            if not math.isfinite(value) or (not is_mean and value <= 0):
+                rule = "must be finite" if is_mean else "must be finite and above 0"
                 raise NotFiniteError(f"{where}: {key} {list(data[key])} of its images: every number {rule}.")
 
 

@@ -21,7 +21,10 @@ from paceline.escaping import one_line
 from paceline.loading import loading
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from paceline.files import LeftOut
+    from paceline.inference.answer_files import AnswerWriter
     from paceline.inference.answers import Answer, Seen
     from paceline.inference.clicks import ClickPredictor
 
@@ -32,7 +35,7 @@ _LINES = (".tsv", ".txt", ".gz", ".jsonl")
 @command("predict")
 @dataclass(frozen=True, kw_only=True)
 class Predict:
-    """Label images, find objects in them, or write text, with the weights of TARGET.
+    """Label images, say their numbers, find objects in them, or write text, with the weights of TARGET.
 
     TARGET is a run directory, a checkpoint, a safetensors file, a hub folder, or an ONNX file that labels images.
 
@@ -77,7 +80,8 @@ class Predict:
     output: Annotated[
         Path | None,
         Shape(metavar="FILE", path="file"),
-        "Write the answers to a new file: .jsonl, .csv (a line for each label) or .parquet. It is there when it is "
+        "Write the answers to a new file: .jsonl, .csv (a line for each label, or a column for each number) or "
+        ".parquet. It is there when it is "
         "whole; until then it is FILE.partial.",
     ] = None
     batch_size: Annotated[int | None, Ge(1), "Images answered at once (default: 64)."] = None
@@ -192,7 +196,7 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
     """Answer for every image; 1 if one of them could not be read."""
     with loading():
         from paceline.files import LeftOut
-        from paceline.inference.answer_files import check_output
+        from paceline.inference.answer_files import answer_file, check_output
         from paceline.inference.answers import BATCH, answers_ahead
         from paceline.inference.predict import open_predictor
         from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
@@ -206,7 +210,9 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
     pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
     predictor = open_predictor(asked.target, **where)
     if asked.draw is not None and not predictor.finds_boxes:
-        raise click.UsageError("--draw draws the objects that a detector finds, and these weights label images.")
+        raise click.UsageError("--draw draws the objects that a detector finds, and these weights find none.")
+    if asked.top_k is not None and predictor.number_names:
+        raise click.UsageError("--top-k is for labels and objects, and these weights say numbers: leave it out.")
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
             f"--batch-size={batch_size} has no effect: a detector looks at one picture at a time, since larger ones "
@@ -221,7 +227,8 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
     )
     with contextlib.closing(answers):
         if output is not None:
-            code = _to_file(answers, output, left_out, boxes=predictor.finds_boxes, as_json=as_json)
+            writing = answer_file(output, boxes=predictor.finds_boxes, numbers=predictor.number_names)
+            code = _to_file(answers, output, writing, left_out, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
     for sentence in left_out.told():
@@ -261,13 +268,19 @@ def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
     return code
 
 
-def _to_file(answers: Iterator[Answer], output: Path, left_out: LeftOut, *, boxes: bool, as_json: bool) -> int:
+def _to_file(
+    answers: Iterator[Answer],
+    output: Path,
+    writing: AbstractContextManager[AnswerWriter],
+    left_out: LeftOut,
+    *,
+    as_json: bool,
+) -> int:
     """Write the answers, and say of which images there is none."""
-    from paceline.inference.answer_files import answer_file
     from paceline.inference.answers import BATCH
 
     images, unreadable = 0, []
-    with answer_file(output, boxes=boxes) as file:
+    with writing as file:
         while batch := list(islice(answers, BATCH)):
             images += len(batch)
             for each in (answer for answer in batch if answer.error is not None):

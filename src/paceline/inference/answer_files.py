@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -39,8 +39,8 @@ class AnswerWriter(Protocol):
 class _JsonLines:
     """One JSON object for each image."""
 
-    def __init__(self, path: Path, *, boxes: bool) -> None:
-        del boxes
+    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str]) -> None:
+        del boxes, numbers
         self._file: TextIO = path.open("w", encoding="utf-8")
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -52,17 +52,26 @@ class _JsonLines:
 
 
 class _Csv:
-    """One line for each label of an image, or for each object in it; one without a label for an image without any."""
+    """One line for each label of an image, or for each object in it; one without a label for an image without any.
 
-    def __init__(self, path: Path, *, boxes: bool) -> None:
+    Of numbers one line for each image, with a column for each number.
+    """
+
+    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str]) -> None:
         self._file: TextIO = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
         self._sides = _SIDES if boxes else ()
         self._csv = csv.writer(self._file, lineterminator="\n")
-        self._csv.writerow(["path", "rank", "label", "probability", *self._sides, "error"])
+        self._numbers = tuple(numbers)
+        columns = [csv_cell(each) for each in numbers] or ["rank", "label", "probability", *self._sides]
+        self._csv.writerow(["path", *columns, "error"])
 
     def write(self, rows: Iterable[Row]) -> None:
         for row in rows:
             path = csv_cell(str(row["path"]))
+            if self._numbers:
+                numbers = (row["numbers"].get(name, "") for name in self._numbers)
+                self._csv.writerow([path, *numbers, csv_cell(row["error"] or "")])
+                continue
             boxes = row.get("boxes") or [()] * len(row["labels"])
             for rank, found in enumerate(zip(row["labels"], row["probabilities"], boxes, strict=True), start=1):
                 self._csv.writerow([path, rank, csv_cell(found[0]), found[1], *found[2], ""])
@@ -77,7 +86,7 @@ class _Csv:
 class _Parquet:
     """One row for each image, with lists of labels and probabilities; needs the extra ``pack``."""
 
-    def __init__(self, path: Path, *, boxes: bool) -> None:
+    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str]) -> None:
         try:
             import pyarrow as pa
             from pyarrow import parquet
@@ -87,13 +96,13 @@ class _Parquet:
                 ".jsonl or .csv."
             ) from error
         self._arrow = pa
-        columns = {
-            "path": pa.string(),
+        of_labels = {
             "labels": pa.list_(pa.string()),
             "probabilities": pa.list_(pa.float64()),
             **({"boxes": pa.list_(pa.list_(pa.float64(), 4))} if boxes else {}),
-            "error": pa.string(),
         }
+        of_numbers = {"numbers": pa.struct([(name, pa.float64()) for name in numbers])}
+        columns = {"path": pa.string(), **(of_numbers if numbers else of_labels), "error": pa.string()}
         self._schema = pa.schema(list(columns.items()))
         self._writer = parquet.ParquetWriter(path, self._schema)
         self._rows: list[Row] = []
@@ -101,7 +110,8 @@ class _Parquet:
     def write(self, rows: Iterable[Row]) -> None:
         # A group of rows for each batch would make a slow file.
         self._rows += [
-            {**row, "path": utf8(os.fspath(row["path"])), "labels": list(map(utf8, row["labels"]))} for row in rows
+            {**row, "path": utf8(os.fspath(row["path"])), "labels": list(map(utf8, row.get("labels", ())))}
+            for row in rows
         ]
         if len(self._rows) >= _AT_ONCE:
             self._flush()
@@ -135,12 +145,13 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def answer_file(path: Path, *, boxes: bool) -> Iterator[AnswerWriter]:
+def answer_file(path: Path, *, boxes: bool, numbers: Sequence[str] = ()) -> Iterator[AnswerWriter]:
     """Open a new file of answers, of the kind its ending names; it is there when everything has been written.
 
     Args:
         path: The new file.
         boxes: Whether answers have boxes.
+        numbers: What the numbers are called that answers consist of; empty where they are labels.
 
     Raises:
         DataError: As :func:`check_output`, or if the disk refuses.
@@ -148,7 +159,7 @@ def answer_file(path: Path, *, boxes: bool) -> Iterator[AnswerWriter]:
     check_output(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        writer = _WRITERS[path.suffix](partial, boxes=boxes)
+        writer = _WRITERS[path.suffix](partial, boxes=boxes, numbers=numbers)
         try:
             yield writer
         except BaseException:

@@ -63,7 +63,10 @@ class Answer(Protocol):
         ...
 
     def row(self) -> dict[str, Any]:
-        """The answer as a row of a file: ``path``, ``labels``, ``probabilities``, ``error``, and what else there is."""
+        """The answer as a row of a file: ``path``, ``labels``, ``probabilities``, ``error``, and what else there is.
+
+        Of numbers ``path``, ``numbers`` by their names, ``error``.
+        """
         ...
 
     def drawn(self, prepared: Prepared, classes: Sequence[str]) -> Image.Image:
@@ -85,6 +88,11 @@ class ImagePredictor(Protocol):
     @property
     def classes(self) -> tuple[str, ...]:
         """All class names."""
+        ...
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """What the numbers are called that answers consist of; empty where they are labels."""
         ...
 
     @property

@@ -118,6 +118,7 @@ class DetectionPredictor:
     usual_top_k = 100
     # Beside larger ones a picture is padded, which changes its answer.
     largest_batch: int | None = 1
+    number_names: tuple[str, ...] = ()
     finds_boxes = True
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:

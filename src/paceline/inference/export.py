@@ -194,7 +194,7 @@ def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
     exportable = open_exportable(saved, trust_code=request.trust_code, wanted="onnx")
     metadata = _described(exportable, request)
     if request.quantize is None:
-        return Exported(saved=saved, size_bytes=0, largest_difference=write_onnx(exportable, path, metadata))
+        return Exported(saved=saved, size_bytes=0, largest_difference=write_onnx(exportable.in_units, path, metadata))
     images = calibration_images(saved, request.overrides, trust_code=request.trust_code)
     if exportable.kind != "images":
         raise RecipeError("--quantize int8 is for networks that label images.")
@@ -211,7 +211,7 @@ def _program(request: ExportRequest, saved: SavedWeights, path: Path) -> Exporte
     exportable = open_exportable(saved, trust_code=request.trust_code, wanted="torch-export")
     if request.quantize is not None:
         exportable = replace(exportable, network=InBfloat16(exportable.network).eval())
-    difference = write_program(exportable, path, _described(exportable, request))
+    difference = write_program(exportable.in_units, path, _described(exportable, request))
     return Exported(saved=saved, size_bytes=0, largest_difference=difference)
 
 

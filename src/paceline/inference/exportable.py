@@ -6,7 +6,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import ModelError, NotFiniteError, RecipeError
 from paceline.inference.clicks import ClickPredictor
+from paceline.inference.labelling import Outputs
 from paceline.inference.predict import Predictor, trained_task
 from paceline.inference.text import TextPredictor, is_text_model
 
@@ -61,6 +62,7 @@ class Exportable:
         longest: The largest size of each dimension that changes, where there is a largest.
         saved: Its weights and their description.
         kind: What its inputs are: ``images``, ``tokens`` or ``clicks``.
+        outputs: What the outputs stand for, of images.
     """
 
     network: nn.Module
@@ -68,6 +70,14 @@ class Exportable:
     longest: dict[str, int]
     saved: SavedWeights
     kind: str
+    outputs: Outputs | None = None
+
+    @property
+    def in_units(self) -> Exportable:
+        """The same with the user's units in place of standardised numbers, for files that compute."""
+        if self.outputs is None or not self.outputs.mean:
+            return self
+        return replace(self, network=_InUnits(self.network, self.outputs).eval())
 
     def examples(self, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
         """Made-up inputs; dimensions other than the batch are a little shorter for larger batches."""
@@ -131,6 +141,24 @@ class Exportable:
         return largest
 
 
+class _InUnits(nn.Module):
+    """A network of standardised numbers that says them in the user's units."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, network: nn.Module, outputs: Outputs) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("scale", torch.tensor(outputs.std))
+        self.register_buffer("shift", torch.tensor(outputs.mean))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images to numbers, float32 [N, numbers]."""
+        numbers: Tensor = self.network(images)
+        return numbers * self.scale + self.shift
+
+
 class _TokensOnly(nn.Module):
     """A language model that is asked about whole rows, so that its places and documents need not be said."""
 
@@ -165,7 +193,12 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         return _tokens(saved, data, trust_code=trust_code)
     if "table_rows" in data:
         return _clicks(saved, data, trust_code=trust_code)
-    if "class_names" in data:
+    if "targets" in data and wanted == "timm":
+        raise RecipeError(
+            f"{saved.path} says numbers, and timm's folders are for labels; use --format safetensors, onnx or "
+            "torch-export."
+        )
+    if "class_names" in data or "targets" in data:
         return _images(saved, data, trust_code=trust_code)
     raise RecipeError(
         f"{saved.path} does not say what its network takes (task {data.get('task')}); --format {wanted} is for images, "
@@ -184,6 +217,7 @@ def _images(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> E
         longest={},
         saved=saved,
         kind="images",
+        outputs=predictor.outputs,
     )
 
 

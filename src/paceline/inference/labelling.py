@@ -26,6 +26,7 @@ from paceline.files import refuse_odd_kinds
 from paceline.inference.answers import BATCH, NOT_FINITE, Answer, answers_ahead, error_in_words
 from paceline.inference.sources import PictureFile
 from paceline.tasks.image_classification import CROPS, AveragedViews
+from paceline.tasks.image_regression import in_units, rounded
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Prediction:
         labels: Class names, the most probable first; empty if the image could not be read.
         probabilities: Their probabilities, in [0, 1].
         error: Why there is no answer, if there is none.
+        numbers: In place of labels, the numbers of an image by their names; None from a network that labels images.
     """
 
     path: Path
     labels: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
     error: str | None = None
+    numbers: Mapping[str, float] | None = None
 
     def at(self, path: Path) -> Prediction:
         """The same answer, for that path."""
@@ -52,11 +55,15 @@ class Prediction:
         """The answer as one line for people, without the path."""
         if self.error is not None:
             return error_in_words(self.error)
+        if self.numbers is not None:
+            return "  ".join(f"{name} {number:.7g}" for name, number in self.numbers.items())
         pairs = zip(self.labels, self.probabilities, strict=True)
         return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
 
     def row(self) -> dict[str, Any]:
         """The answer as a row of a file."""
+        if self.numbers is not None:
+            return {"path": self.path, "numbers": dict(self.numbers), "error": self.error}
         return {
             "path": self.path,
             "labels": self.labels,
@@ -66,7 +73,7 @@ class Prediction:
 
     def drawn(self, prepared: torch.Tensor, classes: Sequence[str]) -> Image.Image:
         """Refuse: labels are nowhere in an image."""
-        raise DataError("--draw draws the objects that a detector finds, and these weights label images.")
+        raise DataError("--draw draws the objects that a detector finds, and these weights find none.")
 
 
 @dataclass(frozen=True)
@@ -132,11 +139,42 @@ def class_names(data: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(map(str, range(data["classes"]))) if data.get("classes") else None
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What a network's outputs stand for.
+
+    Attributes:
+        names: Of the classes, or of the numbers that it says.
+        mean: Of each number, in the user's units; empty where outputs are classes.
+        std: Likewise.
+        is_in_units: Whether numbers are in the user's units already, as in files that compute.
+    """
+
+    names: tuple[str, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    is_in_units: bool = False
+
+    @classmethod
+    def described(cls, data: Mapping[str, Any]) -> Outputs | None:
+        """As the description in a weights file has it; None where outputs are neither classes nor numbers."""
+        if "targets" in data:
+            return cls(tuple(data["targets"]), tuple(data["target_mean"]), tuple(data["target_std"]))
+        names = class_names(data)
+        return None if names is None else cls(names)
+
+    def read(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Probabilities, float32, or numbers in the user's units, float64; of outputs [N, names]."""
+        if not self.mean:
+            return outputs.float().softmax(dim=1)
+        return rounded(outputs.cpu(), self.std) if self.is_in_units else in_units(outputs, self.mean, self.std)
+
+
 class ImageLabeller(ABC):
     """A network with the preprocessing it was evaluated with.
 
     Attributes:
-        classes: Names, in the order of the network's outputs.
+        outputs: What the network's outputs stand for.
         shown: How images are shown.
     """
 
@@ -144,8 +182,18 @@ class ImageLabeller(ABC):
     largest_batch: int | None = None
     finds_boxes = False
 
-    classes: tuple[str, ...]
+    outputs: Outputs
     shown: Shown
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """All class names; none where the network says numbers."""
+        return () if self.outputs.mean else self.outputs.names
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """What the numbers are called that the network says; empty where it labels images."""
+        return self.outputs.names if self.outputs.mean else ()
 
     @property
     @abstractmethod
@@ -154,7 +202,7 @@ class ImageLabeller(ABC):
 
     @abstractmethod
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
-        """The probabilities of the classes, float32 [N, classes].
+        """The probabilities of the classes, float32 [N, classes]; or the numbers, float64 [N, numbers].
 
         Args:
             images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
@@ -185,6 +233,14 @@ class ImageLabeller(ABC):
         for shape in dict.fromkeys(image.shape for image in prepared):
             alike = [number for number, image in enumerate(prepared) if image.shape == shape]
             scores = self.probabilities(torch.stack([prepared[number] for number in alike]))
+            if self.outputs.mean:
+                for number, row in zip(alike, scores.tolist(), strict=True):
+                    numbers = dict(zip(self.outputs.names, row, strict=True))
+                    is_finite = all(map(math.isfinite, row))
+                    answers[number] = (
+                        Prediction(Path(), numbers=numbers) if is_finite else self.unreadable(Path(), NOT_FINITE)
+                    )
+                continue
             values, labels = scores.topk(min(top_k, len(self.classes)), dim=1)
             for number, sure, best in zip(alike, values.tolist(), labels.tolist(), strict=True):
                 if not math.isfinite(sure[0]):  # one logit that overflows makes every probability NaN
@@ -195,7 +251,7 @@ class ImageLabeller(ABC):
 
     def unreadable(self, path: Path, reason: str) -> Prediction:
         """The answer for an image that cannot be read."""
-        return Prediction(path, error=reason)
+        return Prediction(path, error=reason, numbers={} if self.outputs.mean else None)
 
 
 _INPUT, _OUTPUT = "images", "logits"
@@ -227,10 +283,10 @@ class OnnxPredictor(ImageLabeller):
             )
         self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
         data = self._saved.described("data")
-        names = class_names(data)
-        if names is None or "detects" in data:
+        outputs = Outputs.described(data)
+        if outputs is None or "detects" in data:
             raise DataError(f"'{path}' labels no images, so it cannot predict them.")
-        self.classes = names
+        self.outputs = replace(outputs, is_in_units=True)
         self.shown = Shown.described(data, str(path))
         self._check()
         self._answers = self._views()
@@ -243,14 +299,13 @@ class OnnxPredictor(ImageLabeller):
         return hash_file(self._path).sha256
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
-        """The probabilities of the classes, float32 [N, classes] on the CPU.
+        """The probabilities of the classes, float32 [N, classes] on the CPU; or the numbers, float64 [N, numbers].
 
         Args:
             images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
         """
         batch = self._normalize(images.cpu())
-        answers: torch.Tensor = self._answers(batch).float().softmax(dim=1)
-        return answers
+        return self.outputs.read(self._answers(batch))
 
     def _logits(self, images: torch.Tensor) -> torch.Tensor:
         (logits,) = self._session.run([_OUTPUT], {_INPUT: images.contiguous().numpy()})

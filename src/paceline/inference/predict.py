@@ -19,14 +19,14 @@ from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError, RecipeError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
-from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Shown, class_names
+from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, Shown
 from paceline.models.build import check_takes
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.registry import built_in
-from paceline.tasks.image_classification import CROPS, ImageClassification, shown_for_crops
+from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
 from paceline.tasks.task import Task, build_task, task_name
 from paceline.world import World
 
@@ -46,7 +46,7 @@ class Predictor(ImageLabeller):
         self._saved = saved
         self._device = device
         data = saved.described("data")
-        self.classes = class_names(data) or ()
+        self.outputs = Outputs.described(data) or Outputs(())
         self.shown = Shown.described(data, str(saved.path))
         # The size that the network was built for; it may be shown another.
         self._size: int = data["image_size"]
@@ -69,14 +69,12 @@ class Predictor(ImageLabeller):
         return self._network
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
-        """The probabilities of the classes, float32 [N, classes] on the device.
+        """The probabilities of the classes, float32 [N, classes] on the device; or the numbers, float64 [N, numbers].
 
         Args:
             images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
         """
-        batch = self._normalize(images.to(self._device, non_blocking=True))
-        answers: torch.Tensor = self._answers(batch).float().softmax(dim=1)
-        return answers
+        return self.outputs.read(self._answers(self._normalize(images.to(self._device, non_blocking=True))))
 
     def _task(self, make_task: TaskMaker) -> Task:
         where = str(self._saved.path)
@@ -88,7 +86,7 @@ class Predictor(ImageLabeller):
             distillation=replace(recipe.distillation, teacher=None),
         )
         task = make_task(recipe)
-        if isinstance(task, ImageClassification):
+        if isinstance(task, ImageTask):
             # What its data would say of the network; the data themselves may be far away.
             task.dataset = self._described_dataset()
         else:
@@ -115,7 +113,7 @@ class Predictor(ImageLabeller):
             name=data["dataset"],
             train=none,
             validation=none,
-            classes=self.classes,
+            classes=self.outputs.names,
             channels=self.shown.channels,
             image_size=self._size,
             digest=data["digest"],
@@ -183,7 +181,7 @@ def load_predictor(
 
 
 def _labeller(saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> Predictor:
-    if class_names(saved.described("data")) is None:
+    if Outputs.described(saved.described("data")) is None:
         raise DataError(
             f"{saved.path} holds no class names: its task does not label images, so it cannot predict them."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -60,6 +60,15 @@ class Collector(Protocol):
 
     def results(self, parts: Sequence[Any]) -> dict[str, float]:
         """The metrics, from the parts of all processes."""
+        ...
+
+
+@runtime_checkable
+class DetailedCollector(Collector, Protocol):
+    """A collector that has more to say than metrics, for the run's report."""
+
+    def details(self, parts: Sequence[Any]) -> dict[str, Any]:
+        """What ``evaluation/details.json`` says, from the parts of all processes."""
         ...
 
 

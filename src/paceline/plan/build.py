@@ -265,6 +265,7 @@ def _unused(
         "epochs of growing images": progressive.begin < epochs,
         "layers to scale": scales or rule not in ("lars", "lamb"),
         "layers that lars scales": scales or rule != "lars",
+        "numbers to learn": "target_mean" in data.description,
         "ddp": strategy == "ddp",
         "fsdp": strategy == "fsdp",
         "a strategy that was asked for": recipe.parallel.strategy != "auto",

@@ -38,6 +38,12 @@ def _ascending(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
+def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError(f"found {list(value)}, but each column is named once")
+    return value
+
+
 def check_part(value: int | str) -> int | str:
     """A number of images, or a share of them as ``10%``.
 
@@ -55,6 +61,11 @@ Part = Annotated[int | str, BeforeValidator(lambda value: check_part(whole(value
 _Workers = Annotated[NonNegativeInt, Field(le=1024)]
 # 0x1F is the name of a class, and not its number.
 _ClassNumber = Annotated[int, Field(ge=0, strict=True)]
+_Columns = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    AfterValidator(_each_once),
+]
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
@@ -87,6 +98,7 @@ _JITTERED = Needs(
     ),
     "there is no jitter",
 )
+_NUMBERS = Needs(("numbers to learn",), "only image_regression learns numbers")
 CLICK_DATASETS = ("criteo", "synthetic_clicks")
 # Smaller pictures hold no object that could be told from another.
 _SMALLEST = 32
@@ -328,12 +340,12 @@ class Data:
     """Which samples a run sees."""
 
     dataset: str = "image_folder"
-    """`digits`, `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of images), `huggingface`,
-    `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`,
-    `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`, `tokens` (what `paceline
-    pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of
-    numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; or
-    `package.module:factory`."""
+    """`digits`, `discs` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of images),
+    `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`,
+    `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`,
+    `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of
+    clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are
+    drawn; or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
@@ -341,6 +353,8 @@ class Data:
     """Which column of a table holds the images, or their paths; `auto`: the one that is usual."""
     label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column"))] = "auto"
     """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say."""
+    target_columns: Annotated[_Columns, Applies("dataset", DatasetsUsing("target_columns"))] = ()
+    """Of `image_regression`: which columns of a table hold the numbers to learn, one or several: `[age, height]`."""
     split_column: Annotated[Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column"))] = "auto"
     """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
     there is one; `off`: none."""
@@ -405,6 +419,11 @@ class Data:
     """Per-channel mean subtracted from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
     """Per-channel standard deviation pixels are divided by."""
+    target_mean: Annotated[Auto | tuple[FiniteFloat, ...], _NUMBERS] = "auto"
+    """What is subtracted from each column of numbers that `image_regression` learns; `auto`: its mean over the training
+    images."""
+    target_std: Annotated[Auto | tuple[PositiveFloat, ...], _NUMBERS] = "auto"
+    """What they are then divided by; `auto`: their standard deviation over the training images."""
     samples: Annotated[PositiveInt, Field(le=10**8), Applies("dataset", _SAMPLES)] = 4096
     """Training samples of a `synthetic` dataset."""
     classes: Annotated[PositiveInt, Field(le=10**6), Applies("dataset", DatasetsUsing("classes"))] = 1000

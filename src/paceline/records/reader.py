@@ -313,7 +313,7 @@ def had_checkpoint(directory: RunDirectory) -> bool:
 
 def forget_evaluations_after(directory: RunDirectory, position: int) -> None:
     """Remove what is told of an evaluation later than ``position``: the run that goes on will make it again."""
-    for path in (directory.confusion, directory.examples):
+    for path in directory.evaluation_files:
         if not path.is_file():
             continue
         try:

@@ -109,6 +109,16 @@ class RunDirectory:
         return self.root / "evaluation" / "examples.json"
 
     @property
+    def details(self) -> Path:
+        """What the last evaluation's answers come to, where samples do not have one label each."""
+        return self.root / "evaluation" / "details.json"
+
+    @property
+    def evaluation_files(self) -> tuple[Path, ...]:
+        """All files of the last evaluation."""
+        return self.confusion, self.examples, self.details
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard files."""
         return self.root / "tensorboard"

@@ -1,11 +1,13 @@
-"""Image classification: one label per image, cross-entropy, top-1 and top-k accuracy, test-time augmentation."""
+"""Tasks of images, and image classification: one label per image, top-1 and top-k accuracy, test-time augmentation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,20 +50,23 @@ from paceline.registry import load
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
+NUMBER_LOSSES = ("mse", "l1", "huber")
 
-class ImageClassification(Task):
-    """Assigns one of several classes to an image.
 
-    Subclass it to change a part: :meth:`build_model` for a network of one's own, :meth:`loss` for another loss.
+class ImageTask(Task):
+    """Shows images to a network; a subclass says what it learns of them.
+
+    Attributes:
+        learns_numbers: Whether targets are numbers, from ``data.target_columns``, and not classes.
+        unused: Dotted keys that the task has no use for, with the reason.
     """
 
-    headline = "top1_accuracy"
     unit = "images"
+    learns_numbers: bool = False
+    unused: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
-        self._top_k: Metric | None = None
         self._backend = ""
         self._workers = 0
 
@@ -84,16 +89,13 @@ class ImageClassification(Task):
     def _may_be_rectangles(self) -> bool:
         return self.recipe.data.evaluation_shape != "square" and self.recipe.data.dataset != "synthetic"
 
-    @cached_property
-    def _loss(self) -> ClassificationLoss:
-        return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
-
-    def sample_classes(self) -> SampleClasses:
-        """The images' labels, as often as each image is repeated."""
-        return np.tile(self.dataset.train.labels, self.recipe.data.augment.repeats)
-
     def data_facts(self, world: World) -> DataFacts:
-        """Open the dataset and resolve what is `auto` about it."""
+        """Open the dataset and resolve what is `auto` about it.
+
+        Raises:
+            RecipeError: If the recipe asks for targets or a loss of another task's.
+        """
+        self._check_targets()
         data, found = self.recipe.data, self.dataset
         # Refuses an augmentation that images of this size cannot have.
         View(image_size=found.image_size, channels=found.channels, augment=data.augment)
@@ -116,14 +118,10 @@ class ImageClassification(Task):
             reasons["data.evaluation_shape"] = (
                 "every held-out image comes to a square" if len(found.validation) else "no images are held out"
             )
-        # As where years are taken for the numbers of classes.
-        empty = len(found.classes) - len(np.unique(found.train.labels))
-        if empty:
-            reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
         shapes = {} if self._shapes is None else distinct(self._shapes)
         content, content_told = content_of(found)
         reasons |= {"data.content_digest": content_told} if content_told else {}
-        self._choose_metrics(reasons)
+        targets = self.target_facts(reasons)
         return DataFacts(
             train_samples=len(found.train) * self.recipe.data.augment.repeats,
             evaluation_samples=len(found.validation),
@@ -131,8 +129,7 @@ class ImageClassification(Task):
                 "dataset": found.name,
                 "digest": found.digest,
                 **({} if content is None else {"content_digest": content}),
-                "classes": len(found.classes),
-                **({"classes_without_images": empty} if empty else {}),
+                **targets,
                 "image_size": found.image_size,
                 **_sizes_by_epoch(data.progressive, found.image_size),
                 "evaluation_size": evaluation_size(data, found),
@@ -146,14 +143,18 @@ class ImageClassification(Task):
                 "std": list(found.std),
             },
             reasons=reasons,
+            unused=dict(self.unused),
             left_out=found.left_out,
         )
 
+    @abstractmethod
+    def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
+        """What the plan says of the targets; ``reasons`` takes why."""
+
     def description(self) -> dict[str, Any]:
-        """Class names and what else prediction needs."""
+        """What prediction needs."""
         native = self.dataset.native_size or common_size(self.dataset.validation)
         return {
-            "class_names": list(self.dataset.classes),
             "evaluation_crop": self.recipe.data.evaluation_crop,
             "interpolation": self.recipe.data.interpolation,
             # Images that have the size at which they are shown are not cropped.
@@ -208,7 +209,7 @@ class ImageClassification(Task):
 
     def begins_from_data(self, network: nn.Module) -> bool:
         """Whether it has layers that whiten, or a task made of this one has first weights of its own."""
-        is_own = type(self).first_weights is not ImageClassification.first_weights
+        is_own = type(self).first_weights is not ImageTask.first_weights
         return is_own or bool(whitening_layers(network))
 
     def check_network(self, network: nn.Module) -> None:
@@ -219,6 +220,83 @@ class ImageClassification(Task):
         shapes = {(side, side) for side in sides} | ({} if self._shapes is None else distinct(self._shapes)).keys()
         for shape in sorted(shapes):
             check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
+
+    def pictures(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The images as they were before they were normalised."""
+        scales = zip(self.dataset.mean, self.dataset.std, strict=True)
+        # By channel, since numbers go to a device without a copy that waits for it.
+        channels = [inputs[:, channel] * (255 * std) + 255 * mean for channel, (mean, std) in enumerate(scales)]
+        return torch.stack(channels, dim=1).round_().clamp_(0, 255).to(torch.uint8)
+
+    def _check_targets(self) -> None:
+        loss, data = self.recipe.train.loss, self.recipe.data
+        if (loss in NUMBER_LOSSES) != self.learns_numbers:
+            others = ", ".join(NUMBER_LOSSES) if self.learns_numbers else "cross_entropy or another loss of classes"
+            raise RecipeError(f"train.loss={loss} is not a loss of task={self.recipe.task}; use {others}.")
+        if data.target_columns and not self.learns_numbers:
+            raise RecipeError(
+                f"data.target_columns has no effect with task={self.recipe.task}; use task=image_regression."
+            )
+
+    def _shown(self) -> Data:
+        """How the images are shown that are scored: the recipe's section, as far as it has an effect on them."""
+        data, augment = self.recipe.data, self.recipe.evaluate.augment
+        if augment in CROPS:
+            data = shown_for_crops(data, evaluation_size(data, self.dataset), augment)
+        is_square = self._may_be_rectangles and self._shapes is None
+        return replace(data, evaluation_shape="square") if is_square else data
+
+    def _open(self, split: Split, placement: Placement, progress: Progress | None) -> Backend:
+        return open_backend(
+            self._backend,
+            self.recipe.data if split == "train" else self._shown(),
+            self.dataset,
+            split,
+            seed=self.recipe.seed,
+            workers=self._workers,
+            placement=placement,
+            progress=progress,
+        )
+
+
+class ImageClassification(ImageTask):
+    """Assigns one of several classes to an image.
+
+    Subclass it to change a part: :meth:`build_model` for a network of one's own, :meth:`loss` for another loss.
+    """
+
+    headline = "top1_accuracy"
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
+        self._top_k: Metric | None = None
+
+    @cached_property
+    def _loss(self) -> ClassificationLoss:
+        return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
+
+    def sample_classes(self) -> SampleClasses:
+        """The images' labels, as often as each image is repeated."""
+        return np.tile(self.dataset.train.labels, self.recipe.data.augment.repeats)
+
+    def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
+        """How many classes there are; chooses the metrics."""
+        found, top_k = self.dataset, self.recipe.evaluate.top_k
+        # As where years are taken for the numbers of classes.
+        empty = len(found.classes) - len(np.unique(found.train.labels))
+        if empty:
+            reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
+        if top_k < len(found.classes):
+            self._top_k = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
+            self.metrics = (*(m for m in self.metrics if m.name != self._top_k.name), self._top_k)
+        else:
+            reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {len(found.classes)} classes"
+        return {"classes": len(found.classes), **({"classes_without_images": empty} if empty else {})}
+
+    def description(self) -> dict[str, Any]:
+        """Class names and what else prediction needs."""
+        return {"class_names": list(self.dataset.classes), **super().description()}
 
     def prepare_training(self, placement: Placement) -> None:
         """Make the recipe's loss, and try it.
@@ -258,41 +336,6 @@ class ImageClassification(Task):
     def answers(self, model: Model, batch: Batch) -> Answers | None:
         """The class of the highest score; nothing where labels are mixtures of several."""
         return None if batch.targets.is_floating_point() else Answers.of(model(batch.inputs), batch.targets)
-
-    def pictures(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The images as they were before they were normalised."""
-        scales = zip(self.dataset.mean, self.dataset.std, strict=True)
-        # By channel, since numbers go to a device without a copy that waits for it.
-        channels = [inputs[:, channel] * (255 * std) + 255 * mean for channel, (mean, std) in enumerate(scales)]
-        return torch.stack(channels, dim=1).round_().clamp_(0, 255).to(torch.uint8)
-
-    def _shown(self) -> Data:
-        """How the images are shown that are scored: the recipe's section, as far as it has an effect on them."""
-        data, augment = self.recipe.data, self.recipe.evaluate.augment
-        if augment in CROPS:
-            data = shown_for_crops(data, evaluation_size(data, self.dataset), augment)
-        is_square = self._may_be_rectangles and self._shapes is None
-        return replace(data, evaluation_shape="square") if is_square else data
-
-    def _choose_metrics(self, reasons: dict[str, str]) -> None:
-        top_k, classes = self.recipe.evaluate.top_k, len(self.dataset.classes)
-        if top_k < classes:
-            self._top_k = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
-            self.metrics = (*(m for m in self.metrics if m.name != self._top_k.name), self._top_k)
-        else:
-            reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {classes} classes"
-
-    def _open(self, split: Split, placement: Placement, progress: Progress | None) -> Backend:
-        return open_backend(
-            self._backend,
-            self.recipe.data if split == "train" else self._shown(),
-            self.dataset,
-            split,
-            seed=self.recipe.seed,
-            workers=self._workers,
-            placement=placement,
-            progress=progress,
-        )
 
 
 def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict[str, int]]:

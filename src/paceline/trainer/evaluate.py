@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -27,7 +27,7 @@ from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.watchdog import Heartbeat
 from paceline.escaping import utf8
-from paceline.metrics.accumulator import Accumulator, Rows
+from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, choose
 from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merged
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
@@ -121,11 +121,13 @@ class Kept:
     Attributes:
         confusion: The confusion matrix; None where there are more than 1000 classes.
         examples: What the file of examples says; None if none were asked for.
+        details: What a collector says of all answers; None if none does.
         failure: Why nothing was kept, or an empty string.
     """
 
     confusion: dict[str, Any] | None = None
     examples: dict[str, Any] | None = None
+    details: dict[str, Any] | None = None
     failure: str = ""
 
 
@@ -248,12 +250,13 @@ def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> No
     Args:
         directory: The run's.
         kept: What was kept.
-        where: At which step, and of which weights: stands in both files.
+        where: At which step, and of which weights: stands in each file.
 
     Raises:
         RunDirectoryError: If the disk refuses.
     """
-    for path, document in ((directory.confusion, kept.confusion), (directory.examples, kept.examples)):
+    documents = (kept.confusion, kept.examples, kept.details)
+    for path, document in zip(directory.evaluation_files, documents, strict=True):
         if document is None:
             path.unlink(missing_ok=True)
             continue
@@ -371,13 +374,20 @@ class Evaluator:
         for name, group in collected.items():
             for index, each in enumerate(group):
                 results[name] |= each.results([part.collected[name][index] for part in parts])
+        kept = answers.together([part.kept for part in parts], self.collectives, self.pipeline)
         return Evaluation(
             samples=next(count for count, _ in counted.values()),
             results=results,
             broken=tuple(sorted((each for part in parts for each in part.broken), key=lambda each: each.id)),
-            kept=answers.together([part.kept for part in parts], self.collectives, self.pipeline),
+            kept=replace(kept, details=self._details(collected.get(self.keep.weights, ()), parts)),
             inputs=mean_and_spread(part.inputs for part in parts),
         )
+
+    def _details(self, collectors: Sequence[Collector], parts: Sequence[_Share]) -> dict[str, Any] | None:
+        for index, each in enumerate(collectors):
+            if isinstance(each, DetailedCollector):
+                return each.details([part.collected[self.keep.weights][index] for part in parts])
+        return None
 
     def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:
         """Score a batch; a task that does more with the network than call it is given the network itself."""

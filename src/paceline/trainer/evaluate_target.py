@@ -47,7 +47,7 @@ from paceline.recipe.load import (
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task, check_used_by, task_name
 from paceline.trainer.evaluate import Evaluation, Evaluator, Keep
 from paceline.trainer.nonfinite import not_finite
@@ -217,7 +217,7 @@ def _float32_matmul(request: EvaluationRequest, recipe: Recipe, machine: Machine
 
 
 def _check_shows_sizes(task: Task) -> None:
-    if not isinstance(task, ImageClassification):
+    if not isinstance(task, ImageTask):
         raise RecipeError(
             f"--sizes has no effect on the task {task_name(task)}, which shows its samples itself; leave it out."
         )
@@ -235,10 +235,16 @@ def scoring_task(
     if request.on != "holdout":
         # What is scored does not depend on it, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
+    known, asked = saved.described("data").get("targets"), recipe.data.target_columns
+    if known is not None and asked not in ((), tuple(known)):
+        raise DataError(
+            f"the weights in {saved.path} learned {_some(known)}, and data.target_columns names {_some(asked)}; name "
+            "the columns as in training."
+        )
     task = build_task(_with_tables(recipe, saved))
-    if other is not None and isinstance(task, ImageClassification):
-        known = saved.described("data").get("class_names") or ()
-        task.dataset = among_classes(other, known) if {*other.classes} < {*known} else other
+    if other is not None and isinstance(task, ImageTask):
+        names = saved.described("data").get("class_names") or ()
+        task.dataset = among_classes(other, names) if {*other.classes} < {*names} else other
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(
@@ -300,7 +306,7 @@ def _take_holdout(task: Task, saved: SavedWeights) -> None:
     Raises:
         RecipeError: If it held nothing out.
     """
-    if not isinstance(task, ImageClassification):
+    if not isinstance(task, ImageTask):
         raise RecipeError(f"the task {task_name(task)} holds nothing out of training; score it with --on validation.")
     if task.dataset.holdout is None:
         raise RecipeError(
@@ -339,7 +345,7 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     check_scale(seen, str(saved.path))
     as_seen: dict[str, Any] = {
         key: tuple(seen[key]) if isinstance(seen[key], list) else seen[key]
-        for key in ("image_size", "evaluation_size", "channels", "mean", "std")
+        for key in ("image_size", "evaluation_size", "channels", "mean", "std", "target_mean", "target_std")
         if key in seen and getattr(recipe.data, key) == "auto"
     }
     if recipe.data.image_size not in ("auto", seen.get("image_size")):
@@ -368,7 +374,7 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
 
 def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
     """timm resizes and crops images that have the right size already, and they are shown as they are here."""
-    if saved.metadata.get("shown_by") != "timm" or not isinstance(task, ImageClassification):
+    if saved.metadata.get("shown_by") != "timm" or not isinstance(task, ImageTask):
         return
     data, found = task.recipe.data, task.dataset
     size = evaluation_size(data, found)

@@ -29,7 +29,7 @@ from paceline.dataset_registry import find_dataset
 from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.schema import Recipe
-from paceline.tasks.image_classification import CROPS, ImageClassification, shown_for_crops
+from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
 from paceline.tasks.task import Task
 from paceline.world import World
 
@@ -173,11 +173,11 @@ def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> Batc
     return lambda count: _widened(make(count), width, widest)
 
 
-def _shows_images(task: Task) -> TypeGuard[ImageClassification]:
-    return isinstance(task, ImageClassification) and type(task).open_pipeline is ImageClassification.open_pipeline
+def _shows_images(task: Task) -> TypeGuard[ImageTask]:
+    return isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline
 
 
-def _scored_images(task: ImageClassification, plan: Plan, placement: Placement) -> BatchMaker:
+def _scored_images(task: ImageTask, plan: Plan, placement: Placement) -> BatchMaker:
     found, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
     side = evaluation_size(data, found)
     if views in CROPS:
@@ -189,21 +189,27 @@ def _scored_images(task: ImageClassification, plan: Plan, placement: Placement) 
     def make(count: int) -> Batch:
         inputs = torch.empty((count, found.channels, height, width), memory_format=memory_format)
         part = _part(count)
-        return Batch(inputs, torch.empty(count, dtype=torch.int64), part.ids, part)
+        return Batch(inputs, _targets(task, count), part.ids, part)
 
     return make
 
 
-def _images(task: ImageClassification, plan: Plan, placement: Placement) -> BatchMaker:
+def _targets(task: ImageTask, count: int, *, is_mixed: bool = False) -> torch.Tensor:
+    labels, width = task.dataset.train.labels, len(task.dataset.classes)
+    if labels.ndim == 1 and not is_mixed:
+        return torch.empty(count, dtype=torch.int64)
+    return torch.empty(count, width, dtype=torch.float32 if is_mixed else torch.from_numpy(labels[:0]).dtype)
+
+
+def _images(task: ImageTask, plan: Plan, placement: Placement) -> BatchMaker:
     found = task.dataset
     is_mixed = Mixing(task.recipe.data.mix, len(found.classes), task.recipe.seed).is_asked_for
     memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
 
     def make(count: int) -> Batch:
         inputs = torch.empty(count, found.channels, found.image_size, found.image_size).to(memory_format=memory_format)
-        targets = torch.empty(count, len(found.classes)) if is_mixed else torch.empty(count, dtype=torch.int64)
         part = _part(count)
-        return Batch(inputs, targets, part.ids, part)
+        return Batch(inputs, _targets(task, count, is_mixed=is_mixed), part.ids, part)
 
     return make
 

@@ -23,7 +23,7 @@ from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.models.roofline import utilisation
 from paceline.records.events import MeasurementEvent
 from paceline.records.ledger import LedgerWriter
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import ImageTask
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.preparation import Prepared, without_initial_weights
 
@@ -415,7 +415,7 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
 def _why_not(prepared: Prepared) -> str:
     """What makes the FLOPs of a sample another number from one step to the next, or not to be had without data."""
     task, recipe = prepared.task, prepared.recipe
-    if not isinstance(task, ImageClassification) or type(task).open_pipeline is not ImageClassification.open_pipeline:
+    if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
         return "the task has a pipeline of its own, whose batches are not known without reading them"
     if recipe.data.progressive.start_size is not None:
         return "data.progressive changes the size of images"

@@ -38,7 +38,7 @@ from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch as BatchSection
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.preparation import Prepared, prepare
 from paceline.trainer.process_settings import restore_globals
@@ -488,7 +488,7 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Behaviour]:
         PacelineError: If the recipe cannot be run.
     """
     task = build_task(small(recipe, channels_last=channels_last))
-    if isinstance(task, ImageClassification) and type(task).open_pipeline is ImageClassification.open_pipeline:
+    if isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline:
         # Paceline's own loader processes are nothing to look at; those of the user's are.
         reads_files = recipe.data.backend in ("auto", "pytorch")
         task = build_task(replace(task.recipe, data=replace(task.recipe.data, workers=0 if reads_files else "auto")))

@@ -32,7 +32,7 @@ from paceline.plan.compute import resolve_channels_last, resolve_threads
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, scoring_recipe, scoring_task, with_weights
 from paceline.world import World
@@ -335,7 +335,7 @@ def _shape(shape: torch.Size | None) -> str:
 def _samples(
     task: Task, recipe: Recipe, placement: Placement, ask: Landscape, world: World
 ) -> dict[Split, tuple[Batch, ...]]:
-    if not isinstance(task, ImageClassification):
+    if not isinstance(task, ImageTask):
         return _first_samples(task, recipe, placement, ask, world)
     dataset = task.dataset
     sources: dict[Split, SampleSource] = {"train": dataset.train, "validation": dataset.validation}
@@ -345,7 +345,7 @@ def _samples(
         some = SubsetSource(source, np.sort(epoch_order(ask.seed, 0, len(source))[:count]))
         # Training images are shown as held-out ones are: not varied, and the same at every point.
         shown = build_task(recipe)
-        assert isinstance(shown, ImageClassification)
+        assert isinstance(shown, ImageTask)
         shown.dataset = replace(dataset, validation=some if count < len(source) else source)
         shown.data_facts(world)
         # Batches as alike as can be: with recomputed statistics, the last must not be one of two samples.

@@ -30,7 +30,7 @@ from paceline.metrics.answers import Answers
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
 from paceline_advisor.prove.notes import (
@@ -364,17 +364,17 @@ class _FewerSamples:
 
 def can_shorten(task: Task) -> bool:
     """Whether it is a task of images, whose data can be left out in part."""
-    return isinstance(task, ImageClassification | Detection)
+    return isinstance(task, ImageTask | Detection)
 
 
 def _shorten(task: Task, orders: Orders) -> None:
     """Leave a task of images only some of them, from all over its data: where they end is then where they ended."""
-    if not isinstance(task, ImageClassification | Detection):
+    if not isinstance(task, ImageTask | Detection):
         return
     train = _some(task.dataset.train, orders.samples)
     validation = _some(task.dataset.validation, orders.evaluation_samples)
     # In the place where the task itself keeps what it has opened.
-    if isinstance(task, ImageClassification):
+    if isinstance(task, ImageTask):
         images = task.dataset
         shorter = SubsetSource(images.train, train), SubsetSource(images.validation, validation)
         vars(task)["dataset"] = replace(images, train=shorter[0], validation=shorter[1])

@@ -22,7 +22,7 @@ from paceline.models.transfer import adapt
 from paceline.plan import ParameterNumbers
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import why_not_sharded
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
 from paceline.trainer.fake_step import fake_step
@@ -113,7 +113,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
 
 def _with_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe with data that stand in where it does not say where its own lie; an image task's are in its plan."""
-    if isinstance(build_task(recipe), ImageClassification):
+    if isinstance(build_task(recipe), ImageTask):
         return recipe, []
     found, said = with_stand_in_data(recipe)
     return found, [] if said is None else [said]
@@ -125,7 +125,7 @@ def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], li
     try:
         found = task.data_facts(World())
     except DataError:
-        if not isinstance(task, ImageClassification) or (path is not None and Path(path).exists()):
+        if not isinstance(task, ImageTask) or (path is not None and Path(path).exists()):
             raise
         facts = dict(_IMAGENET, image_size=recipe.data.image_size if recipe.data.image_size != "auto" else 224)
         where = "data.path is not given" if path is None else f"data.path={path} is not here"

@@ -35,6 +35,11 @@ _KEY = 0x70616365
 _HOLDOUT_KEY = 0x686F6C64
 
 
+def strata(labels: NDArray[Any]) -> Ids:
+    """The class of every sample, int64 [N]; one for all where targets are rows of numbers."""
+    return labels if labels.ndim == 1 else np.zeros(len(labels), dtype=np.int64)
+
+
 def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: Hashes | None = None) -> tuple[Ids, Ids]:
     """Split samples into (training ids, held-out ids), both sorted, holding out the same share of each class.
 
@@ -42,7 +47,7 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
     them. A fraction of 0 holds out none.
 
     Args:
-        labels: Class index of every sample, int64 [N].
+        labels: Class index of every sample, int64 [N], or other targets [N, K].
         fraction: Share to hold out, in [0, 1).
         key: Which of the splits of that size.
         hashes: A number for each sample, uint64 [N], of which the lowest of each class are held out, whatever the key
@@ -50,6 +55,7 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
     """
     held_out = np.zeros(len(labels), dtype=bool)
     if fraction > 0 and len(labels):
+        labels = strata(labels)
         by_class = np.argsort(labels, kind="stable")
         classes, starts = np.unique(labels[by_class], return_index=True)
         for label, members in zip(classes, np.split(by_class, starts[1:]), strict=True):
@@ -75,6 +81,7 @@ def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
         labels: Class index of every sample, int64 [N].
         hashes: A number for each, uint64 [N], by which those of one class follow one another.
     """
+    labels = strata(labels)
     by_class = np.lexsort((np.arange(len(labels)), hashes, labels))
     counts = np.bincount(labels, minlength=1)
     starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -289,7 +296,7 @@ class StoredImages:
     Attributes:
         train: Training images.
         validation: Held-out images.
-        classes: Class names; a label is an index into them.
+        classes: Class names; a label is an index into them. Of other targets what each column is called.
         digest: Tells the data set from others: a hash of the content, or of file names and sizes.
         split: Where the held-out images come from, for people; empty if there is nothing to say.
         is_split_off: Whether they were split off the training images, of whose source both are parts.
@@ -403,7 +410,7 @@ class ImageDataset:
         name: What the recipe calls it.
         train: Training images.
         validation: Held-out images.
-        classes: Class names; a label is an index into them.
+        classes: Class names; a label is an index into them. Of other targets what each column is called.
         channels: 1 or 3, of every image the sources give.
         image_size: Height and width the model sees, in pixels.
         holdout: Images of the training split that are not trained on, to choose by after training; None if there are
@@ -414,6 +421,8 @@ class ImageDataset:
         digest: Says whether two runs saw the same data; a hash of the content, or of file names and sizes.
         mean: Per-channel mean that is subtracted from pixels, on the scale 0 … 1.
         std: Per-channel standard deviation they are divided by.
+        target_mean: What was subtracted from each column of numbers to learn; empty where there are none.
+        target_std: What they were then divided by.
         reasons: Why a value that the recipe left open is what it is, by its name in the recipe; under
             ``validation`` where the held-out images come from; and why ``validation_fraction`` has no effect, if it
             has none.
@@ -433,5 +442,7 @@ class ImageDataset:
     digest: str = ""
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    target_mean: tuple[float, ...] = ()
+    target_std: tuple[float, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()

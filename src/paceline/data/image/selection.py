@@ -21,7 +21,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import ImageDataset, hold_out, split_off, stratified_order, stratified_split
+from paceline.data.image.dataset import (
+    ImageDataset,
+    hold_out,
+    split_off,
+    strata,
+    stratified_order,
+    stratified_split,
+)
 from paceline.data.image.source import Hashes, Ids, SampleSource, SubsetSource, hashed_names, sample_names
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.files import refuse_odd_kinds
@@ -193,6 +200,8 @@ def select(data: Data, dataset: ImageDataset) -> ImageDataset:
     """
     dataset = _split_anew(data, dataset)
     dataset = _with_holdout(data, dataset)
+    if data.only_classes is not None and dataset.train.labels.ndim > 1:
+        raise RecipeError("data.only_classes has no effect where images do not have one class each; leave it out.")
     if data.only_classes is not None:
         dataset = _with_classes(data.only_classes, dataset)
     if data.subset is not None:
@@ -260,7 +269,7 @@ def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset"
     """
     total = len(source)
     wanted = round(total * float(part[:-1]) / 100) if isinstance(part, str) else part
-    present = len(np.unique(source.labels))
+    present = len(np.unique(strata(source.labels)))
     if wanted > total:
         raise RecipeError(f"{key}={part}, but there are {total:,} images: ask for fewer, or for all with off.")
     if wanted < present:

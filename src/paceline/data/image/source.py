@@ -71,7 +71,7 @@ class SampleSource(Protocol):
 
     @property
     def labels(self) -> Ids:
-        """Class index of every sample, int64 [len]."""
+        """Class index of every sample, int64 [len]; or the numbers to learn, float [len, K]."""
         ...
 
     def __len__(self) -> int: ...
@@ -165,7 +165,7 @@ class ArraySource:
         if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
             raise ValueError(f"{name}: found images {images.dtype} {images.shape} and {len(labels)} labels")
         self.images = images
-        self.labels = labels.astype(np.int64, copy=False)
+        self.labels = labels.astype(np.int64, copy=False) if labels.ndim == 1 else labels
         self.name = name
 
     def __len__(self) -> int:

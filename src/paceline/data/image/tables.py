@@ -7,6 +7,7 @@ are two names.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import stat
@@ -17,6 +18,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.source import FileSource, Ids, Names
@@ -53,6 +55,7 @@ def mapped(path: str | Path) -> Any:
 _LARGEST_LABEL = 2**20
 _CANONICAL = re.compile(r"0|[1-9][0-9]*")
 _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
+_DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def as_label(value: object, name: str) -> int | str:
@@ -163,6 +166,43 @@ def number_rows(
     return classes, numbered
 
 
+def read_numbers(
+    values: Sequence[Any],
+    rows: Ids,
+    name: Callable[[int], str],
+    columns: Sequence[str],
+    problem: Callable[[str, str], None],
+) -> NDArray[np.float64]:
+    """The numbers of some of a table's rows, [all rows, columns]; not a number of other rows and wrong cells.
+
+    Args:
+        values: What the columns hold, a tuple for each row.
+        rows: Those to read.
+        name: Names a row for people.
+        columns: What they are called.
+        problem: Takes each row with a cell that is not a finite number: a sentence, and what it is about.
+    """
+    found = np.full((len(values), len(columns)), np.nan)
+    for row in rows.tolist():
+        found[row] = [_number_in(cell) for cell in values[row]]
+        pairs = zip(columns, values[row], np.isfinite(found[row]), strict=True)
+        if wrong := [f"{cell!r} in the column {column!r}" for column, cell, is_number in pairs if not is_number]:
+            found[row] = np.nan
+            sentence = "{}, but a target is a finite number: correct it, or remove the line."
+            problem(sentence, f"{name(row)} has {' and '.join(wrong)}")
+    return found
+
+
+def _number_in(cell: object) -> float:
+    """The number that a cell holds; nan where it holds none."""
+    if isinstance(cell, bool) or cell is None or (isinstance(cell, str) and not _DECIMAL.fullmatch(cell.strip())):
+        return math.nan
+    try:
+        return float(cell)  # type: ignore[arg-type]  # whatever a column of Arrow's gives
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def _label_of(value: object, row: int, name: Callable[[int], str]) -> int | str:
     if value is None or value == "" or value == -1:  # -1 as Hugging Face's library writes what is not known
         raise DataError(
@@ -187,10 +227,10 @@ _OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
 
 
 class Found(NamedTuple):
-    """The names of the columns in use."""
+    """The names of the columns in use; those of labels are several where they hold numbers to learn."""
 
     image: str
-    label: str
+    labels: tuple[str, ...]
     split: str | None
 
 
@@ -228,16 +268,24 @@ def find_columns(
             raise DataError(f"{where} has {len(typed)} columns of {what}s ({names}): name one in data.{what}_column.")
         return usual
 
-    image, label = find("image", data.image_column), find("label", data.label_column)
+    image = find("image", data.image_column)
+    if unknown := [name for name in data.target_columns if name not in columns]:
+        raise DataError(
+            f"{where} has no column {unknown[0]!r} (data.target_columns), but {', '.join(columns)}."
+            f"{did_you_mean(unknown[0], columns)}"
+        )
+    label = data.target_columns[0] if data.target_columns else find("label", data.label_column)
     if image is None or label is None:
         what = "image" if image is None else "label"
         raise DataError(
             f"{where} has the columns {', '.join(columns)}, and none has a usual name of a column of "
             f"{what}s ({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column."
         )
-    if image == label:
-        raise DataError(f"{where}: data.image_column and data.label_column are both {image!r}: name two columns.")
-    return Found(image, label, find("split", data.split_column))
+    labels = data.target_columns or (label,)
+    if image in labels:
+        key = "target_columns" if data.target_columns else "label_column"
+        raise DataError(f"{where}: data.image_column and data.{key} are both {image!r}: name two columns.")
+    return Found(image, labels, find("split", data.split_column))
 
 
 class Parts(NamedTuple):
@@ -337,7 +385,7 @@ class PathRows:
     Attributes:
         root: The folder that the paths are relative to.
         paths: One for each row.
-        labels: As they are written.
+        labels: As they are written; a tuple for each row where they are in several columns, or are numbers.
         parts: Which rows belong to which split.
         where: Names a row for people.
     """
@@ -360,19 +408,33 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     Raises:
         DataError: If a label or a path is missing.
     """
-    parts = rows.parts.splits
-    sizes = _sizes(rows, np.concatenate(parts), request.problems)
+    parts, data = rows.parts.splits, request.data
+    wanted = np.concatenate(parts)
+    sizes = _sizes(rows, wanted, request.problems)
+    numbers = None
+    if data.target_columns:
+        present = wanted[sizes[wanted] >= 0]
+        numbers = read_numbers(rows.labels, present, rows.where, data.target_columns, request.problems.add_row)
+        sizes[np.isnan(numbers).any(axis=1)] = -1
     request.refuse_problems()
     parts = [part[sizes[part] >= 0] for part in parts]
     if not all(len(part) for part in parts):
-        raise DataError(f"{table!r} names no image that is there: correct the paths in it.")
-    classes, numbered = number_rows(rows.labels, parts, rows.where, table)
+        raise DataError(f"{table!r} names no image that can be used: correct the rows in it.")
+    classes: tuple[str, ...]
+    numbered: Sequence[NDArray[Any]]
+    if numbers is None:
+        classes, numbered = number_rows(rows.labels, parts, rows.where, table)
+    else:
+        classes, numbered = data.target_columns, [numbers[part] for part in parts]
     names = [os.fsencode(each) for each in rows.paths]
     listed = [Names.of(names[row] for row in part.tolist()) for part in parts]
     whole = [FileSource(rows.root, each, label, 3) for each, label in zip(listed, numbered, strict=True)]
     digest = hashlib.sha256()
-    for part, numbers in zip(parts, numbered, strict=True):
-        lines = (b"%s\0%d\0%d\n" % (names[row], sizes[row], label) for row, label in zip(part, numbers, strict=True))
+    for part, targets in zip(parts, numbered, strict=True):
+        lines = (
+            b"%s\0%d\0%s\n" % (names[row], sizes[row], str(label).encode())
+            for row, label in zip(part, targets.tolist(), strict=True)
+        )
         digest.update(b"".join(lines) + b"\0")
     digest.update("\0".join(classes).encode())
     return file_splits(

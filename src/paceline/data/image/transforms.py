@@ -293,7 +293,7 @@ class Mixture:
 
 
 class Mixing:
-    """Mixes normalised batches on their device; their targets become probabilities [N, classes]."""
+    """Mixes normalised batches on their device; their targets become probabilities [N, classes], or mixed too."""
 
     def __init__(self, mix: Mix, classes: int, seed: int, *, repeats: int = 1) -> None:
         """Mix as a recipe's `data.mix` says, for so many classes.
@@ -321,7 +321,8 @@ class Mixing:
         mixture = self.draw(batch.slice.step, batch.inputs.shape[-2], batch.inputs.shape[-1])
         if mixture is None:
             return batch
-        targets = F.one_hot(batch.targets, self._classes).to(batch.inputs.dtype)
+        targets = F.one_hot(batch.targets, self._classes) if batch.targets.ndim == 1 else batch.targets
+        targets = targets.to(batch.inputs.dtype, copy=True)
         partners = targets.roll(self._distance, 0)
         return replace(
             batch,

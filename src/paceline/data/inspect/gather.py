@@ -15,16 +15,17 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from paceline.data.image.dataset import Problems
+from paceline.data.image.dataset import Problems, strata
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.heads import spread
+from paceline.data.image.selection import part_of
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, SampleSource, as_array
@@ -35,7 +36,7 @@ from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 
-_OF_IMAGES = ("image_classification", "distillation")
+_OF_IMAGES = ("image_classification", "image_regression", "distillation")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
@@ -125,7 +126,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
 
 def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
     try:
-        return open_dataset(recipe.data, problems)
+        found = open_dataset(recipe.data, problems)
     except PacelineError as error:
         if is_reference(recipe.task):
             raise DataError(
@@ -133,6 +134,16 @@ def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
                 f"data.dataset={recipe.data.dataset} ({str(error).rstrip('.')}); nothing was checked."
             ) from error
         raise
+    if found.train.labels.ndim == 1:
+        return found
+    # Images that do not have one class each are looked at as those of one.
+    sources = {"train": found.train, "validation": found.validation, "holdout": found.holdout}
+    parts: dict[str, Any] = {
+        name: part_of(each, np.arange(len(each)), strata(each.labels))
+        for name, each in sources.items()
+        if each is not None
+    }
+    return replace(found, classes=("images",), **parts)
 
 
 def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:

@@ -49,6 +49,9 @@ class ImageAnswer(BaseModel):
     boxes: list[tuple[float, float, float, float]] | None = Field(
         description="Of a detector: left, top, right and bottom edge of each object, in pixels; of others null."
     )
+    numbers: dict[str, float] | None = Field(
+        default=None, description="Of a network that predicts numbers: each by its name, and no labels; of others null."
+    )
     error: str | None = Field(description="Why there is no answer for this image; null if there is one.")
 
 
@@ -148,6 +151,8 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
             int | None, Query(ge=1, le=LARGEST_TOP_K, description="Most labels of an image; left out, what is usual.")
         ] = None,
     ) -> Answers:
+        if top_k is not None and service.predictor.number_names:
+            raise HTTPException(422, "top_k is for labels and objects, and these weights predict numbers: leave it out")
         most = top_k or service.predictor.usual_top_k
         uploads: list[tuple[str, bytes]] = []
         try:
@@ -186,11 +191,13 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
 
 
 def _shown(name: str, answer: Answer, top_k: int, *, boxes: bool) -> ImageAnswer:
+    row = answer.row()
     return ImageAnswer(
         name=name,
         labels=list(answer.labels[:top_k]),
         probabilities=list(answer.probabilities[:top_k]),
-        boxes=list(answer.row()["boxes"][:top_k]) if boxes else None,
+        boxes=list(row["boxes"][:top_k]) if boxes else None,
+        numbers=row.get("numbers") or None,
         error=answer.error,
     )
 
@@ -382,13 +389,16 @@ def _name(place: str) -> str:
 
 def page(service: Service, model: str) -> str:
     """Return the page as HTML."""
-    limits, digest, classes = service.limits, service.predictor.digest, len(service.predictor.classes)
+    limits, digest, numbers = service.limits, service.predictor.digest, service.predictor.number_names
+    classes = len(service.predictor.classes)
     return Template(_part("page.html")).substitute(
         style=_part("page.css"),
         script=_part("page.js"),
         model=escape(model),
         digest=escape(digest),
         short=escape(digest[:12]),
+        answers=escape(", ".join(numbers)) if numbers else f"{classes} classes",
+        without_labels="hidden" if numbers else "",
         classes=classes,
         most=min(classes, 10),
         images=limits.images,

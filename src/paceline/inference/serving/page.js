@@ -48,6 +48,8 @@ const shown = (file, answer) => {
   said.append(made("h2", "", file.name));
   if (answer.error) {
     said.append(made("p", "bad", `Unreadable: ${answer.error}`));
+  } else if (answer.numbers) {
+    for (const [name, number] of Object.entries(answer.numbers)) said.append(made("p", "", `${name}: ${number}`));
   } else if (!answer.labels.length) {
     said.append(made("p", "", "Nothing was found."));
   }
@@ -77,10 +79,11 @@ const ask = async (chosen) => {
   if (bytes > most.bytes) return say(`${(bytes / 2 ** 20).toFixed(1)} MiB; at most ${most.bytes / 2 ** 20} MiB are taken at once.`, true);
   const body = new FormData();
   for (const file of chosen) body.append("images", file);
-  const labels = Math.max(1, Math.round(Number(document.getElementById("top-k").value)) || 1);
+  const choice = document.getElementById("top-k");
+  const labels = Math.max(1, Math.round(Number(choice.value)) || 1);
   say(chosen.length === 1 ? "Asking about one image…" : `Asking about ${chosen.length} images…`);
   try {
-    const response = await fetch(`predict?top_k=${labels}`, { method: "POST", body });
+    const response = await fetch(choice.closest("[hidden]") ? "predict" : `predict?top_k=${labels}`, { method: "POST", body });
     const told = await response.json();
     if (mine !== asked) return;
     if (!response.ok) return say(told.error, true);

@@ -1,4 +1,7 @@
-"""Section Predictions: mistakes, confusion matrix, precision and recall by class, reliability of the confidence."""
+"""Section Predictions: mistakes, confusion matrix, precision and recall by class, reliability of the confidence.
+
+Of numbers predicted against actual values.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from paceline.report.html.runs import RunRecord
 
 Matrix = Sequence[Sequence[int]]
 
-_MOST_CLASSES, _MOST_FIGURES, _MOST_PICTURES, _MOST_PAIRS, _MOST_BARS = 100, 14, 60, 12, 20
+_MOST_CLASSES, _MOST_FIGURES, _MOST_PICTURES, _MOST_PAIRS, _MOST_BARS, _MOST_COLUMNS = 100, 14, 60, 12, 20, 12
 
 
 def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
@@ -23,6 +26,9 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
             yield from _examples(examples, whose)
         if confusion is not None:
             yield from _confusion(confusion, whose)
+        details = run.extra("evaluation/details.json")
+        if details is not None and "points" in details:
+            yield from _numbers(details, whose)
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
 
@@ -72,6 +78,39 @@ def _confusion(confusion: Mapping[str, Any], whose: str) -> Iterator[Block]:
             columns=("actual", "predicted", "samples", "of its class"),
             rows=[(classes[a], classes[b], count, f"{count / sums[a]:.1%}") for count, a, b in pairs[:_MOST_PAIRS]],
             caption=f"{whose}Most frequent confusions",
+        )
+
+
+def _numbers(details: Mapping[str, Any], whose: str) -> Iterator[Chart]:
+    """Predicted against actual values, a chart for each column."""
+    points = details["points"]
+    for place, column in enumerate(details["columns"][:_MOST_COLUMNS]):
+        pairs = [(each["actual"][place], each["predicted"][place], each["sample"]) for each in points]
+        ends = [f(value for pair in pairs for value in pair[:2]) for f in (min, max)] if pairs else [0, 1]
+        furthest = sorted(pairs, key=lambda pair: -abs(pair[1] - pair[0]))
+        yield Chart(
+            title=f"{whose}{column}: predicted against actual",
+            traces=[
+                {"x": ends, "y": ends, "mode": "lines", "name": "exact", "hoverinfo": "skip"}
+                | {"line": {"color": "var(--muted)", "dash": "dot", "width": 1.5}},
+                {
+                    "x": [actual for actual, *_ in pairs],
+                    "y": [predicted for _, predicted, _ in pairs],
+                    "customdata": [sample for *_, sample in pairs],
+                    "mode": "markers",
+                    "name": "samples",
+                    "hovertemplate": "sample %{customdata}: actual %{x}, predicted %{y}<extra></extra>",
+                    "marker": {"color": "var(--series-1)", "size": 6, "opacity": 0.6},
+                },
+            ],
+            layout={"height": 430, "xaxis": {"title": "actual"}, "yaxis": {"title": "predicted"}},
+            description=f"{len(points):,} held-out samples; {_when(details)}.",
+            table=Table(
+                columns=("sample", "actual", "predicted"),
+                rows=[(sample, actual, predicted) for actual, predicted, sample in furthest[:_MOST_BARS]],
+                caption="Largest errors",
+                folded=True,
+            ),
         )
 
 

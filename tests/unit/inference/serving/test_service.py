@@ -34,6 +34,7 @@ class LargePictures:
     usual_top_k = 1
     largest_batch: int | None = 1
     finds_boxes = False
+    number_names: tuple[str, ...] = ()
     digest = "0" * 64
 
     def __init__(self) -> None:

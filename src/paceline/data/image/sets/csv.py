@@ -16,7 +16,7 @@ from paceline.files import refuse_odd_kinds
 _LARGEST_HEAD = 2**16
 
 
-@dataset("csv", keys=(*TABLE, "split_column"), size=IMAGENET)
+@dataset("csv", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_csv(request: DatasetRequest) -> StoredImages:
     """Read a table of paths and labels, and look at the heads of a few images.
 
@@ -28,8 +28,10 @@ def open_csv(request: DatasetRequest) -> StoredImages:
     file = request.path
     header, rows, lines = _read(file)
     columns = find_columns(request.data, header, repr(str(file)))
-    image, label = header.index(columns.image), header.index(columns.label)
+    image, labels = header.index(columns.image), [header.index(each) for each in columns.labels]
     splits = None if columns.split is None else [row[header.index(columns.split)] for row in rows]
+
+    cells = [tuple(text_of_cell(row[each].strip()) for each in labels) for row in rows]
 
     def where(row: int) -> str:
         return f"line {lines[row]} of {str(file)!r}"
@@ -37,7 +39,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
     found = PathRows(
         root=file.absolute().parent,
         paths=[text_of_cell(row[image].strip()) for row in rows],
-        labels=[text_of_cell(row[label].strip()) for row in rows],
+        labels=cells if request.data.target_columns else [each[0] for each in cells],
         parts=parts_of(splits, len(rows), repr(str(file))),
         where=where,
     )

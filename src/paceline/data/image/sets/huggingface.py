@@ -147,6 +147,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
         return open_parquet(replace(request, data=data))
     where, names = str(files.root), list(files.features)
     columns = find_columns(data, names, repr(where), files.features)
+    (label,) = columns.labels
     splits = [_read_split(files, columns, name) for name in (train_split, held_out_split) if name is not None]
     ends = np.cumsum([0, *(len(each.values) for each in splits)])
     classes, labels = number_rows(
@@ -154,9 +155,9 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
         [np.arange(begin, end) for begin, end in pairwise(ends.tolist())],
         PlacedNames(Names.of(name for each in splits for name in each.names), (where,)),
         where,
-        files.features.get(columns.label),
+        files.features.get(label),
     )
-    digest = hashlib.sha256(json.dumps([columns.image, columns.label, classes]).encode())
+    digest = hashlib.sha256(json.dumps([columns.image, label, classes]).encode())
     sources = []
     for each, numbers in zip(splits, labels, strict=True):
         placed = Names.of(each.names)
@@ -244,6 +245,6 @@ def _rows(path: Path, columns: Found) -> tuple[Ids, Ids, list[object], list[str 
                 )
             begin.append(ends[:-1])
             length.append(np.diff(ends))
-            labels += batch.column(batch.schema.get_field_index(columns.label)).to_pylist()
+            labels += batch.column(batch.schema.get_field_index(columns.labels[0])).to_pylist()
             names += images.field("path").to_pylist()
     return np.concatenate(begin), np.concatenate(length), labels, names

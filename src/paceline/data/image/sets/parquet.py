@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.data.image.dataset import DatasetRequest, Probe, StoredImages, in_splits, probe
 from paceline.data.image.decode import BrokenImageError
@@ -32,6 +33,7 @@ from paceline.data.image.tables import (
     number_rows,
     open_paths,
     parts_of,
+    read_numbers,
     require_pyarrow,
     splits_of_files,
 )
@@ -252,7 +254,7 @@ def _check_size(group: RowGroup, size: int, path: str) -> None:
         )
 
 
-@dataset("parquet", keys=(*TABLE, "split_column"), size=IMAGENET)
+@dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_parquet(request: DatasetRequest) -> StoredImages:
     """Read the labels of parquet tables, of images or of their paths, and look at the heads of a few images.
 
@@ -268,7 +270,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     if table.kind == "path":
         images = open_paths(table.path_rows(), str(table.root), request)
         return replace(images, left_out=(*left_out.told(), *images.left_out))
-    classes, labels = table.labels()
+    classes, labels = table.labels(request)
     source = ParquetSource(table.paths, table.leaf, labels, table.names())
     table.check_present(source)
     probe = source.probe(str(request.data.path), in_any_order=request.in_any_order)
@@ -302,7 +304,7 @@ class _Table:
         if not paths:
             what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
             raise DataError(f"data.path is {str(root)!r}, and there {what}: correct the path.")
-        self.root, self.paths = root, paths
+        self.root, self.paths, self._data = root, paths, data
         self.name = repr(str(root))
         self.schema, self.features = read_schema(paths[0])
         self.columns = find_columns(data, self.schema.names, self.name, self.features)
@@ -348,8 +350,8 @@ class _Table:
         return [split for split in named if split in known]
 
     def _read(self) -> dict[str, list[Any]]:
-        arrow, (image, label, split) = require_pyarrow(), self.columns
-        wanted = [label, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
+        arrow, (image, labels, split) = require_pyarrow(), self.columns
+        wanted = [*labels, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
         found = []
         for path in self.paths:
             try:
@@ -392,22 +394,36 @@ class _Table:
         return PathRows(
             root=base.absolute(),
             paths=["" if path is None else os.path.normpath(os.path.join(folder, path)) for folder, path in pairs],
-            labels=self.rows[self.columns.label],
+            labels=self._label_cells(),
             parts=self.parts,
             where=where,
         )
 
-    def labels(self) -> tuple[tuple[str, ...], Ids]:
-        """Class names, and a label for each row; -1 for rows that are not read."""
-        column, labels = self.columns.label, np.full(sum(self.counts), -1, dtype=np.int64)
+    def _label_cells(self) -> list[Any]:
+        """What the column of labels holds, one for each row; of columns of numbers, tuples."""
+        cells = [self.rows[name] for name in self.columns.labels]
+        return list(zip(*cells, strict=True)) if self._data.target_columns else cells[0]
+
+    def labels(self, request: DatasetRequest) -> tuple[tuple[str, ...], NDArray[Any]]:
+        """Class names, and a label for each row, -1 for rows that are not read; or columns, and their numbers.
+
+        Raises:
+            DataError: If a row has no label, or no number where one is to be learned.
+        """
+        parts, data = self.parts.splits, self._data
 
         def name(row: int) -> str:
             return f"row {row:,} (counted from 0) of {self.root!s}"
 
-        classes, numbered = number_rows(
-            self.rows[column], self.parts.splits, name, str(self.root), self.features.get(column)
-        )
-        for part, each in zip(self.parts.splits, numbered, strict=True):
+        if data.target_columns:
+            rows = np.sort(np.concatenate(parts))
+            numbers = read_numbers(self._label_cells(), rows, name, data.target_columns, request.problems.add)
+            request.refuse_problems()
+            return data.target_columns, numbers
+        feature = self.features.get(self.columns.labels[0])
+        classes, numbered = number_rows(self._label_cells(), parts, name, str(self.root), feature)
+        labels = np.full(sum(self.counts), -1, dtype=np.int64)
+        for part, each in zip(parts, numbered, strict=True):
             labels[part] = each
         return classes, labels
 

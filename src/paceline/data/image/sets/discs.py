@@ -1,0 +1,73 @@
+"""Drawn discs on noise: greyscale images of 32x32 whose place and size are known, to learn these numbers.
+
+Image i is the same in every run and process. The numbers are ``x`` and ``y``, the centre in pixels from the upper left
+corner, and ``radius``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
+from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.dataset_registry import dataset
+from paceline.errors import DataError, did_you_mean
+
+_KEY = 0x64697363
+_SIZE = 32
+_NUMBERS = ("x", "y", "radius")
+_SMALLEST, _LARGEST = 3.0, 8.0
+
+
+def draw_discs(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Draw discs ``first`` to ``first + count`` (excluded): uint8 [N, 32, 32, 1], and x, y and radius, [N, 3]."""
+    grid = np.arange(_SIZE) + 0.5
+    images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
+    numbers = np.empty((count, 3))
+    for place in range(count):
+        words = np.random.Philox(key=np.array([_KEY, first + place], dtype=np.uint64)).random_raw(3 + _SIZE**2 // 8)
+        across, down, size = (words[:3] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        x, y = (_LARGEST + each * (_SIZE - 2 * _LARGEST) for each in (across, down))
+        radius = _SMALLEST + size * (_LARGEST - _SMALLEST)
+        numbers[place] = x, y, radius
+        covered = np.clip(radius + 0.5 - np.sqrt((grid - x) ** 2 + (grid[:, None] - y) ** 2), 0, 1)
+        noise = words[3:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
+        images[place, :, :, 0] = noise + np.round(192 * covered).astype(np.uint8)
+    return images, numbers
+
+
+@dataset("discs", keys=("samples", "subset", "target_columns"))
+def open_discs(request: DatasetRequest) -> StoredImages:
+    """Discs with the numbers that a recipe asks for, or all three; a tenth more are held out.
+
+    Raises:
+        DataError: If it asks for a number that they do not have.
+    """
+    data, channels = request.data, request.channels or 1
+    names = data.target_columns or _NUMBERS
+    if unknown := [name for name in names if name not in _NUMBERS]:
+        raise DataError(
+            f"data.target_columns names {unknown[0]!r}, but the numbers of a disc are {', '.join(_NUMBERS)}."
+            f"{did_you_mean(unknown[0], _NUMBERS)}"
+        )
+
+    def source(first: int, count: int) -> ArraySource:
+        images, numbers = draw_discs(first, count)
+        targets: NDArray[Any] = numbers[:, [_NUMBERS.index(name) for name in names]]
+        return ArraySource(with_channels(images, channels), targets, "discs")
+
+    train, validation = source(0, data.samples), source(data.samples, max(1, data.samples // 10))
+    return StoredImages(
+        train=train,
+        validation=validation,
+        classes=names,
+        digest=array_digest(train, validation),
+        split="",
+        is_split_off=False,
+        channels=channels,
+        probe=Probe(data.samples, (_SIZE, _SIZE), greyscale=True),
+        statistics=Statistics((0.2,) * channels, (0.23,) * channels, "of the discs"),
+    )

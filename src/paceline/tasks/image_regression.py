@@ -1,0 +1,149 @@
+"""Image regression: one or several numbers of an image, such as an age or a position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.data.batch import Batch
+from paceline.data.image.datasets import ImageDataset
+from paceline.data.image.selection import part_of
+from paceline.errors import DataError, RecipeError
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.regression import NumberErrors, error_metrics
+from paceline.tasks.image_classification import ImageTask
+from paceline.tasks.task import Model
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
+_NO_CLASSES = "image_regression learns numbers, not classes"
+
+
+class ImageRegression(ImageTask):
+    """Says numbers of an image.
+
+    The network is shown targets from which the training images' mean is subtracted, and which are divided by their
+    standard deviation. Both are in the description of the weights, so that answers are in the user's units.
+    """
+
+    headline = "mae"
+    learns_numbers = True
+    unused = MappingProxyType(
+        dict.fromkeys(
+            ("train.label_smoothing", "train.target_threshold", "train.loss_options", "evaluate.top_k"), _NO_CLASSES
+        )
+        | {"data.label_column": "data.target_columns says which columns hold the targets"}
+    )
+
+    @cached_property
+    def dataset(self) -> ImageDataset:
+        """The images with standardised targets, float32 [N, columns].
+
+        Raises:
+            DataError: If the data have no numbers, or a column has one number only.
+            RecipeError: If the recipe standardises another number of columns.
+        """
+        found, data = super().dataset, self.recipe.data
+        targets = found.train.labels
+        if not np.issubdtype(targets.dtype, np.floating):
+            raise RecipeError(
+                f"task=image_regression learns numbers, and data.dataset={data.dataset} was opened with classes: name "
+                "the columns of numbers of a csv or parquet table in data.target_columns."
+            )
+        means, stds = zip(*(_mean_and_std(column) for column in targets.T), strict=True)
+        mean = means if data.target_mean == "auto" else data.target_mean
+        std = stds if data.target_std == "auto" else data.target_std
+        for key, numbers in (("target_mean", mean), ("target_std", std)):
+            if len(numbers) != len(found.classes):
+                raise RecipeError(
+                    f"data.{key} has {len(numbers)} numbers, but {len(found.classes)} columns are learned "
+                    f"({', '.join(found.classes)}): give one for each, or 'auto'."
+                )
+        if 0 in std:
+            raise DataError(
+                f"the column {found.classes[std.index(0)]!r} has the same number in all training images, and there is "
+                "nothing to learn of it: leave it out of data.target_columns."
+            )
+        parts = {"train": found.train, "validation": found.validation, "holdout": found.holdout}
+        standardised: dict[str, Any] = {
+            name: part_of(each, np.arange(len(each)), ((each.labels - mean) / std).astype(np.float32))
+            for name, each in parts.items()
+            if each is not None
+        }
+        return replace(found, target_mean=mean, target_std=std, **standardised)
+
+    def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
+        """What the numbers are called, and how they are standardised."""
+        found, mix = self.dataset, self.recipe.data.mix
+        if mix.cutmix > 0:
+            raise RecipeError(
+                f"data.mix.cutmix={mix.cutmix:g} puts a part of one image into another, which no number follows: use "
+                "data.mix.mixup, which mixes the numbers too, or leave it out."
+            )
+        reasons |= dict.fromkeys(("data.target_mean", "data.target_std"), "over the training images")
+        self.metrics = (Metric(name="loss"), *error_metrics(found.classes))
+        return {
+            "targets": list(found.classes),
+            "target_mean": list(found.target_mean),
+            "target_std": list(found.target_std),
+        }
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The recipe's loss of the standardised targets, a mean over images and columns."""
+        return _LOSSES[self.recipe.train.loss](*_answered(model, batch))
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """The loss of each image, and what the metrics are made of."""
+        found, targets = _answered(model, batch)
+        losses = _LOSSES[self.recipe.train.loss](found, targets, reduction="none")
+        return {"loss": losses.mean(dim=1), "error": found - targets, "target": targets}
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Mean absolute and root mean squared error, in the user's units, and R²."""
+        found = self.dataset
+        return (NumberErrors(found.classes, found.target_std, found.target_mean),)
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+        """Each number as predicted and as the data has it, in the user's units, float64 [N]."""
+        mean, std = self.dataset.target_mean, self.dataset.target_std
+        found, targets = (in_units(each, mean, std) for each in _answered(model, batch))
+        names = self.dataset.classes
+        predicted = {f"predicted_{name}": found[:, place] for place, name in enumerate(names)}
+        return predicted | {f"target_{name}": targets[:, place] for place, name in enumerate(names)}
+
+
+def _answered(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What the network says, and the targets, both [N, columns]; at least in single precision."""
+    found: Tensor = model(batch.inputs)
+    found = (found if found.dtype == torch.float64 else found.float()).reshape(batch.targets.shape)
+    return found, batch.targets.to(found.dtype)
+
+
+def _mean_and_std(column: NDArray[np.float64]) -> tuple[float, float]:
+    """Mean and standard deviation, the same on every machine."""
+    if len(column) and column.min() == column.max():
+        return float(column[0]), 0.0
+    mean = math.fsum(column) / len(column)
+    return mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column))
+
+
+def in_units(numbers: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Standardised numbers [N, columns] in the user's units, :func:`rounded`, float64 on the CPU."""
+    return rounded(
+        numbers.cpu().double() * torch.tensor(std, dtype=torch.float64) + torch.tensor(mean, dtype=torch.float64), std
+    )
+
+
+def rounded(numbers: Tensor, std: Sequence[float]) -> Tensor:
+    """Numbers [N, columns] to a millionth of the standard deviation, which is what single precision holds of them."""
+    places = (6 - math.floor(math.log10(each)) for each in std)
+    return torch.stack([numbers[:, at].double().round(decimals=each) for at, each in enumerate(places)], dim=1)

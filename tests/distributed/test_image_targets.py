@@ -1,0 +1,58 @@
+"""Images with other targets than one class: the same run and figures from 1, 2 and 3 processes, after a kill too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+TINY = (
+    *("data.samples=150", "batch.global_size=24", "evaluate.batch_size=4", "model.options={channels: 2}"),
+    *("train.duration=3 epochs", "checkpoint.every=2 steps", "telemetry.log_every=1 steps", "telemetry.trackers=[]"),
+    *("parallel.exact=true", "parallel.logical_ranks=6", "parallel.device=cpu"),
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize(("name", "headline"), [("discs", "mae")])
+def test_one_two_and_three_processes_and_a_killed_run_come_to_the_same(
+    name: str,
+    headline: str,
+    tmp_path: Path,
+    start: Callable[..., Any],
+    run: Callable[..., Any],
+    run_here: Callable[..., Any],
+    steps_recorded: Callable[[Path], int],
+    summary: Callable[[Path], Any],
+) -> None:
+    def outcome(run_dir: Path) -> tuple[Any, ...]:
+        found = summary(run_dir)
+        details = json.loads((run_dir / "evaluation" / "details.json").read_text())
+        assert run_here("audit", run_dir).code == 0
+        return found["weights_sha256"], found["metrics"], details
+
+    alone = tmp_path / "alone"
+    assert run_here("train", name, *TINY, "--run-dir", alone).code == 0
+    together = tmp_path / "together"
+    done = run("train", name, *TINY, "--processes", 2, "--run-dir", together, where=tmp_path)
+    assert done.code == 0, done.err
+    assert outcome(together) == outcome(alone)
+    killed = tmp_path / "killed"
+    launched = start("train", name, *TINY, "--processes", 3, "--run-dir", killed, where=tmp_path)
+    launched.wait_for(lambda: steps_recorded(killed) >= 5)
+    launched.kill()
+    done = run("train", name, *TINY, "--processes", 3, "--run-dir", killed, where=tmp_path)
+    assert done.code == 0, done.err
+    assert outcome(killed) == outcome(alone)
+    scored = run("evaluate", alone, "--json", "--processes", 3, where=tmp_path)
+    found, kept = json.loads(scored.out), summary(alone)["metrics"]
+    figures = ("loss", headline)
+    assert {key: found[key] for key in figures} == {key: kept[key] for key in figures}  # to the bit
