@@ -113,7 +113,7 @@ def _write_kept(run: Run, evaluation: Evaluation) -> None:
             failure = str(error)
     if failure:
         run.recorder.keeps_answers = False
-        message = f"the answers of the evaluation are not kept to be looked at: {failure}"
+        message = f"examples of the evaluation are not saved: {failure}"
         run.recorder.incident("not_kept", message)
 
 

@@ -80,7 +80,7 @@ OF_SAMPLES = (
         "extreme_ratio",
         "costs",
         f"one side is over {LONG} times the other",
-        "crop it: a square shows little of it, and resizing it takes much memory",
+        "crop it: a square crop shows little of it",
     ),
     Kind(
         "tiny",
@@ -131,7 +131,7 @@ OF_SETS = (
     Kind(
         "no_held_out",
         "notice",
-        "no held-out image of the class: no score says anything about it",
+        "no held-out image of the class, which is not scored",
         "add held-out images, or training images to hold some out of",
     ),
     Kind("alike_names", "notice", "classes whose names differ by case or space only", "merge them, if they are one"),
