@@ -171,3 +171,9 @@ def format_metric(name: str, value: float) -> str:
 def format_count(count: float) -> str:
     """Write a count with thousands separators, ``1,281,167``, and a rate that is small in two digits, ``0.66``."""
     return f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.2g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Write a count with its noun: ``1 process``, ``2 processes``."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{format_count(count)} {noun}{ending}"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.store import CheckpointStore, read_components
+from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.store import CheckpointStore
 
 pytestmark = [
     pytest.mark.slow,

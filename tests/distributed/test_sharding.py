@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.store import CheckpointStore, read_components, read_manifest, verify
+from paceline.checkpoint.reading import read_components, read_manifest, verify
+from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError
 
 pytestmark = [

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.store import CheckpointStore, verify
+from paceline.checkpoint.reading import verify
+from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights, weights_sha256
 from paceline.cli.main import run as run_command_line
 from paceline.records.reader import read_summary

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, read_commits
-from paceline.checkpoint.store import Best, CheckpointStore, read_components
+from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError
 from paceline.storage.remote import Remote, Retries
 

@@ -9,6 +9,7 @@ bfloat16 parameters lose half their bits. Here every saved tensor keeps its dtyp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ class Registry:
             parts = [f"it lacks {name!r}.{did_you_mean(name, extra)}" for name in missing]
             parts += [f"it holds {name!r}, which this run does not use." for name in extra]
             raise CheckpointError(
-                f"The checkpoint does not fit this run: {' '.join(parts)} {_SAME_RECIPE[:-1]}, "
+                f"The checkpoint does not fit this run: {' '.join(parts)} Use the recipe it was saved with, "
                 "or start a new run from its weights with initialize_from."
             )
         for name, component in self._components.items():
@@ -149,7 +150,8 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
     more = f" ({len(differing) - 1} more keys differ.)" if len(differing) > 1 else ""
     raise CheckpointError(
         f"{where}: {differing[0]!r} is {found.get(differing[0], 'absent')} in the checkpoint, but the live object has "
-        f"{expected.get(differing[0], 'absent')}. Nothing is cast or skipped on load: u{_SAME_RECIPE[1:]}{more}"
+        f"{expected.get(differing[0], 'absent')}. Nothing is cast or skipped on load: "
+        f"use the recipe it was saved with.{more}"
     )
 
 
@@ -198,7 +200,7 @@ class HostCopies:
 
     def take(self, name: str, state: Any) -> Any:
         """Rebuild a component's state with every tensor in host memory, once :meth:`settle` has returned."""
-        number = iter(range(2**62))
+        number = itertools.count()
         return map_tensors(state, lambda tensor: self._copy((name, next(number)), tensor.detach()))
 
     def settle(self) -> None:

@@ -44,31 +44,12 @@ from paceline.checkpoint.format import (
     inventory,
     write_tensor_file,
 )
-from paceline.checkpoint.reading import check_sizes, read_component, read_components, read_manifest, verify
+from paceline.checkpoint.reading import check_sizes, verify
 from paceline.checkpoint.sharded import Files, ShardedSave, write_parts
 from paceline.checkpoint.state import State
 from paceline.errors import CheckpointError, UnreadableError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
-
-__all__ = [
-    "BEST_FILE_NAME",
-    "Best",
-    "CheckpointStore",
-    "Choice",
-    "DamagedCheckpoint",
-    "Manifest",
-    "SavedCheckpoint",
-    "ShardedSave",
-    "State",
-    "choose",
-    "read_component",
-    "read_components",
-    "read_in_place",
-    "read_manifest",
-    "step_of",
-    "verify",
-]
 
 T = TypeVar("T")
 
@@ -189,7 +170,7 @@ class CheckpointPayload:
 def step_of(path: Path) -> int | None:
     """Return the step in a checkpoint directory's name, or None if it is not such a name."""
     match = _NAME.fullmatch(Path(path).name)
-    return int(match[1]) if match and _name(int(match[1])) == f"step-{match[1]}" else None
+    return int(match[1]) if match and checkpoint_name(int(match[1])) == f"step-{match[1]}" else None
 
 
 class CheckpointStore:
@@ -200,7 +181,7 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
-        path = self.directory / _name(step)
+        path = self.directory / checkpoint_name(step)
         aside = _aside(path)
         # Killed between the two renames of a replacement, the old checkpoint is still under this name.
         return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
@@ -229,12 +210,12 @@ class CheckpointStore:
             CheckpointError: If it could not be written; the checkpoints that were there are untouched.
         """
         started = time.perf_counter()
-        target = self.directory / _name(step)
+        target = self.directory / checkpoint_name(step)
         payload = CheckpointPayload.of(step, components, facts, file_metadata or {})
         with reporting_disk_errors(f"write the checkpoint of step {step} at", target):
             if not replace and os.path.lexists(self.path(step)):
                 raise CheckpointError(f"{self.path(step)} exists already; a checkpoint is replaced only on request.")
-            temporary = self._make_staging_dir(step) if sharded is None else sharded.staging_dir
+            temporary = self.make_staging_dir(step) if sharded is None else sharded.staging_dir
             try:
                 written = payload.write_files(temporary, rank=0)
                 for name, files in (sharded.gather_notes() if sharded else {}).items():
@@ -275,8 +256,21 @@ class CheckpointStore:
         Raises:
             CheckpointError: If the disk refuses.
         """
-        with reporting_disk_errors(f"write the checkpoint of step {step} at", self.directory / _name(step)):
-            return self._make_staging_dir(step)
+        with reporting_disk_errors(f"write the checkpoint of step {step} at", self.directory / checkpoint_name(step)):
+            if not self.directory.is_dir():
+                os.makedirs(self.directory, exist_ok=True)
+                sync_directory(self.directory.parent)
+            # What a killed save or deletion left. Removing it is a courtesy: a failure must not cost this save.
+            for path in map(Path, self._entries()):
+                replacing = path.with_suffix("")
+                if _LEFTOVER.fullmatch(path.name):
+                    with contextlib.suppress(OSError):
+                        _remove(path)
+                elif path.name.endswith(_REPLACED) and step_of(path) is not None and os.path.lexists(replacing):
+                    self._forget_replaced(replacing)
+            staging_dir = self._hidden("saving", step)
+            os.mkdir(staging_dir)
+            return staging_dir
 
     def adopt(self, staging_dir: Path, step: int) -> Path:
         """Put a whole checkpoint that was copied into a staging directory under its own name.
@@ -288,7 +282,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: If the disk refuses.
         """
-        target = self.directory / _name(step)
+        target = self.directory / checkpoint_name(step)
         with reporting_disk_errors(f"put the checkpoint of step {step} at", target):
             sync_directory(staging_dir)
             self._publish(staging_dir, target, replace=True)
@@ -465,23 +459,8 @@ class CheckpointStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def _make_staging_dir(self, step: int) -> Path:
-        if not self.directory.is_dir():
-            os.makedirs(self.directory, exist_ok=True)
-            sync_directory(self.directory.parent)
-        # What a killed save or deletion left. Removing it is a courtesy: a failure must not cost this save.
-        for path in map(Path, self._entries()):
-            if _LEFTOVER.fullmatch(path.name):
-                with contextlib.suppress(OSError):
-                    _remove(path)
-            elif path.name.endswith(_REPLACED) and step_of(path) is not None and os.path.lexists(path.with_suffix("")):
-                self._forget_replaced(path.with_suffix(""))
-        staging_dir = self._hidden("saving", step)
-        os.mkdir(staging_dir)
-        return staging_dir
-
     def _hidden(self, purpose: str, step: int) -> Path:
-        return self.directory / f".{purpose}-{_name(step)}-{secrets.token_hex(4)}"
+        return self.directory / f".{purpose}-{checkpoint_name(step)}-{secrets.token_hex(4)}"
 
     def _publish(self, temporary: Path, target: Path, *, replace: bool) -> None:
         aside = _aside(target)
@@ -511,7 +490,7 @@ class CheckpointStore:
         hidden: list[Path] = []
         with reporting_disk_errors("delete old checkpoints in", self.directory):
             for step in steps:
-                path = self.directory / _name(step)
+                path = self.directory / checkpoint_name(step)
                 for each in (_aside(path), path):
                     if os.path.lexists(each):
                         hidden.append(self._hidden("deleting", step))
@@ -596,7 +575,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
+    """Return the name of a step's checkpoint directory."""
     if step < 0:
         raise CheckpointError(f"found step {step}, but a checkpoint's step is 0 or more.")
     return f"step-{step:08d}"

@@ -37,7 +37,7 @@ from paceline.recipe.load import LoadedRecipe, is_data, load_recipe, shipped_rec
 from paceline.recipe.named_code import named_code
 from paceline.records.run_directory import RunDirectory
 from paceline.references import trusting_code
-from paceline.units import format_bytes, format_count, format_metric, format_seconds, metric_title
+from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
@@ -216,15 +216,15 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         echo('To train it longer, give a longer train.duration, for example train.duration="20 epochs".')
     echo()
     echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
-    print_pairs(_figures(result))
+    plan, trust = _plan_of(result), " --trust-code" * names_code
+    print_pairs(_figures(result, plan))
     echo()
     if warning := summary.details.get("warning"):
         echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
         until = " train.until=null" * (summary.details.get("ending") == "until")
-        echo(f"To go on: {program()} resume {run_dir}{until}{' --trust-code' * names_code}")
+        echo(f"To go on: {program()} resume {run_dir}{until}{trust}")
         return
-    plan, trust = _plan_of(result), " --trust-code" * names_code
     echo("Next:")
     if plan.get("sample_name") == "images":
         echo(f"  {program()} predict {run_dir} photo.jpg{trust}")
@@ -236,10 +236,10 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         echo(f"  open {run_dir / 'report.html'} in a browser")
 
 
-def _figures(result: TrainResult) -> dict[str, Any]:
+def _figures(result: TrainResult, plan: Mapping[str, Any]) -> dict[str, Any]:
     summary = result.summary
     figures: dict[str, Any] = {}
-    metrics, plan = summary.metrics, _plan_of(result)
+    metrics = summary.metrics
     headline = plan.get("headline", "top1_accuracy")
     if headline != "loss" and metrics.get(headline) is not None:
         figure = format_metric(headline, metrics[headline])
@@ -337,23 +337,23 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         evaluation = "none: no samples are held out"
     return {
         "task": str(plan.data.get("task")),
-        "processes": f"{plan.world_size} ({plan.strategy}), {_counted(plan.threads_per_process, 'thread')} each",
+        "processes": f"{plan.world_size} ({plan.strategy}), {counted(plan.threads_per_process, 'thread')} each",
         "device": f"{plan.device} ({plan.device_name})",
         "precision": _precision_line(plan),
         "compiled": _compiled_line(plan),
         "training samples": format_count(plan.train_samples),
         "evaluation samples": format_count(plan.evaluation_samples),
         **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
-        "global batch": f"{format_count(plan.global_batch_size)} = {_counted(plan.world_size, 'process')} x "
-        f"{_counted(plan.accumulation_steps, 'micro-batch')} x {_counted(plan.micro_batch_size, 'sample')}"
-        + (f", cut to {_counted(plan.step_sizes[0], 'sample')}" if plan.step_sizes[0] < plan.global_batch_size else ""),
+        "global batch": f"{format_count(plan.global_batch_size)} = {counted(plan.world_size, 'process')} x "
+        f"{counted(plan.accumulation_steps, 'micro-batch')} x {counted(plan.micro_batch_size, 'sample')}"
+        + (f", cut to {counted(plan.step_sizes[0], 'sample')}" if plan.step_sizes[0] < plan.global_batch_size else ""),
         **{f"from epoch {p.first_epoch + 1}": _phase_line(plan, p) for p in plan.batch_phases[1:]},
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
         "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epoch{'s' * (plan.total_epochs != 1)}",
         **({} if plan.until_step is None else {"until": f"after step {format_count(plan.until_step)} (train.until)"}),
-        "last step of an epoch": _counted(plan.last_step_samples, "sample"),
-        "warm-up": _counted(plan.warmup_steps, "step"),
+        "last step of an epoch": counted(plan.last_step_samples, "sample"),
+        "warm-up": counted(plan.warmup_steps, "step"),
         "evaluation": evaluation,
         "checkpoint": _checkpoint_line(plan, every("checkpoint", plan.checkpoint_every_steps)),
         "step record": every("log", plan.log_every_steps),
@@ -393,18 +393,18 @@ def _profile_line(plan: Plan) -> dict[str, str]:
 
 def _phase_line(plan: Plan, phase: BatchPhase) -> str:
     parts = (
-        _counted(plan.world_size, "process"),
-        _counted(phase.logical_ranks // plan.world_size, "micro-batch"),
-        _counted(plan.micro_batch_size, "sample"),
+        counted(plan.world_size, "process"),
+        counted(phase.logical_ranks // plan.world_size, "micro-batch"),
+        counted(plan.micro_batch_size, "sample"),
     )
-    steps = _counted(phase.steps_per_epoch, "step")
+    steps = counted(phase.steps_per_epoch, "step")
     return f"global batch {format_count(phase.global_batch_size)} = {' x '.join(parts)}, {steps} per epoch"
 
 
 def _precision_line(plan: Plan) -> str:
     said = [plan.precision]
     if plan.fp8_layers:
-        said.append(f"{_counted(len(plan.fp8_layers), 'linear layer')} in fp8")
+        said.append(f"{counted(len(plan.fp8_layers), 'linear layer')} in fp8")
     if plan.float32_matmul != "default":
         said.append(f"fp32 products {plan.float32_matmul}")
     return ", ".join([*said, *["channels last"] * plan.channels_last])
@@ -423,8 +423,3 @@ def _checkpoint_line(plan: Plan, by_steps: str) -> str:
     if plan.checkpoint_every_seconds is not None:
         return f"every {format_seconds(plan.checkpoint_every_seconds)}"
     return "auto: by the clock" if "checkpoint.every" in plan.reasons else by_steps
-
-
-def _counted(count: int, noun: str) -> str:
-    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{format_count(count)} {noun}{ending}"

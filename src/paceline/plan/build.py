@@ -114,6 +114,11 @@ class Plan(TaskFacts, Compiled, Rates):
         """Samples of the full steps of each phase: the global batch, or an epoch that is smaller."""
         return [min(phase.global_batch_size, self.train_samples) for phase in self.batch_phases]
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run is evaluated at all: it has held-out samples, and a moment for it."""
+        return self.evaluation_samples > 0 and self.evaluate_every_steps is not None
+
     def epoch_of(self, step: int) -> int:
         """Epoch that the step numbered ``step`` (from 0) belongs to."""
         return self.epochs.place(step)[0]
@@ -128,7 +133,12 @@ class Plan(TaskFacts, Compiled, Rates):
 
     def is_due(self, occasion: Occasion, position: int) -> bool:
         """Whether something done now and then, and at the run's end, is due after ``position`` global batches."""
-        every: int | None = getattr(self, f"{occasion}_every_steps")
+        every = {
+            "evaluate": self.evaluate_every_steps,
+            "checkpoint": self.checkpoint_every_steps,
+            "log": self.log_every_steps,
+            "noise_scale": self.noise_scale_every_steps,
+        }[occasion]
         if every is None:
             return False
         if position == self.total_steps or (occasion == "log" and position in _FIRST_LOGS and every > max(_FIRST_LOGS)):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from paceline.errors import RecipeError
 from paceline.plan.facts import DataFacts, MachineFacts
 from paceline.recipe.schema import Recipe
+from paceline.units import counted
 
 # A size that fewer forward passes have than this is not worth the wait for its graph.
 _WORTH_COMPILING = 0.05
@@ -164,7 +165,7 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
     share = max(1, machine.cores // local_world_size)
     if machine.threads not in (None, share):
         return machine.threads, "as OMP_NUM_THREADS says"
-    return share, f"{_plural(machine.cores, 'core')} for {_plural(local_world_size, 'process')} here"
+    return share, f"{counted(machine.cores, 'core')} for {counted(local_world_size, 'process')} here"
 
 
 def resolve_evaluation_batch(recipe: Recipe) -> int:
@@ -190,7 +191,3 @@ def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
         ),
         "evaluate.batch_size": "independent of the number of processes, so that every sample is scored alike",
     }
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

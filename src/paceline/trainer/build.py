@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -44,63 +43,62 @@ from paceline.trainer.preparation import Prepared
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import RunLock
+from paceline.trainer.run_dir_checks import ResumeDecision, RunLock
 from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Where a prepared run takes place."""
+class OpenedRun:
+    """A prepared run in its directory, with all its processes; ``opening`` says where it begins."""
 
     prepared: Prepared
+    opening: ResumeDecision
     collectives: Collectives
     directory: RunDirectory
     display: Display
     stop: StopRequest
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    mirroring: Mirroring | None = None
-    lock: RunLock | None = None
-    identity: str = ""
-    start_step: int = 0
-    started: float = 0.0
+    callbacks: Callbacks
+    mirroring: Mirroring | None
+    lock: RunLock | None
+    started: float
 
 
-def build_run(setting: Setting) -> Run:
+def build_run(opened: OpenedRun) -> Run:
     """Build every part of a run on this process."""
-    prepared = setting.prepared
+    prepared = opened.prepared
     recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
     if prepared.first_values is None:
         # Code of the user's own may have drawn other weights on another process.
-        setting.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
+        opened.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
-    compiled = _Compiler(recipe, plan)
+    compiled = _compiled(recipe, plan, {"model": network} | ({} if ema is None else {"ema": ema.module}))
     strategy = build_strategy(
-        *(plan, network, compiled("model", network), setting.collectives, device),
+        *(plan, network, compiled.get("model", network), opened.collectives, device),
         parallel=recipe.parallel,
         average=None if ema is None else ema.module,
         value_of=prepared.first_values,
     )
-    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled("ema", ema.module)})
+    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat = Heartbeat()
-    progress = Progress(begun=setting.started)
-    ledger = LedgerWriter(ledger_path(setting.directory.ledger, prepared.world.rank))
+    progress = Progress(begun=opened.started)
+    ledger = LedgerWriter(ledger_path(opened.directory.ledger, prepared.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.averages_over)
     run = Run(
         recipe=recipe,
         recipe_sha256=recipe_digest(recipe),
-        identity=setting.identity,
+        identity=opened.opening.identity,
         plan=plan,
         world=prepared.world,
         device=device,
-        collectives=setting.collectives,
-        directory=setting.directory,
+        collectives=opened.collectives,
+        directory=opened.directory,
         task=prepared.task,
         pipeline=prepared.pipeline,
         network=network,
         scored=scored,
-        compiled=compiled.networks,
+        compiled=compiled,
         strategy=strategy,
         optimizer=optimizer,
         schedules=build_schedules(recipe, plan),
@@ -110,25 +108,26 @@ def build_run(setting: Setting) -> Run:
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
         freeze_schedule=_freeze_schedule(strategy, prepared),
         ema=ema,
-        evaluator=_evaluator(setting, precision, heartbeat),
+        evaluator=_evaluator(opened, precision, heartbeat),
         progress=progress,
-        window=Window(setting.collectives, ledger, device, noise, prepared.task.take_logged),
+        window=Window(opened.collectives, ledger, device, noise, prepared.task.take_logged),
         noise=noise,
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,
         watchdog=_watchdog(heartbeat, prepared),
-        recorder=_recorder(setting, ledger, progress),
-        display=setting.display,
-        callbacks=setting.callbacks,
-        stop=setting.stop,
+        recorder=_recorder(opened, ledger, progress),
+        display=opened.display,
+        callbacks=opened.callbacks,
+        stop=opened.stop,
         components=Registry(),
         writer=BackgroundWriter(),
         cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
-        file_metadata=file_metadata(recipe, plan, prepared.task),
-        mirroring=setting.mirroring,
+        file_metadata=_file_metadata(recipe, plan, prepared.task),
+        mirroring=opened.mirroring,
         utilisation=find_utilisation(prepared) if prepared.world.is_first else None,
     )
     _register(run)
+    # After _register: a checkpoint holds the clock itself, not the profile around it.
     run.clock = with_profile(run)
     run.strategy.timed_by(run.clock)
     if run.timed_pipeline is not None:
@@ -142,11 +141,9 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
         # A plan that spreads weights has refused model.unfreeze and model.freeze_after (plan/strategy.py).
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
-    late, passing = (
-        first_steps(network, model, plan.unfreeze_steps),
-        last_steps(network, model, plan.freeze_after_steps),
-    )
-    return FreezeSchedule(network, late, passing, changed=strategy.gradients_changed)
+    first = first_steps(network, model, plan.unfreeze_steps)
+    last = last_steps(network, model, plan.freeze_after_steps)
+    return FreezeSchedule(network, first, last, changed=strategy.gradients_changed)
 
 
 def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
@@ -165,32 +162,28 @@ def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
     )
 
 
-def _evaluator(setting: Setting, precision: Precision, heartbeat: Heartbeat) -> Evaluator:
-    prepared = setting.prepared
+def _evaluator(opened: OpenedRun, precision: Precision, heartbeat: Heartbeat) -> Evaluator:
+    prepared = opened.prepared
     plan, world = prepared.plan, prepared.world
     # Pipelines of the user's own cut the evaluation as the guide says.
     usual = partial(evaluation_rounds, plan.evaluation_samples)
+    weights = "model" if prepared.recipe.train.ema is None else "ema"  # as in summary.json
+    examples = prepared.recipe.evaluate.keep_examples
     rounds = getattr(prepared.pipeline, "evaluation_rounds", usual)(plan.evaluation_batch_size, world)
     return Evaluator(
         task=prepared.task,
         pipeline=prepared.pipeline,
         precision=precision,
-        collectives=setting.collectives,
+        collectives=opened.collectives,
         device=prepared.device,
         batch_size=plan.evaluation_batch_size,
         heartbeat=heartbeat,
         rounds=rounds if plan.strategy == "fsdp" else None,
-        keep=_keep(prepared.recipe),
+        keep=Keep(weights=weights, examples=examples) if examples else Keep(),
     )
 
 
-def _keep(recipe: Recipe) -> Keep:
-    """Whose answers are kept, and how many examples: the average's where there is one, as in summary.json."""
-    examples = recipe.evaluate.keep_examples
-    return Keep(weights="model" if recipe.train.ema is None else "ema", examples=examples) if examples else Keep()
-
-
-def file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:
+def _file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:
     """What a lone weights file must say so that it can be evaluated and used."""
     return {
         "paceline": "1",
@@ -200,63 +193,50 @@ def file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:
     }
 
 
-class _Compiler:
-    """Compiles sets of weights, if asked to.
-
-    Attributes:
-        networks: Those that were, by the name of their weights.
-    """
-
-    def __init__(self, recipe: Recipe, plan: Plan) -> None:
-        self.networks: dict[str, CompiledNetwork] = {}
-        self._model, self._plan = recipe.model, plan
-        self._repeats = recipe.train.deterministic or recipe.parallel.exact
-        self._log = CompileLog() if plan.compile != "off" else None
-
-    def __call__(self, name: str, network: nn.Module) -> nn.Module:
-        """What is to be called instead of a network."""
-        if self._log is None:
-            return network
-        self.networks[name] = CompiledNetwork(
+def _compiled(recipe: Recipe, plan: Plan, networks: Mapping[str, nn.Module]) -> dict[str, CompiledNetwork]:
+    """What is to be called instead of the networks; empty if nothing is compiled."""
+    if plan.compile == "off":
+        return {}
+    log = CompileLog()
+    return {
+        name: CompiledNetwork(
             network,
-            self._model,
-            train_sizes=self._plan.compiled_train_sizes,
-            evaluation_sizes=self._plan.compiled_evaluation_sizes,
-            log=self._log,
-            deterministic=self._repeats,
+            recipe.model,
+            train_sizes=plan.compiled_train_sizes,
+            evaluation_sizes=plan.compiled_evaluation_sizes,
+            log=log,
+            deterministic=recipe.train.deterministic or recipe.parallel.exact,
         )
-        return self.networks[name]
+        for name, network in networks.items()
+    }
 
 
-def _recorder(setting: Setting, ledger: LedgerWriter, progress: Progress) -> Recorder:
-    if not setting.prepared.world.is_first:
-        return Recorder(None, ledger, [], setting.display, progress)
-    recipe, directory = setting.prepared.recipe, setting.directory
+def _recorder(opened: OpenedRun, ledger: LedgerWriter, progress: Progress) -> Recorder:
+    if not opened.prepared.world.is_first:
+        return Recorder(None, ledger, [], opened.display, progress)
+    recipe, directory = opened.prepared.recipe, opened.directory
     facts = TrackerFacts(
         name=directory.root.resolve().name,
         recipe=to_tree(recipe),
         environment=read_environment(directory),
-        start_step=setting.start_step,
+        start_step=opened.opening.choice.step,
     )
     trackers = build_trackers(recipe.telemetry.trackers, directory.root, facts)
-    return Recorder(EventWriter(setting.directory.events), ledger, trackers, setting.display, progress)
-
-
-def _component_makers(run: Run) -> tuple[Callable[[nn.Module], Component], Callable[[Any], Component]]:
-    if not run.strategy.is_sharded:
-        return (lambda network: network), OptimizerComponent
-    # Only where it is used: torch's distributed tensors take their time to import.
-    from paceline.checkpoint.sharded_state import ShardedModel, ShardedOptimizer
-
-    return ShardedModel, ShardedOptimizer
+    return Recorder(EventWriter(opened.directory.events), ledger, trackers, opened.display, progress)
 
 
 def _register(run: Run) -> None:
     """Name everything that changes; what is not here is a pure function of the recipe and the step."""
-    as_model, as_optimizer = _component_makers(run)
-    for name, network in run.models().items():
-        run.components.add(name, as_model(network))
-    run.components.add("optimizer", as_optimizer(run.optimizer))
+    models: dict[str, Component] = {**run.models()}
+    optimizer: Component = OptimizerComponent(run.optimizer)
+    if run.strategy.is_sharded:
+        # Only where it is used: torch's distributed tensors take their time to import.
+        from paceline.checkpoint.sharded_state import ShardedModel, ShardedOptimizer
+
+        models = {name: ShardedModel(network) for name, network in run.models().items()}
+        optimizer = ShardedOptimizer(run.optimizer)
+    for name, component in {**models, "optimizer": optimizer}.items():
+        run.components.add(name, component)
     if run.precision.scaler is not None:
         run.components.add("scaler", run.precision.scaler)
     run.components.add("progress", run.progress)

@@ -1,4 +1,4 @@
-"""The course of a run. Read it from top to bottom; nothing happens elsewhere."""
+"""The course of a run from its first batch to its last save; read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fit(run: Run, *, forecasts: bool = True) -> str:
 
 def _fit(run: Run, batches: Iterator[Batch]) -> str:
     plan, progress = run.plan, run.progress
-    ending = run.ending(ControlFlags())
+    ending = run.ending(ControlFlags())  # a run that resumes may be at its end
     run.clock.start()
     while not ending:
         stepped = train_step(run, batches)
@@ -48,7 +48,7 @@ def _fit(run: Run, batches: Iterator[Batch]) -> str:
         agreed = run.strategy.agreed(run.control_flags())
         ending = run.ending(agreed)
         if ending == "patience" and not run.due("log"):
-            write_step(run)  # the run's last record; nothing that happened goes unsaid
+            write_step(run)  # the last record, which the plan could not foresee: the run goes no further
         if run.checkpoint_due(agreed) or ending:
             run.heartbeat.enter("save")
             save_checkpoint(run)

@@ -21,13 +21,11 @@ from typing import TypeVar
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
 from paceline.checkpoint.store import CheckpointStore, Choice, step_of
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.watchdog import Heartbeat
 from paceline.errors import (
     CheckpointError,
     LaunchError,
     RunDirectoryError,
     StorageError,
-    TrainingError,
     UnreadableError,
 )
 from paceline.plain_json import load_json
@@ -254,59 +252,6 @@ def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
     """Record what has happened to the copying."""
     for each in () if mirroring is None else mirroring.news():
         recorder.incident(each.incident, without_secrets(each.message))
-
-
-def finish_mirroring(
-    mirroring: Mirroring | None,
-    recipe: Recipe,
-    directory: RunDirectory,
-    collectives: Collectives,
-    heartbeat: Heartbeat,
-    recorder: Recorder,
-    say: Say,
-) -> None:
-    """Wait for what is still to be copied, as long as the recipe allows; a collective.
-
-    Raises:
-        TrainingError: On every process, if copying has failed for longer than the recipe allows.
-    """
-    if recipe.checkpoint.mirror is None:
-        return
-    patience = min(recipe.parallel.timeout.seconds / 10, 2.0)
-    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
-
-    def is_over() -> bool:
-        if mirroring is None or mirroring.has_failed or mirroring.is_over(within_seconds=patience):
-            return True
-        return time.monotonic() > deadline
-
-    def conclude() -> None:
-        if mirroring is not None:
-            _conclude(mirroring, recipe.checkpoint, directory, recorder, say)
-
-    while not collectives.on_first(is_over):
-        heartbeat.tick()
-    collectives.on_first(conclude)
-
-
-def _conclude(
-    mirroring: Mirroring, checkpoint: Checkpoint, directory: RunDirectory, recorder: Recorder, say: Say
-) -> None:
-    report_mirror(mirroring, recorder)
-    if mirroring.has_failed:
-        raise TrainingError(
-            f"checkpoints could not be copied to {checkpoint.mirror} for longer than "
-            f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
-            f"'{directory.root}': mend the address and run the same command again."
-        )
-    if lacking := mirroring.lacks:
-        message = f"the newest checkpoint is in '{directory.root}', and not at {checkpoint.mirror}: {lacking}"
-        recorder.incident("mirror_behind", message)
-        say(message)
-        return
-    best = [recorder.progress.best["step"]] if recorder.progress.best and checkpoint.keep_best else []
-    with contextlib.suppress(CheckpointError):
-        CheckpointStore(directory.checkpoints).prune(keep=checkpoint.keep, protect=best)
 
 
 _COPIED_RUN = "mirror.json"
@@ -540,7 +485,7 @@ def mirror_checkpoints(
 
     Args:
         directory: The run's, opened: its records are cut back.
-        asked: What was asked for.
+        request: What was asked for.
         decision: How it begins.
         mirror_state: What was found at the address before.
         collectives: All processes.

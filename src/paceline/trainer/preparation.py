@@ -55,8 +55,7 @@ from paceline.world import World
 
 def find_host_limits(plan: Plan, recipe: Recipe) -> Findings:
     """Compare a plan with this machine; nothing is found of tasks that do not say how they load their samples."""
-    scores = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
-    scored = plan.evaluation_batch_size if scores else 0
+    scored = plan.evaluation_batch_size if plan.evaluates else 0
     return _look(plan.data, recipe, plan.local_world_size, trained=plan.micro_batch_size, scored=scored)
 
 
@@ -137,8 +136,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     pipeline = task.open_pipeline(placement)
     with contextlib.ExitStack() as undo:
         undo.callback(pipeline.close)
-        scored = plan.evaluation_samples > 0 and plan.evaluate_every_steps is not None
-        pipeline.start(training=True, evaluation=scored)
+        pipeline.start(training=True, evaluation=plan.evaluates)
         network, notices, first_values = _build(recipe, task, placement, make_plan)
         if plan.precision == "fp8":
             network = convert_to_fp8(network)
@@ -350,17 +348,11 @@ def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
     if asked.initialize_from is None:
         return []
     source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
-    return _take_weights(network, source, partly=asked.initialize_partly)
-
-
-def _take_weights(network: nn.Module, source: Path, *, partly: bool) -> list[str]:
     saved = read_weights(source)
     plain, changed = fitted(network.state_dict(), saved.plain)
-    state, notices = (
-        with_shared(network, plain),
-        [f"model.initialize_from: of {saved.path}, {each}" for each in changed],
-    )
-    if partly:
+    state = with_shared(network, plain)
+    notices = [f"model.initialize_from: of {saved.path}, {each}" for each in changed]
+    if asked.initialize_partly:
         return [*notices, load_fitting(network, state, source=str(saved.path))]
     try:
         check_inventory(network.state_dict(), state, where="model.initialize_from")
@@ -386,9 +378,9 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     """
     check_backend(recipe.model)
     before = make_plan()
-    late = first_steps(network, recipe.model, before.unfreeze_steps)
-    passing = last_steps(network, recipe.model, before.freeze_after_steps)
-    _check_network(network, recipe, late, passing)
+    first = first_steps(network, recipe.model, before.unfreeze_steps)
+    last = last_steps(network, recipe.model, before.freeze_after_steps)
+    _check_network(network, recipe, first, last)
     numbers = numbers_of(network)
     if numbers.every > _MOST_PARAMETERS * before.world_size:
         raise ModelError(
@@ -398,7 +390,7 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     plan = make_plan(
         network=NetworkFacts(
             parameters=numbers,
-            groups=describe_groups(network, recipe.optimizer, late, passing),
+            groups=describe_groups(network, recipe.optimizer, first, last),
             fp8_layers=fp8_layers(network, name=recipe.model.name) if before.precision == "fp8" else (),
         )
     )
@@ -408,12 +400,13 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     return plan
 
 
-def _check_network(network: nn.Module, recipe: Recipe, late: Collection[str], passing: Collection[str]) -> None:
+def _check_network(network: nn.Module, recipe: Recipe, first: Collection[str], last: Collection[str]) -> None:
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
-    if all(name in late for name, each in network.named_parameters() if each.requires_grad):
+    trained = {name for name, each in network.named_parameters() if each.requires_grad}
+    if trained.issubset(first):
         raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
-    if all(name in passing for name, each in network.named_parameters() if each.requires_grad):
+    if trained.issubset(last):
         raise ModelError("model.freeze_after leaves nothing to train to the end; let it mean some parameters only.")
     synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if recipe.parallel.exact and synced:

@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.checkpoint.background import BackgroundWriter, Cadence
 from paceline.checkpoint.state import Registry
-from paceline.checkpoint.store import SavedCheckpoint
+from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
 from paceline.data.balance import StepLoad
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
@@ -134,6 +134,11 @@ class Run:
         stop = self.stop.requested or self.writer.has_failed or bool(self.callbacks.stopped_by)
         stop = stop or (self.mirroring is not None and self.mirroring.has_failed)
         return ControlFlags(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        """The run's checkpoints on the disk."""
+        return CheckpointStore(self.directory.checkpoints)
 
     @property
     def load(self) -> StepLoad | None:

@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.format import Manifest, read_header
-from paceline.checkpoint.reading import check_sizes
-from paceline.checkpoint.store import (
-    BEST_FILE_NAME,
-    CheckpointStore,
-    Choice,
-    DamagedCheckpoint,
-    choose,
-    read_manifest,
-    step_of,
-)
+from paceline.checkpoint.reading import check_sizes, read_manifest
+from paceline.checkpoint.store import BEST_FILE_NAME, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
 from paceline.data.balance import SampleLengths
 from paceline.data.class_balance import ClassDraws
 from paceline.distributed.collectives import Collectives

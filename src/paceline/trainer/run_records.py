@@ -19,6 +19,7 @@ from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.recorder import find_slowest, over_ranks
 from paceline.trainer.run import Run
+from paceline.units import counted
 
 
 def write_step(run: Run) -> None:
@@ -31,6 +32,7 @@ def write_step(run: Run) -> None:
 def _write_step(run: Run) -> None:
     timings = run.clock.drain()
     surprises = [each for network in run.compiled.values() for each in network.log.surprises()]
+    # The count of needless compilations travels as the last number.
     drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
     measured = [each[:-1] for each in drained.seconds]
     slowest = find_slowest(measured, waits_in=run.strategy.waits_in)
@@ -122,7 +124,7 @@ def _report_recompiles(run: Run, reasons: list[str]) -> None:
     for rank, each in enumerate(run.collectives.gather(reasons)):
         if each:
             message = (
-                f"rank {rank} has compiled the network {len(each)} time{'s' * (len(each) > 1)} more than planned, "
+                f"rank {rank} has compiled the network {counted(len(each), 'time')} more than planned, "
                 f"since what it was compiled for has changed ({each[-1]}), and may do so again."
             )
             run.recorder.incident("recompile", message, {"rank": rank, "count": len(each)})

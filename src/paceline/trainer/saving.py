@@ -11,9 +11,10 @@ from typing import Any
 
 from paceline import __version__
 from paceline.checkpoint.mirror import Sendable
+from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.sharded import ShardedSave
-from paceline.checkpoint.store import Best, CheckpointStore, Choice, SavedCheckpoint, read_components
-from paceline.errors import CheckpointError
+from paceline.checkpoint.store import Best, Choice, SavedCheckpoint, checkpoint_name
+from paceline.errors import CheckpointError, TrainingError
 from paceline.recipe.load import to_yaml
 from paceline.records.events import CheckpointEvent, ResumeEvent
 from paceline.records.reader import Identity, write_identity
@@ -21,6 +22,7 @@ from paceline.records.run_directory import write_text
 from paceline.trainer.mirroring import report_mirror, sendable_records
 from paceline.trainer.nonfinite import check_loss, check_state
 from paceline.trainer.run import Run
+from paceline.trainer.step_stats import Window
 
 
 def save_checkpoint(run: Run) -> None:
@@ -40,7 +42,7 @@ def save_checkpoint(run: Run) -> None:
         run.collectives.on_first(run.directory.check_in_place)
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
-        name = f"step-{run.progress.step:08d}"
+        name = checkpoint_name(run.progress.step)
         report_mirror(run.mirroring, run.recorder)
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
         # Records reach the disk before the checkpoint that vouches for them does.
@@ -55,15 +57,14 @@ def save_checkpoint(run: Run) -> None:
 
 def _submit(run: Run) -> None:
     """Let the first process write its state, or all of them their parts."""
-    store, step = CheckpointStore(run.directory.checkpoints), run.progress.step
     if not run.strategy.is_sharded:
-        run.collectives.on_first(lambda: run.writer.submit(_write_later(run, store, None)))
+        run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
         return
-    staging_dir = run.collectives.on_first(lambda: store.make_staging_dir(step))
+    staging_dir = run.collectives.on_first(lambda: run.checkpoints.make_staging_dir(run.progress.step))
     patience = run.recipe.parallel.timeout.seconds
     sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.given_up)
     # Nobody begins before all have taken their state, and found nothing wrong with it.
-    run.writer.submit(run.collectives.on_all(lambda: _write_later(run, store, sharded)))
+    run.writer.submit(run.collectives.on_all(lambda: _write_later(run, sharded)))
 
 
 def finish_saving(run: Run) -> None:
@@ -73,13 +74,12 @@ def finish_saving(run: Run) -> None:
         CheckpointError: On every rank, if it has failed.
     """
     # Many short waits, since a collective may not take longer than parallel.timeout, but a save may.
-    store = CheckpointStore(run.directory.checkpoints)
     patience = run.recipe.parallel.timeout.seconds / 10
     before: tuple[int, int] | None = None
-    while (progress := run.collectives.on_first(lambda: _progress(run, store, patience))) is not None:
-        if progress != before:
+    while (written := run.collectives.on_first(lambda: _written(run, patience))) is not None:
+        if written != before:
             run.heartbeat.tick()
-        before = progress
+        before = written
         if run.strategy.is_sharded:
             # Who cannot write may not be able to leave a note of it either.
             run.collectives.on_all(run.writer.raise_if_failed)
@@ -89,7 +89,7 @@ def finish_saving(run: Run) -> None:
         run.writer.wait()
 
 
-def _progress(run: Run, store: CheckpointStore, patience_seconds: float) -> tuple[int, int] | None:
+def _written(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     """What changes as a save gets on: the bytes of all checkpoints, and the last change of the run directory.
 
     Returns:
@@ -97,23 +97,22 @@ def _progress(run: Run, store: CheckpointStore, patience_seconds: float) -> tupl
     """
     if run.writer.is_over(within_seconds=patience_seconds):
         return None
-    return store.size_bytes(), max(
+    return run.checkpoints.size_bytes(), max(
         (os.fstat(part).st_mtime_ns for part in run.directory.open_parts.values()), default=0
     )
 
 
-def _write_later(run: Run, store: CheckpointStore, sharded: ShardedSave | None) -> Callable[[], SavedCheckpoint | None]:
+def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedCheckpoint | None]:
     """Copy the state now, and return the function that writes it.
 
     Args:
         run: The run.
-        store: Its checkpoints.
         sharded: All processes, if each is to write its part; None if the first writes alone.
     """
     states = run.components.snapshot()
-    for losses, samples, *_ in states["window"]["ranks"]:
+    for loss in Window.losses(states["window"]):
         # Weights behind a loss that is not finite must not push out the last good checkpoint.
-        check_loss(losses / max(samples, 1), run.recorder, run.last_good)
+        check_loss(loss, run.recorder, run.last_good)
     check_state(run.models(), run.recorder, run.last_good)
     step, position, best, mirroring = run.progress.step, run.progress.position, dict(run.progress.best), run.mirroring
     facts = {
@@ -126,18 +125,20 @@ def _write_later(run: Run, store: CheckpointStore, sharded: ShardedSave | None) 
         "precision": run.plan.precision,
     }
     if sharded is not None and not run.world.is_first:
-        return partial(store.write_share, step, states, facts, file_metadata=run.file_metadata, sharded=sharded)
+        return partial(
+            run.checkpoints.write_share, step, states, facts, file_metadata=run.file_metadata, sharded=sharded
+        )
     growing, small = sendable_records(run.directory) if mirroring is not None else ({}, ())
 
     def write() -> SavedCheckpoint:
-        begun = time.perf_counter()
+        begun, store = time.perf_counter(), run.checkpoints
         run.directory.check_in_place()
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, sharded=sharded)
         run.directory.check_in_place()
         write_identity(run.directory, Identity(run.identity, has_checkpoint=True))
         if not run.directory.recipe.exists():  # removed while the run trained: without it, nothing resumes
             write_text(run.directory.recipe, to_yaml(run.recipe))
-        protect = [*_note_best(run, store, best), *(mirroring.needed if mirroring is not None else ())]
+        protect = [*_note_best(run, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
         if mirroring is not None:
             mirroring.offer(Sendable(step=step, path=saved.path, growing=growing, small=small, best=store.read_best()))
@@ -147,16 +148,60 @@ def _write_later(run: Run, store: CheckpointStore, sharded: ShardedSave | None) 
     return write
 
 
-def _note_best(run: Run, store: CheckpointStore, best: Mapping[str, Any]) -> list[int]:
+def _note_best(run: Run, best: Mapping[str, Any]) -> list[int]:
     """Name the best step that has a checkpoint in best.json; returns it as the one to protect.
 
     Without one the file is removed: it may name a step that the run went back from and will do again.
     """
+    store = run.checkpoints
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
         store.forget_best()
         return []
     store.write_best(Best(best["step"], best["metric"], best["value"], best["weights"]))
     return [best["step"]]
+
+
+def finish_mirroring(run: Run) -> None:
+    """Wait for what is still to be copied, as long as the recipe allows; a collective.
+
+    Raises:
+        TrainingError: On every process, if copying has failed for longer than the recipe allows.
+    """
+    mirroring, recipe = run.mirroring, run.recipe
+    if recipe.checkpoint.mirror is None:
+        return
+    patience = min(recipe.parallel.timeout.seconds / 10, 2.0)
+    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
+
+    def is_over() -> bool:
+        if mirroring is None or mirroring.has_failed or mirroring.is_over(within_seconds=patience):
+            return True
+        return time.monotonic() > deadline
+
+    while not run.collectives.on_first(is_over):
+        run.heartbeat.tick()
+    run.collectives.on_first(lambda: _report_mirrored(run))
+
+
+def _report_mirrored(run: Run) -> None:
+    mirroring, checkpoint, root = run.mirroring, run.recipe.checkpoint, run.directory.root
+    if mirroring is None:
+        return
+    report_mirror(mirroring, run.recorder)
+    if mirroring.has_failed:
+        raise TrainingError(
+            f"checkpoints could not be copied to {checkpoint.mirror} for longer than "
+            f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
+            f"'{root}': mend the address and run the same command again."
+        )
+    if lacking := mirroring.lacks:
+        message = f"the newest checkpoint is in '{root}', and not at {checkpoint.mirror}: {lacking}"
+        run.recorder.incident("mirror_behind", message)
+        run.display.message(message)
+        return
+    best = [run.progress.best["step"]] if run.progress.best and checkpoint.keep_best else []
+    with contextlib.suppress(CheckpointError):
+        run.checkpoints.prune(keep=checkpoint.keep, protect=best)
 
 
 def restore(run: Run, choice: Choice, *, resumes: int) -> None:
@@ -167,8 +212,7 @@ def restore(run: Run, choice: Choice, *, resumes: int) -> None:
         run.progress.resumes = max(run.progress.resumes, resumes) + 1
         run.saved_position, run.saved_name = run.progress.position, choice.path.name
         # A kill between a save and its best.json would have left an older name there.
-        store = CheckpointStore(run.directory.checkpoints)
-        run.collectives.on_first(lambda: _note_best(run, store, run.progress.best))
+        run.collectives.on_first(lambda: _note_best(run, run.progress.best))
     for kind, message in choice.incidents:
         run.recorder.incident(kind, message)
     if choice.path is not None:

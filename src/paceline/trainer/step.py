@@ -28,8 +28,9 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
             with run.span("backward", meets=is_last, samples=batch.ids):
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
-                voting = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
-                run.backward(voting, batch)
+                # Votes and the mark travel with the gradients: to agree takes no collective of its own.
+                loss_with_votes = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
+                run.backward(loss_with_votes, batch)
         run.window.add(loss, batch)
     with run.span("optimizer"):
         combined = run.strategy.combine()
@@ -52,6 +53,7 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _place_of(batch: Batch) -> MicroBatch:
+    # A copy, since `distributed` does not import `data`.
     at = batch.slice
     return MicroBatch(at.logical_rank, at.step_weight, batch.weight, at.is_last, at.logical_ranks, at.step_samples)
 

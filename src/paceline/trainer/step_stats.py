@@ -274,6 +274,11 @@ class Window:
         noise = {} if self._noise is None or not self._noise.has_measured else {"noise": self._noise.state_dict()}
         return {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss], **noise}
 
+    @staticmethod
+    def losses(state: Mapping[str, Any]) -> list[float]:
+        """Each process's mean loss since the last record, from what :meth:`state_dict` gave."""
+        return [losses / max(samples, 1) for losses, samples, *_ in state["ranks"]]
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's sums; in another world the first rank takes them all."""
         world, ranks = self._collectives.world, state["ranks"]

@@ -36,7 +36,7 @@ from paceline.storage.addresses import is_address
 from paceline.tasks.task import Task, build_task
 from paceline.telemetry.display import Display, RunProgress, SilentDisplay
 from paceline.telemetry.mlperf_log import write_mlperf_log
-from paceline.trainer.build import Setting, build_run
+from paceline.trainer.build import OpenedRun, build_run
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
@@ -46,7 +46,6 @@ from paceline.trainer.meta_network import network_to_plan
 from paceline.trainer.mirroring import (
     check_all_resume,
     check_resumed,
-    finish_mirroring,
     mirror_checkpoints,
     on_first_without_timeout,
     restore_from_mirror,
@@ -67,12 +66,13 @@ from paceline.trainer.process_settings import StopRequest, keep_freed_memory
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
 from paceline.trainer.run_records import digests, summarise
-from paceline.trainer.saving import restore
+from paceline.trainer.saving import finish_mirroring, restore
 from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
-from paceline.units import format_count, format_metric, metric_title
+from paceline.units import counted, format_count, format_metric, metric_title
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
+Reporter = Callable[[RunDirectory], object]
 
 _PATIENCE_SECONDS = 5.0
 _ROWS_SHOWN = 20
@@ -228,11 +228,11 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
         summary = wait_for_training(options.run_dir)
         return TrainResult(status="completed", run_dir=options.run_dir, summary=summary)
     loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(everyone, launch)))
-    with _opened(loaded, options, launch, started) as (checked, opening, setting):
-        if opening.completed:
-            summary = setting.collectives.on_first(lambda: read_summary(setting.directory))
-            return TrainResult(status="completed", run_dir=setting.directory.root, summary=summary, was_complete=True)
-        return _run(setting, checked, opening, options.report)
+    with _opened(loaded, options, launch, started) as (checked, opened):
+        if opened.opening.completed:
+            summary = opened.collectives.on_first(lambda: read_summary(opened.directory))
+            return TrainResult(status="completed", run_dir=opened.directory.root, summary=summary, was_complete=True)
+        return _run(opened, checked, options.report)
 
 
 @contextlib.contextmanager
@@ -247,10 +247,10 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
     # What feeds the model best is for the run itself to find out.
     options = replace(options, task=options.task or build_task)
     loaded = replace(loaded, recipe=without_mirror(loaded.recipe))
-    with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opening, setting):
-        run = build_run(setting)
+    with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opened):
+        run = build_run(opened)
         with contextlib.closing(run.recorder), contextlib.closing(run.writer):
-            restore(run, opening.choice, resumes=opening.resumes)
+            restore(run, opened.opening.choice, resumes=opened.opening.resumes)
             _load(run)
             yield run
 
@@ -258,7 +258,7 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
 @contextlib.contextmanager
 def _opened(
     loaded: LoadedRecipe, options: Options, launch: Launch, started: float
-) -> Iterator[tuple[LoadedRecipe, ResumeDecision, Setting]]:
+) -> Iterator[tuple[LoadedRecipe, OpenedRun]]:
     """Prepare a run, join its processes and open its directory; all are released when the context ends, last first."""
     recipe, world = loaded.recipe, launch.world
     display = options.display if options.display and world.is_first else SilentDisplay()
@@ -268,21 +268,21 @@ def _opened(
     with loading():
         make_task = build_task if options.task is None else options.task
         task = make_task(without_initial_weights(recipe) if resumes else recipe)
-    with contextlib.ExitStack() as held:
-        stop = held.enter_context(StopRequest())
-        held.enter_context(affinity_restored())
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        stack.enter_context(affinity_restored())
         if options.task is None and not resumes:
             measure_feeding(recipe, task, world, stopped=lambda: stop.requested, say=display.message)
         with loading():
             prepared = prepare(recipe, task, world)
         loaded = loaded.checked(prepared.plan.unused)
-        held.enter_context(keep_freed_memory(prepared.device))
-        held.callback(prepared.pipeline.close)
+        stack.enter_context(keep_freed_memory(prepared.device))
+        stack.callback(prepared.pipeline.close)
 
         # All processes together: the same run, in the same directory.
-        collectives = held.enter_context(_joined(launch, prepared))
-        waiting = held.enter_context(contextlib.closing(EndedBySignals(world)))
-        directory, lock = held.enter_context(_directory(options, loaded, collectives))
+        collectives = stack.enter_context(_joined(launch, prepared))
+        waiting = stack.enter_context(contextlib.closing(EndedBySignals(world)))
+        directory, lock = stack.enter_context(_directory(options, loaded, collectives))
         _check_agreement(prepared, collectives)
         check_all_resume(resumes, recipe, collectives)
 
@@ -303,18 +303,18 @@ def _opened(
         opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
         if not opening.completed:
             # The first process holds the directory open, so that a run that is moved still writes to its own.
-            opened = [directory]
-            collectives.on_first(lambda: opened.append(held.enter_context(directory.held())))
-            directory = opened[-1]
-        mirroring = held.enter_context(
+            directory = collectives.on_all(
+                lambda: stack.enter_context(directory.held()) if world.is_first else directory
+            )
+        mirroring = stack.enter_context(
             mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)
         )
         waiting.close()
         yield (
             loaded,
-            opening,
-            Setting(
+            OpenedRun(
                 prepared=prepared,
+                opening=opening,
                 collectives=collectives,
                 directory=directory,
                 display=display,
@@ -322,8 +322,6 @@ def _opened(
                 callbacks=options.callbacks,
                 mirroring=mirroring,
                 lock=lock,
-                identity=opening.identity,
-                start_step=opening.choice.step,
                 started=started,
             ),
         )
@@ -369,16 +367,17 @@ def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:
                 )
 
 
-def _run(setting: Setting, loaded: LoadedRecipe, opening: ResumeDecision, report: Reporter | None) -> TrainResult:
-    with contextlib.closing(setting.display):
-        run = build_run(setting)
+def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> TrainResult:
+    opening = opened.opening
+    with contextlib.closing(opened.display):
+        run = build_run(opened)
         try:
             restore(run, opening.choice, resumes=opening.resumes)
-            _announce(run, loaded, opening, setting.prepared.notices)
+            _announce(run, loaded, opening, opened.prepared.notices)
             _load(run)
-            result = _fit(run)
+            result = _train_to_end(run)
         except BaseException as error:
-            _wait_for_save(run, error, setting.lock)
+            _wait_for_save(run, error, opened.lock)
             _conclude_failed(run, error)
             # The error under way matters more than what a refusing disk says once more.
             with contextlib.suppress(Exception):
@@ -409,19 +408,11 @@ def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None
         run.mirroring.is_over(within_seconds=_PATIENCE_SECONDS)
 
 
-def _fit(run: Run) -> TrainResult:
+def _train_to_end(run: Run) -> TrainResult:
     try:
         with contextlib.closing(run.clock):
             ending = fit(run)
-        finish_mirroring(
-            run.mirroring,
-            run.recipe,
-            run.directory,
-            run.collectives,
-            run.heartbeat,
-            run.recorder,
-            run.display.message,
-        )
+        finish_mirroring(run)
         reasons = {
             "signal": run.stop.signal_name or run.callbacks.stopped_by or "another process was asked",
             "patience": "no better evaluation",
@@ -429,11 +420,12 @@ def _fit(run: Run) -> TrainResult:
         }
         if ending in reasons:
             run.recorder.write(StopEvent(**run.progress.here, reason=reasons[ending]))
-        if ending not in ("signal", "until"):
+        status: Status = "stopped" if ending in ("signal", "until") else "completed"
+        if status == "completed":
             check_outcome(run.task, run.recorder, run.last_good)
             if warning := divergence(run.window, run.progress.last):
                 run.recorder.incident("diverged", warning)
-        return _conclude(run, "stopped" if ending in ("signal", "until") else "completed", ending)
+        return _conclude(run, status, ending)
     except ValueError as error:
         # No plan foresees it where the other samples could not be read, or a module normalises by itself.
         if "more than 1 value per channel" in str(error):
@@ -462,7 +454,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     if run.utilisation is not None:
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
-        message = f"the processes died and were started again, {restarts} time{'s' * (restarts > 1)} by now"
+        message = f"the processes died and were started again, {counted(restarts, 'time')} by now"
         run.recorder.incident("restart", message)
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
@@ -488,7 +480,7 @@ def _load(run: Run) -> None:
 
 def _plan_in_words(run: Run) -> tuple[str, str]:
     plan = run.plan
-    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    processes = counted(plan.world_size, "process")
     samples = (
         f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples"
     )
@@ -505,9 +497,7 @@ def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     run.collectives.on_first(run.directory.check_in_place)
     run.collectives.barrier()
     sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
-    summary = run.collectives.on_first(lambda: summarise(run, status, ending, sha256))
-    _write_finish(run, summary)
-    run.collectives.on_first(lambda: write_json(run.directory.summary, summary.to_json()))
+    summary = run.collectives.on_first(lambda: _leave_summary(run, status, ending, sha256))
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
 
 
@@ -520,23 +510,25 @@ def _conclude_failed(run: Run, error: BaseException) -> None:
         run.recorder.flush()
         # Those that would have to bring their parts of the weights may be gone.
         sha256 = {} if run.strategy.is_sharded else digests(run)
-        summary = summarise(run, "failed", "error", sha256)
-        _write_finish(run, summary, message=message)
-        run.directory.check_in_place()
-        write_json(run.directory.summary, summary.to_json())
+        _leave_summary(run, "failed", "error", sha256, message=message)
 
 
-def _write_finish(run: Run, summary: Summary, **details: str) -> None:
+def _leave_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, str], **details: str) -> Summary:
+    """On the first rank: write the run's last record, then ``summary.json``."""
+    summary = summarise(run, status, ending, sha256)
     run.recorder.write(
         FinishEvent(
             **run.progress.here,
-            status=summary.status,
+            status=status,
             train_seconds=summary.train_seconds,
             total_seconds=summary.total_seconds,
             details=details,
         )
     )
     run.recorder.flush()
+    run.directory.check_in_place()
+    write_json(run.directory.summary, summary.to_json())
+    return summary
 
 
 @contextlib.contextmanager
@@ -582,9 +574,6 @@ def _device_facts(prepared: Prepared, launch: Launch) -> dict[str, Any]:
         "world_size": launch.world.world_size,
         "launched_by": launch.source,
     }
-
-
-Reporter = Callable[[RunDirectory], object]
 
 
 def leave_pages(run: Run, report: Reporter | None) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.files import is_ignored
 from paceline.records.events import truncate_after
 from paceline.world import STOP_SIGNALS
@@ -352,7 +352,7 @@ def _spoilt(spoil: Callable[[Path], None], ground: Ground, name: str) -> Disturb
     steps = CheckpointStore(found.run_dir / "checkpoints").steps()
     if len(steps) < 2:
         raise SkippedError("the killed run had no two checkpoints yet; give more --steps")
-    newest = found.run_dir / "checkpoints" / f"step-{steps[-1]:08d}"
+    newest = found.run_dir / "checkpoints" / checkpoint_name(steps[-1])
     spoil(newest)
     ground.recover(found)
     if not list(newest.parent.glob(f"{newest.name}.damaged*")):

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.store import Best, CheckpointStore, read_components
+from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError
 
 Act = Callable[[str, object], None]

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from paceline.checkpoint import durable
-from paceline.checkpoint.store import Best, CheckpointStore, choose, read_component
+from paceline.checkpoint.reading import read_component
+from paceline.checkpoint.store import Best, CheckpointStore, choose
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError
 

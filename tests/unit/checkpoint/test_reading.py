@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.store import CheckpointStore, read_component, read_components, verify
+from paceline.checkpoint.reading import read_component, read_components, verify
+from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError
 
 SCALAR = {"dtype": "int8", "shape": []}

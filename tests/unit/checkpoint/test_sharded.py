@@ -22,6 +22,7 @@ from paceline.checkpoint.format import (
     read_header,
     read_tensor_file,
 )
+from paceline.checkpoint.reading import read_components, read_manifest, verify
 from paceline.checkpoint.sharded import (
     Chunk,
     ShardedSave,
@@ -30,7 +31,7 @@ from paceline.checkpoint.sharded import (
     read_chunks,
     write_parts,
 )
-from paceline.checkpoint.store import CheckpointStore, read_components, read_manifest, verify
+from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
 

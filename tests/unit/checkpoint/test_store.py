@@ -13,18 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.checkpoint.store import (
-    Best,
-    CheckpointStore,
-    Choice,
-    DamagedCheckpoint,
-    choose,
-    read_component,
-    read_components,
-    read_manifest,
-    step_of,
-    verify,
-)
+from paceline.checkpoint.reading import read_component, read_components, read_manifest, verify
+from paceline.checkpoint.store import Best, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError
 
