@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -99,7 +99,7 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is dear as thorough, leave out what is and whose turn it is not, and begin with what takes longest."""
-    costs, spent = _costs(), Counter[str]()
+    costs, spent = _costs(), defaultdict[str, float](float)
     for item in items:
         spent[_function(item.nodeid)] += costs.get(_function(item.nodeid), 0)
         if spent[_function(item.nodeid)] > _SHARE and not item.get_closest_marker("everyday"):

@@ -132,7 +132,7 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
         ("data.image_size", f"at most {preset.size} for this network and machine; images are not enlarged"),
         (
             "train.duration",
-            f"about {format_count(preset.images)} images seen in all, within {preset.epochs[0]} to {preset.epochs[1]} epochs",
+            f"about {format_count(preset.images)} images in all, in {preset.epochs[0]} to {preset.epochs[1]} epochs",
         ),
     ):
         if key not in given:

@@ -243,7 +243,7 @@ def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
             "yaxis": {"title": "right answers, %", **axis},
         },
         description=(
-            "Predictions in bins of confidence; the larger a point, the more of them. Below the diagonal the network is overconfident."
+            "Larger points hold more predictions. Below the diagonal the network is overconfident."
             f" Expected calibration error: {error:.1f} %."
         ),
         table=Table(
