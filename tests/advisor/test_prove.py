@@ -61,6 +61,7 @@ EVERYDAY = {"accumulated, with a moving average", "frozen, clipped by value", "e
 @pytest.mark.parametrize(
     "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.thorough) for case in CORRECT]
 )
+@pytest.mark.everyday
 def test_nothing_is_found_where_nothing_is_wrong(
     case: str, proof: Callable[..., Any], failed: Callable[..., set[str]]
 ) -> None:

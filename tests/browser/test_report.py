@@ -170,6 +170,7 @@ def test_nothing_is_cut_off_or_lies_upon_another(folder: Path, show: Callable[..
     assert outside == []
 
 
+@pytest.mark.everyday
 def test_every_chart_is_drawn(folder: Path, show: Callable[..., Any]) -> None:
     page = show(folder / "resumed" / "report.html").page
     for plot in page.locator(".plot").all():

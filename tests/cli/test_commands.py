@@ -117,6 +117,7 @@ def test_version(paceline_here: Callable[..., Any]) -> None:
 
 
 @pytest.mark.real_processes
+@pytest.mark.everyday
 def test_help_loads_no_torch_and_is_there_at_once(paceline: Callable[..., Any]) -> None:
     def spent(do: Callable[[], Any]) -> float:
         # Of the processor: the clock on the wall also counts what else the machine does.
@@ -268,6 +269,7 @@ def test_environment_of_a_run(finished: Path) -> None:
 
 
 @pytest.mark.real_processes
+@pytest.mark.everyday
 def test_train_says_what_it_did(
     paceline: Callable[..., Any], tiny: tuple[str, ...], finished: Path, tmp_path: Path
 ) -> None:
@@ -567,6 +569,7 @@ def test_a_verdict_that_nobody_reads_is_no_other(finished: Path, tmp_path: Path)
         assert _left("audit", "run", folder=tmp_path) == (code, "", "")
 
 
+@pytest.mark.everyday
 def test_a_run_goes_on_when_its_reader_leaves(tiny: tuple[str, ...], tmp_path: Path) -> None:
     """`paceline train … | true` trains to its end, and ends with the exit code that it would have had."""
     command = ("train", "digits", *tiny, "train.until=2 steps", "--run-dir", "run")

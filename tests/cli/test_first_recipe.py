@@ -56,6 +56,7 @@ def test_what_is_data(photos: Path, tmp_path: Path) -> None:
     assert not is_data("photo")
 
 
+@pytest.mark.everyday
 def test_from_scratch_where_no_weights_are_at_hand(photos: Path, paceline_here: Callable[..., Any]) -> None:
     done = paceline_here("train", "photos/", *SHORT, "--plan-only", "--json")
     assert done.code == 0, done.err

@@ -114,6 +114,7 @@ def _downloaded(here: Path, finished: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [*CODE_KEYS, "train.loss"])
+@pytest.mark.everyday
 def test_no_command_imports_what_a_run_names(
     paceline_here: Callable[..., Any], here: Path, finished: Path, key: str
 ) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import fork_server
 import pytest
 
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+pytestmark = pytest.mark.needs("jupytext")
+
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"

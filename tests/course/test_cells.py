@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LabError
-
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-
 from paceline_course.cells import exercises_of, read_notebook, tags_of, with_answers
 from paceline_course.course import Lab
+
+pytestmark = pytest.mark.needs("jupytext")
 
 
 def test_answers_are_put_in_and_the_lab_stays_as_it_is(lab: Lab) -> None:

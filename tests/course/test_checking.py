@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import LabError
-
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-pytest.importorskip("IPython", reason="needs IPython, which the extra labs brings")
-
 from paceline_course.cells import with_answers
 from paceline_course.checking import check_lab
 from paceline_course.course import Lab
+
+pytestmark = pytest.mark.needs("jupytext", "IPython")
 
 RIGHT = {
     "9b.1": "def add(values):\n    return sum(values)",

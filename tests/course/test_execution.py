@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import LabError
-
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
-
 from paceline_course.course import Lab
 from paceline_course.execution import execute
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.needs("jupytext", "nbclient"), pytest.mark.slow]
 
 
 def printed(executed: Any, cell: int) -> str:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LabError
-
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-
 from paceline_course.cells import read_notebook, tags_of
 from paceline_course.course import Lab
 from paceline_course.starting import start_lab
+
+pytestmark = pytest.mark.needs("jupytext")
 
 
 def test_the_notebook_is_written_with_answers_folded_and_what_it_comes_with(lab: Lab, tmp_path: Path) -> None:

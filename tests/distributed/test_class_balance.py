@@ -154,6 +154,7 @@ BALANCED = tuple((61 / 3 / COUNTS).tolist())
         ("focal", "off", focal(1.0, 1.0, 1.0)),
     ],
 )
+@pytest.mark.everyday
 def test_the_loss_is_the_weighted_mean_over_the_global_batch(
     loss: str, asked: Any, criterion: Criterion, ground: Path
 ) -> None:

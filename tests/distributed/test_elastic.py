@@ -205,6 +205,7 @@ def test_a_failure_that_comes_again_is_reported(studio: Path, start: Callable[..
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+@pytest.mark.everyday
 def test_who_asks_for_an_end_is_given_one(
     studio: Path, start: Callable[..., Any], steps_recorded: Callable[[Path], int], number: int
 ) -> None:

@@ -99,6 +99,7 @@ def test_an_exception_on_one_rank(
     assert run_here("audit", run_dir).code == 0
 
 
+@pytest.mark.everyday
 def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any]) -> None:
     done = frail(studio / "exit", 1, "exit")
     assert done.code not in (0, 2, 75)

@@ -129,6 +129,7 @@ DEADLY_MODEL = ("model.name=deadly:Deadly", "model.options=null", "data.workers=
 
 
 @pytest.mark.world_size(1)
+@pytest.mark.everyday
 def test_killed_in_every_part_of_a_window(
     studio: Path,
     run: Callable[..., Any],

@@ -65,6 +65,7 @@ def incidents(records: Callable[..., Any], run_dir: Path) -> list[dict[str, Any]
     return [each for each in records(run_dir, "incident") if each["incident"] == "nonfinite_loss"]
 
 
+@pytest.mark.everyday
 def test_replicas_stay_replicas_and_save_together(
     gallery: Path, run: Callable[..., Any], records: Callable[..., Any], summary: Callable[[Path], Any]
 ) -> None:

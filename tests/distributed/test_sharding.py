@@ -141,6 +141,7 @@ def is_in_parts(path: Path) -> bool:
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.everyday
 def test_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) -> None:
     # BatchNorm, dropout, a moving average, clipping and augmentation.
     together({"short-ddp": SHORT, "short-fsdp": SHORT | FSDP})

@@ -220,6 +220,7 @@ class Slow(nn.Module):
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.everyday
 def test_a_second_signal_ends_at_once(
     studio: Path,
     tmp_path: Path,

@@ -132,6 +132,7 @@ def test_an_evaluation_is_the_same_by_any_number_of_processes(
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.everyday
 def test_exact_runs_have_the_same_bits_in_any_world(train: Callable[..., Path], summary: Callable[[Path], Any]) -> None:
     asked = ("parallel.exact=true", "batch.global_size=16", "model.options.dropout=0.1", "train.duration=6 steps")
     alone, together = train("one", *asked), train("two", *asked, processes=2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("optuna")
+pytestmark = pytest.mark.needs("optuna")
 
 
 @pytest.mark.thorough

@@ -147,6 +147,7 @@ def _tells(done: Any, phase: str, culprit: str, *, step: int = 5) -> None:
         pytest.param("evaluate", "evaluate", "lie_down_for_ever", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.everyday
 def test_a_rank_that_hangs_is_named(faulty: Callable[..., Any], how: str, phase: str, culprit: str) -> None:
     done, seconds = faulty(how)
     _tells(done, phase, culprit)

@@ -79,6 +79,7 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.world_size(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [3, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.everyday
 def test_evaluation_is_exact_in_any_world(
     studio: Path, undisturbed: Path, run: Callable[..., Any], run_here: Callable[..., Any], several: int
 ) -> None:
@@ -156,6 +157,7 @@ def test_images_of_many_shapes_and_views_are_exact_in_any_world(
 @linux
 @pytest.mark.world_size(2)
 @pytest.mark.slow
+@pytest.mark.everyday
 def test_two_processes_train_as_one_does(
     studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]
 ) -> None:

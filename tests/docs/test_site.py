@@ -17,9 +17,7 @@ import pytest
 import paceline
 from paceline.cli.commands import COMMANDS
 
-pytest.importorskip("material", reason="needs mkdocs-material, which the extra docs brings")
-pytest.importorskip("mkdocstrings", reason="needs mkdocstrings, which the extra docs brings")
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.needs("material", "mkdocstrings"), pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
 # What a newcomer types into the search, and the page that has the answer.

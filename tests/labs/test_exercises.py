@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-pytest.importorskip("IPython", reason="needs IPython, which the extra labs brings")
-
 from paceline_course.cells import tags_of, with_answers
 from paceline_course.checking import check_lab
 from paceline_course.course import Lab, all_labs
+
+pytestmark = pytest.mark.needs("jupytext", "IPython")
 
 LABS = pytest.mark.parametrize("lab", all_labs(), ids=lambda lab: lab.number)
 

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
-pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
-
 from paceline_course.course import Lab, all_labs
 from paceline_course.execution import Executed, execute
 from paceline_course.slides import slides_of, to_html
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1900)]
+pytestmark = [pytest.mark.needs("jupytext", "nbclient"), pytest.mark.thorough, pytest.mark.timeout(1900)]
+MARP = shutil.which("marp")
 _BROWSER_MILLISECONDS = 120_000
 _SECONDS = 1800  # a busy machine can be five times slower than a quiet one
 
@@ -64,13 +62,11 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
+@pytest.mark.skipif(MARP is None, reason="there is no Marp CLI here (npm install --global @marp-team/marp-cli)")
 def test_its_slides_open_without_a_network(run: tuple[Lab, Executed], browser: Any, tmp_path: Path) -> None:
-    marp = shutil.which("marp")
-    if marp is None:
-        pytest.skip("there is no Marp CLI here (npm install --global @marp-team/marp-cli)")
     lab, executed = run
     page = tmp_path / "slides.html"
-    page.write_text(to_html(slides_of(executed.notebook, lab.title), marp), encoding="utf-8")
+    page.write_text(to_html(slides_of(executed.notebook, lab.title), str(MARP)), encoding="utf-8")
     context = browser.new_context(viewport={"width": 1280, "height": 720}, offline=True)
     context.set_default_timeout(_BROWSER_MILLISECONDS)
     opened = context.new_page()

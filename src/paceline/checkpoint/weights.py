@@ -191,7 +191,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     if is_empty and not _has_checkpoints(target):
         if not (RunDirectory(target).exists() or target.name == "checkpoints"):
             raise CheckpointError(why_no_run(target, give=_GIVE))
-        raise CheckpointError(f"'{target}' holds no checkpoint (yet); give a run that has saved one, or a checkpoint.")
+        raise CheckpointError(f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.")
     if not best:
         return _newest(target, weights)
     # Another one may become the best meanwhile, and this one be pruned.

@@ -87,8 +87,8 @@ def command(
 ) -> int:
     """Train RECIPE: your images, a shipped name (see `paceline recipes`), a YAML file, or a run directory to repeat.
 
-    For a folder of class folders, or a table of paths and labels (.csv, .tsv, .parquet), a recipe is chosen by the
-    number of images and the machine, and said with the reasons.
+    For a folder of class folders, or a table of paths and labels (.csv, .tsv, .parquet), Paceline chooses a recipe by
+    the number of images and the machine, and prints why.
 
     Overrides are dotted: optimizer.lr=0.1 data.workers=4 train.duration="3 epochs". The same command in the same
     --run-dir goes on where the run stopped, as does `paceline resume RUN`; exit code 75 means it was stopped on request

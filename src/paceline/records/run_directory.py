@@ -31,6 +31,7 @@ _ADVICE = {
     errno.ENOTDIR: "A part of the path is a file: choose another directory.",
     errno.EEXIST: "A part of the path is a file: choose another directory.",
     errno.ENOSPC: "The disk is full: free some space or choose another directory.",
+    errno.EFBIG: "This process may not write larger files: raise its limit (ulimit -f).",
     errno.EDQUOT: "The disk quota is used up: free some space or choose another directory.",
 }
 

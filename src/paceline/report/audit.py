@@ -121,13 +121,13 @@ def audit_run(run_dir: Path) -> Audit:
     geometry = _geometry(plan, recipe)
     if not directory.summary.is_file():
         raise RunDirectoryError(
-            f"the run in '{run_dir}' has not come to a stop (no summary.json): it is under way or was killed; run its "
+            f"the run in '{run_dir}' has not finished (no summary.json): it is still running, or was killed; run its "
             "train command again, to the end or to a stop, then audit it."
         )
     summary = read_summary(directory)
     if summary.status == "failed":
         raise RunDirectoryError(
-            f"the run in '{run_dir}' failed and has not come to a stop; run its train command again, then audit it."
+            f"the run in '{run_dir}' failed and was not finished; run its train command again, then audit it."
         )
     steps = _steps_done(summary.samples, geometry)
     epochs: tuple[EpochCount, ...] = ()

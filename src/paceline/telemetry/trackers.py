@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,6 +219,8 @@ class TensorBoardTracker:
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Write the numbers of events, from the first step that may be missing."""
+        if self._writer is not None:
+            os.stat(self._directory)  # without it the writer's own thread would print a traceback
         for event in events:
             found = scalars(event)
             if not found or event["step"] < self._first:
@@ -236,6 +239,6 @@ class TensorBoardTracker:
 
     def close(self, status: str) -> None:
         """Close the file, if one was opened."""
-        if self._writer is not None:
+        if self._writer is not None and self._directory.is_dir():
             self._writer.close()
             self._writer = None

@@ -91,10 +91,13 @@ class WandbTracker:
 
 def _last_step_kept(directory: Path, run_id: str) -> int | None:
     """Return the last step in the files of earlier launches; None if there are no rows."""
+    files = list(directory.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
+    if not files:
+        return None
     protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     decode_error: Any = importlib.import_module("google.protobuf.message").DecodeError
     steps: list[int] = []
-    for file in directory.glob(f"*run-*-{run_id}/run-{run_id}.wandb"):
+    for file in files:
         for content in _records(file.read_bytes()):
             record = protocol.Record()
             try:

@@ -19,6 +19,7 @@ from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained,
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import common_size, evaluation_size
+from paceline.data.image.selection import among_classes
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
@@ -242,7 +243,8 @@ def scoring_task(
         )
     task = build_task(_with_tables(recipe, saved))
     if other is not None and isinstance(task, ImageTask):
-        task.dataset = other
+        names = saved.described("data").get("class_names") or ()
+        task.dataset = among_classes(other, names) if {*other.classes} < {*names} else other
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(

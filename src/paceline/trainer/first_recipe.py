@@ -129,10 +129,10 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     words = _words(preset, count, images.image_size, pretrained=pretrained)
     chosen = tuple(f"{key}={value}" for key, value in words.items() if key not in given)
     for key, why in (
-        ("data.image_size", f"at most {preset.size} for this network and machine, and no image is enlarged"),
+        ("data.image_size", f"at most {preset.size} for this network and machine; images are not enlarged"),
         (
             "train.duration",
-            f"about {format_count(preset.images)} images seen, in {preset.epochs[0]} to {preset.epochs[1]} epochs",
+            f"about {format_count(preset.images)} images in all, in {preset.epochs[0]} to {preset.epochs[1]} epochs",
         ),
     ):
         if key not in given:
@@ -187,4 +187,4 @@ def why_no_weights(name: str) -> str:
             why = f"the hub does not answer: {getattr(error, 'reason', error)}"
         else:
             return ""
-    return f"the published weights of {name} are not in the cache ({why})"
+    return f"the published weights of {name} are not on this machine ({why})"

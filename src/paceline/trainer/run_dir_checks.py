@@ -71,8 +71,8 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
 
 
 def _write_word(mark: Path) -> str:
-    """Write a word that is new at every launch: an older one may have been copied along with the directory."""
-    word = secrets.token_hex(8)
+    """Write who holds the lock, and a word that is new each time: an older one may have been copied along."""
+    word = f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
     try:
         mark.write_text(word)
     except OSError as error:
@@ -204,7 +204,12 @@ def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[Damaged
                 f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's own "
                 "checkpoints back, or train in another --run-dir."
             )
-    if choice.path is None and had_checkpoint(directory):
+    if choice.path is None:
+        _check_none_is_lost(directory)
+
+
+def _check_none_is_lost(directory: RunDirectory) -> None:
+    if had_checkpoint(directory):
         raise CheckpointError(
             f"the records of '{directory.root}' say that checkpoints were saved, but {directory.checkpoints} holds "
             "none; nothing was changed. Bring them back (is their disk mounted?), or begin again in another --run-dir."
@@ -329,12 +334,14 @@ class RunLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._descriptor)
+            holder = (_read_or_nothing(path) or "").partition(",")[0]
             raise RunDirectoryError(
-                f"another process is training in '{directory.root}', or a run that failed still saves there; wait for "
-                "it, stop it, or choose another --run-dir."
+                f"another process is training in '{directory.root}'{f' ({holder})' if holder else ''}, or a run that "
+                "failed still saves there; wait for it, stop it, or choose another --run-dir."
             ) from None
         except OSError:
             pass  # a file system without locks: the check is a courtesy
+        _write_word(path)
 
     def outlast(self, under_way: Future[Any]) -> None:
         """Keep others out until this save is over too, even if the lock is released before."""
@@ -376,9 +383,11 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
             f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
             "or leave --resume out to go on with it."
         )
-    if wanted is None and _is_complete(directory, request):
-        return ResumeDecision(choice=Choice(None, 0), completed=True)
     check_links(directory)
+    if wanted is None and _is_complete(directory, request):
+        if not CheckpointStore(directory.checkpoints).steps():
+            _check_none_is_lost(directory)
+        return ResumeDecision(choice=Choice(None, 0), completed=True)
     resumes = 0
     if directory.events.is_file():  # before the records are cut back
         resumed = read_events(directory.events, kinds={"resume"})

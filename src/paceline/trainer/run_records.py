@@ -25,6 +25,7 @@ from paceline.units import counted
 def write_step(run: Run) -> None:
     """Write a step record: where the host waits for the device, as a plain step does not."""
     with run.clock.span("logging"):
+        run.collectives.on_first(run.directory.check_in_place)
         _write_step(run)
 
 
@@ -79,6 +80,7 @@ def _write_step(run: Run) -> None:
 
 def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
     """Write one record for each set of weights."""
+    run.collectives.on_first(run.directory.check_in_place)
     train_seconds = run.clock.totals.train_seconds
     for weights, metrics in evaluation.results.items():
         run.recorder.write(
@@ -108,13 +110,12 @@ def _write_kept(run: Run, evaluation: Evaluation) -> None:
     failure = evaluation.kept.failure
     if not failure:
         try:
-            run.directory.check_in_place()
             write_kept(run.directory, evaluation.kept, where)
         except (OSError, RunDirectoryError) as error:
             failure = str(error)
     if failure:
         run.recorder.keeps_answers = False
-        message = f"the answers of the evaluation are not kept to be looked at: {failure}"
+        message = f"examples of the evaluation are not saved: {failure}"
         run.recorder.incident("not_kept", message)
 
 

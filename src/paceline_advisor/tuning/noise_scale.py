@@ -263,7 +263,7 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
     store = CheckpointStore(directory.checkpoints)
     if not store.steps():
         raise RunDirectoryError(
-            f"the run in '{target}' holds no checkpoint (yet), at whose weights the noise could be measured; wait for "
+            f"the run in '{target}' holds no checkpoint, at whose weights the noise could be measured; wait for "
             f"one, or give {directory.recipe} to measure it at fresh weights."
         )
     return [(step, store.path(step)) for step in store.steps()]

@@ -156,6 +156,7 @@ def test_1_a_value_read_in_every_step(examined: Examined, device: str) -> None:
 
 
 @DEVICES
+@pytest.mark.everyday
 def test_2_no_loader_processes(examined: Examined, tmp_path: Path, device: str) -> None:
     files = {"data.dataset": "image_folder", "data.path": folder(tmp_path / "photos"), "data.samples": "null"}
     files |= {"data.classes": "null", "data.augment.crop": "random_resized", "batch.global_size": 8}

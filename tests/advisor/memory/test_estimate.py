@@ -162,6 +162,7 @@ def test_a_device_that_lacks_the_precision_is_said_to() -> None:
     assert sizes["h100"]
 
 
+@pytest.mark.everyday
 def test_what_is_assumed_of_data_is_said() -> None:
     found = asked("cifar10_fast")
     assert found.notices[0].startswith("data.path is not set: as for CIFAR-10, 10 classes")

@@ -58,6 +58,7 @@ def check_outcome(trial: dict[str, Any]) -> None:
     assert not [name for name in trial["left"] if name.startswith(".")], trial
 
 
+@pytest.mark.everyday
 def test_a_fault_at_any_file_operation_raises_and_costs_nothing_older(trials: dict[str, Any]) -> None:
     faults = trials["faults"]
     assert {trial["operation"] for trial in faults} == {
@@ -84,6 +85,7 @@ def test_a_kill_before_any_file_operation_leaves_the_old_or_the_new(trials: dict
     assert {trial["values"][-1] for trial in trials["deaths"]} == {2, 3, 22}
 
 
+@pytest.mark.everyday
 def test_kills_at_random_moments_never_lose_a_finished_save(tmp_path: Path) -> None:
     trials = run(tmp_path, "kills")["kills"]
     for trial in trials:

@@ -70,6 +70,7 @@ def test_the_table_names_every_task() -> None:
 
 
 @pytest.mark.parametrize("task", TINY)
+@pytest.mark.everyday
 def test_a_run_of_it_goes_on_where_it_was_cut_off_and_is_audited_reported_and_evaluated(task: str, runs: Path) -> None:
     name, changes = TINY[task]
     overrides = {**_SHORT, **changes}

@@ -141,6 +141,7 @@ def test_a_sample_weighs_what_is_asked_of_it(recipe: Path, rows: str, overrides:
     assert pipeline.sample_name(0, training=True) == f"{task.dataset.train.name(0)}[0:16]"
 
 
+@pytest.mark.everyday
 def test_going_on_after_a_stop_gives_the_same_bits(train: Callable[..., Any], weights: Callable[..., Any]) -> None:
     for name, overrides in (("gpt", {"model.options.dropout": 0.1}), ("bert", MASKED)):
         whole = train(f"{name}-whole", overrides)

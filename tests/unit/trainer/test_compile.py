@@ -203,6 +203,7 @@ def test_an_unknown_back_end_is_named(train_tiny: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     "first", [{}, pytest.param(EAGER, marks=pytest.mark.thorough)], ids=["compiled later", "compiled at first"]
 )
+@pytest.mark.everyday
 def test_a_run_may_go_on_compiled_or_not(
     train_tiny: Callable[..., Any], train_shared: Callable[..., Any], first: dict[str, Any]
 ) -> None:

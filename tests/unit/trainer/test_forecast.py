@@ -96,6 +96,7 @@ def test_nothing_is_measured_of_a_short_run(train_tiny: Callable[..., Any], even
     assert not events(train_tiny("run", LONG | {"train.duration": "19 steps"}).run_dir, "measurement")
 
 
+@pytest.mark.everyday
 def test_measuring_leaves_no_trace(train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     measured = train_tiny("measured", LONG | SENSITIVE)
     monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)

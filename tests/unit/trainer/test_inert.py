@@ -40,6 +40,7 @@ SENSITIVE = {
     ],
     ids=" ".join,
 )
+@pytest.mark.everyday
 def test_watching_changes_nothing(watching: dict[str, Any], train_tiny: Callable[..., Any]) -> None:
     alone = train_tiny("alone", SENSITIVE)
     watched = train_tiny("watched", {**SENSITIVE, **watching})

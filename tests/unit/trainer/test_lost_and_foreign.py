@@ -62,6 +62,7 @@ def link_to_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     "leave", [lambda _: None, Path.mkdir, link_to_nothing], ids=["removed", "emptied", "unmounted"]
 )
+@pytest.mark.everyday
 def test_without_its_checkpoints_nothing_is_begun_again(
     train_tiny: Train, runs: Path, whole: str, leave: Callable[[Path], None], older: bool
 ) -> None:
@@ -72,9 +73,9 @@ def test_without_its_checkpoints_nothing_is_begun_again(
     checkpoints.rename(disk)
     leave(checkpoints)
     before = fingerprint(run)
-    for resume in ("auto", "never"):
+    for changes, resume in ((LONGER, "auto"), (LONGER, "never"), ({}, "auto")):
         with pytest.raises((CheckpointError, RunDirectoryError), match="checkpoints"):
-            train_tiny("run", LONGER, resume=resume)
+            train_tiny("run", changes, resume=resume)
     assert fingerprint(run) == before
     if checkpoints.is_symlink():
         checkpoints.unlink()
@@ -168,6 +169,7 @@ def test_a_run_whose_records_are_removed_ends(
 
 
 @pytest.mark.parametrize("strike", [move_all, replace_all, move_checkpoints])
+@pytest.mark.everyday
 def test_a_run_that_is_moved_ends_and_stays_in_one_place(
     train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, whole: str, strike: Callable[[Path], None]
 ) -> None:
@@ -207,6 +209,7 @@ def test_a_directory_that_has_gone_does_not_hide_why_a_run_failed(
 
 
 @pytest.mark.parametrize("older", [False, True])
+@pytest.mark.everyday
 def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Train, whole: str, older: bool) -> None:
     other = train_tiny("other", {"seed": 5, "optimizer.lr": 0.2, **LONGER}).run_dir
     run = train_tiny("run").run_dir

@@ -200,6 +200,7 @@ def test_a_gradient_that_is_clipped_is_looked_at_too(
         train_tiny("stopped", {"optimizer.clip_norm": 1.0}, task=tiny_task(on_loss=steep({4})))
 
 
+@pytest.mark.everyday
 def test_weights_that_are_no_numbers_are_never_saved(
     train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
 ) -> None:

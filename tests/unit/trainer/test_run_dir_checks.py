@@ -309,7 +309,7 @@ def test_a_damaged_checkpoint_asked_for_is_never_replaced_by_another(train_tiny:
 def test_two_runs_do_not_share_a_directory(train_tiny: Train, tiny_task: Callable[..., Any]) -> None:
     def intrude(batch: Any, _: torch.Tensor) -> None:
         if batch.slice.step == 3:
-            with pytest.raises(RunDirectoryError, match="another process is training in") as caught:
+            with pytest.raises(RunDirectoryError, match=f"another process is training.*{os.getpid()}") as caught:
                 train_tiny("run")
             refused.append(caught.value)
 

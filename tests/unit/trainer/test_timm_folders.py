@@ -177,3 +177,23 @@ def test_scored_on_a_folder_without_training_images(
     assert any("all 21 images are scored" in note for note in found.left_out) == (not split)
     part = score(hub, photos / "val", "data.validation_fraction=0.5")
     assert part.samples < expected.samples
+
+
+def test_some_of_the_classes_are_scored_as_among_all(
+    save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path
+) -> None:
+    hub, _ = save()
+    first, *others = sorted(each.name for each in (photos / "val").iterdir())
+    (tmp_path / "some").mkdir()
+    for name in others:
+        (tmp_path / "some" / name).symlink_to(photos / "val" / name)
+    answers = {name: tmp_path / f"{name}.jsonl" for name in ("all", "some")}
+    score(hub, photos, predictions=answers["all"])
+    found = score(hub, tmp_path / "some", predictions=answers["some"])
+    assert any(first in note for note in found.left_out)
+    told = {}
+    for name, path in answers.items():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        told[name] = {Path(line["sample"]).parts[-2:]: (line["target"], line["prediction"]) for line in lines}
+    assert len(told["some"]) == found.samples < len(told["all"])
+    assert told["some"].items() <= told["all"].items()

@@ -397,6 +397,18 @@ def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDat
     )
 
 
+def among_classes(dataset: ImageDataset, known: Sequence[str]) -> ImageDataset:
+    """The same images, numbered by the classes that weights know, of which the data set has only some."""
+    numbers = np.array([known.index(name) for name in dataset.classes])
+    parts = [part_of(each, np.arange(len(each)), numbers[each.labels]) for each in (dataset.train, dataset.validation)]
+    missing = [name for name in known if name not in dataset.classes]
+    named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
+    note = f"of {len(missing)} of the {len(known)} classes that the weights know, there are no images: {named}"
+    return replace(
+        dataset, train=parts[0], validation=parts[1], classes=tuple(known), left_out=(*dataset.left_out, note)
+    )
+
+
 def _with_subset(part: int | str, dataset: ImageDataset) -> ImageDataset:
     train = first_of_all(dataset.train, part)
     return replace(

@@ -80,7 +80,7 @@ OF_SAMPLES = (
         "extreme_ratio",
         "costs",
         f"one side is over {LONG} times the other",
-        "crop it: a square shows little of it, and resizing it takes much memory",
+        "crop it: a square crop shows little of it",
     ),
     Kind(
         "tiny",
@@ -131,7 +131,7 @@ OF_SETS = (
     Kind(
         "no_held_out",
         "notice",
-        "no held-out image of the class: no score says anything about it",
+        "no held-out image of the class, which is not scored",
         "add held-out images, or training images to hold some out of",
     ),
     Kind("alike_names", "notice", "classes whose names differ by case or space only", "merge them, if they are one"),
@@ -463,15 +463,15 @@ def _of_pixels(image: Pixels, header: Header | None, viewer: Viewer) -> Iterator
 
 
 def _flat_rows(image: Pixels) -> int:
-    """How many rows at the end of an image are of one colour that is neither black nor white; 0 if all are.
+    """How many rows at the end of an image are of one colour that is neither black nor white.
 
-    Decoders fill so what is missing of a JPEG, and it stays when the picture is saved anew.
+    Decoders fill so what is missing of a JPEG, and it stays when the picture is saved anew. 0 if the first row is of
+    this colour too: it is a background.
     """
     colour = image[-1, 0]
-    if colour.min() < _BLACK or colour.max() > _WHITE or (image[-1] != colour).any():
+    if colour.min() < _BLACK or colour.max() > _WHITE or (image[-1] != colour).any() or (image[0] == colour).all():
         return 0
-    differing = np.flatnonzero((image != colour).any(axis=(1, 2)))
-    return len(image) - 1 - int(differing[-1]) if len(differing) else 0
+    return len(image) - 1 - int(np.flatnonzero((image != colour).any(axis=(1, 2)))[-1])
 
 
 def _is_grey(image: Pixels) -> bool:

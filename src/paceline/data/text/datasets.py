@@ -223,7 +223,7 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
         left_out: Told of what is there and not read.
 
     Raises:
-        DataError: If there are none, or one is no UTF-8.
+        DataError: If there are none, or one is not UTF-8.
     """
     if not root.is_dir():
         raise DataError(f"data.path={root} is no folder; give one with .txt files, or with train and val in it.")
@@ -268,8 +268,8 @@ def _text_of(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is no UTF-8: byte {error.start} is 0x{error.object[error.start]:02x} ({error.reason}); "
-            "convert it, or take it away."
+            f"{path} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x} ({error.reason}); "
+            "convert it (iconv -f latin1 -t utf8), or remove it."
         ) from error
 
 

@@ -220,7 +220,7 @@ def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
     return Chart(
         title=f"{whose}Reliability",
         traces=[
-            {"x": [0, 100], "y": [0, 100], "mode": "lines", "name": "as confident as right", "hoverinfo": "skip"}
+            {"x": [0, 100], "y": [0, 100], "mode": "lines", "name": "perfectly calibrated", "hoverinfo": "skip"}
             | {"line": {"color": "var(--muted)", "dash": "dot", "width": 1.5}},
             {
                 "x": [confidence for confidence, *_ in found],
@@ -243,7 +243,7 @@ def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
             "yaxis": {"title": "right answers, %", **axis},
         },
         description=(
-            "Answers in tenths of confidence; larger points hold more. Below the diagonal the network is overconfident."
+            "Larger points hold more predictions. Below the diagonal the network is overconfident."
             f" Expected calibration error: {error:.1f} %."
         ),
         table=Table(

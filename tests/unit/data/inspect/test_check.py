@@ -40,6 +40,10 @@ def snapshot(root: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def test_nothing_is_found_in_a_clean_folder(clean: Path) -> None:
+    path = sorted((clean / "train" / "cat").iterdir())[0]
+    image = Image.new("RGB", (200, 200), (90, 140, 180))  # a plain background
+    image.paste(Image.open(path).resize((60, 60)), (70, 20))
+    image.save(path)
     report = check(clean)
     assert report.findings == ()
     assert report.passed

@@ -174,8 +174,12 @@ def test_a_batch_costs_microseconds(slices: Slices) -> None:
     pieces = slices(*np.random.default_rng(0).integers(0, 2000, (1000, 4)))
     indices = [torch.tensor(piece.ids) for piece in pieces]
     tensor = torch.from_numpy(images)
-    best = {"backend": 1.0, "bare": 1.0}
-    for _ in range(7):
+    best = {"backend": 1.0, "bare": 0.0}
+    # 0 to 5 µs over the bare indexing, of the processor's time. The bound leaves room for a slow processor, and more
+    # tries for a busy one.
+    for _ in range(70):
+        if best["backend"] - best["bare"] < 60e-6:
+            return
         start = time.thread_time()
         for _ in backend.batches(pieces):
             pass
@@ -184,6 +188,5 @@ def test_a_batch_costs_microseconds(slices: Slices) -> None:
             tensor[index]
         end = time.thread_time()
         best["backend"] = min(best["backend"], (middle - start) / len(pieces))
-        best["bare"] = min(best["bare"], (end - middle) / len(pieces))
-    # 0 to 5 µs over the bare indexing, of the processor's time; the bound leaves room for a slow one.
-    assert best["backend"] - best["bare"] < 60e-6
+        best["bare"] = min(best["bare"] or 1.0, (end - middle) / len(pieces))
+    pytest.fail(f"a batch costs {(best['backend'] - best['bare']) * 1e6:.0f} µs more than bare indexing")

@@ -283,6 +283,7 @@ def test_a_worker_whose_death_is_told_while_it_is_looked_for(small: FileSource, 
         backend.close()
 
 
+@pytest.mark.everyday
 def test_a_hung_worker_names_the_file(small: FileSource, slices: Slices) -> None:
     backend = PytorchBackend(Faulty(small, "hang"), view(None), workers=2, wait_seconds=5)
     try:

@@ -154,7 +154,7 @@ def test_the_digest_says_whether_the_text_is_the_same(books: Path) -> None:
 
 def test_what_is_no_text_is_told(books: Path, tmp_path: Path) -> None:
     (books / "3.txt").write_bytes(b"abc\xff")
-    with pytest.raises(DataError, match=r"3\.txt is no UTF-8: byte 3 is 0xff"):
+    with pytest.raises(DataError, match=r"3\.txt is not UTF-8: byte 3 is 0xff"):
         open_text(Data(dataset="text_folder", path=str(books)))
     with pytest.raises(DataError, match="is no folder"):
         open_text(Data(dataset="text_folder", path=str(tmp_path / "none")))
