@@ -100,7 +100,7 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is dear as thorough, leave out what is and whose turn it is not, and begin with what takes longest."""
     costs, spent = _costs(), defaultdict[str, float](float)
-    for item in items:
+    for item in (each for each in items if not each.get_closest_marker("thorough")):
         spent[_function(item.nodeid)] += costs.get(_function(item.nodeid), 0)
         if spent[_function(item.nodeid)] > _SHARE and not item.get_closest_marker("everyday"):
             item.add_marker("thorough")
@@ -164,7 +164,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     marked = set()
     for report in (each for kind in terminalreporter.stats.values() for each in kind):
         for name, seconds in getattr(report, "user_properties", ()):
-            if name == "processor_seconds":
+            if name == "processor_seconds" and report.outcome != "skipped":
                 tests[report.nodeid] += seconds
                 folders[_folder(report.nodeid)] += seconds
                 marked |= {report.nodeid} if "thorough" in report.keywords else set()

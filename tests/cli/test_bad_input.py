@@ -28,8 +28,9 @@ def assert_refused(done: Any, *words: str) -> None:
 
 
 def everything_in(root: Path) -> dict[str, bytes]:
-    """All files under a directory with their contents."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    """All files under a directory with their contents; of a lock, which names who held it last, none."""
+    files = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(root)): b"" if path.name == ".lock" else path.read_bytes() for path in files}
 
 
 # --------------------------------------------------------------------------------------- recipes and overrides

@@ -45,6 +45,7 @@ def test_the_exit_code_is_right_where_nothing_can_be_said(
     assert in_shell(f'set -o pipefail; "$@" {streams}', *arguments.split()) == (code, "")
 
 
+@pytest.mark.everyday
 def test_a_run_ends_as_if_its_streams_were_there(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
     words = ("train", "digits", *tiny, "--run-dir", "run")
     assert in_shell('"$@" <&- >&- 2>&-', *words) == (0, "")

@@ -60,6 +60,7 @@ def plain_loop(recipe: Any, *, sparse: bool, micro: int) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("micro", [16, 4])
+@pytest.mark.everyday
 def test_the_same_bits_as_a_plain_loop(
     runs: Path, tmp_path: Path, weights: Callable[..., Any], sparse: bool, micro: int
 ) -> None:

@@ -47,6 +47,7 @@ def scaling(rule: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+@pytest.mark.everyday
 def test_the_same_bits_as_a_plain_loop(
     rule: str,
     train_tiny: Callable[..., Any],

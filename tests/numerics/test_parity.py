@@ -125,6 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.optim.Optimiz
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.everyday
 def test_the_same_bits_as_a_plain_loop(
     case: str, train_tiny: Callable[..., Any], weights: Callable[..., dict[str, torch.Tensor]], pixels: Pixels
 ) -> None:
@@ -198,6 +199,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 @pytest.mark.parametrize("case", ACCUMULATED)
+@pytest.mark.everyday
 def test_micro_batches_are_one_big_batch(
     case: str,
     train_tiny: Callable[..., Any],

@@ -99,6 +99,7 @@ def same_end(whole: Any, pieces: Any, course: Callable[[Path], Any]) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.everyday
 def test_stopped_after_any_step(
     variant: str,
     train_tiny: Callable[..., Any],
@@ -118,6 +119,7 @@ def test_stopped_after_any_step(
         same_end(whole, pieces, course)
 
 
+@pytest.mark.everyday
 def test_cut_off_in_any_step(
     train_tiny: Callable[..., Any],
     train_shared: Callable[..., Any],

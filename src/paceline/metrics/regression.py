@@ -102,7 +102,7 @@ class NumberErrors:
             spread = squares - total * total / count if count else math.nan
             # As in scikit-learn where all targets are the same.
             of_equals = math.nan if math.isnan(squared) else float(squared == 0)
-            r2 = of_equals if spread <= 0 else 1 - squared / spread
+            r2 = of_equals if spread <= 1e-14 * squares else 1 - squared / spread
             mean, mean_square = (each / count if count else math.nan for each in (absolute, squared))
             found.append((scale * mean, scale * math.sqrt(mean_square), r2))
         results = {name: sum(each) / len(found) for name, each in zip(_NAMES, zip(*found, strict=True), strict=True)}

@@ -169,8 +169,8 @@ def _missing_events(events: Path, steps: int) -> Iterator[str]:
         last = event["step"]
     if last < steps:
         yield f"{events.name} ends at step {last}, and the run at step {steps}."
-    logged = [event["step"] for event in read_events(events, kinds={"step"})]
-    if logged != sorted(logged):
+    logged = [event.get("position", event["step"]) for event in read_events(events, kinds={"step"})]
+    if logged != sorted({*logged}):
         yield f"{events.name} holds step records twice or out of order."
 
 

@@ -242,8 +242,9 @@ def scoring_task(
             "the columns as in training."
         )
     task = build_task(_with_tables(recipe, saved))
-    if other is not None and isinstance(task, ImageTask):
-        names = saved.described("data").get("class_names") or ()
+    if other is not None and isinstance(task, ImageTask) and not task.learns_numbers:
+        about = saved.described("data")
+        names = () if about.get(UNNAMED) else about.get("class_names") or ()
         task.dataset = among_classes(other, names) if {*other.classes} < {*names} else other
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):

@@ -91,7 +91,7 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
     # A user's own task or network says what it needs itself.
     given = set(set_by(asked))
-    if named := given & {"task", "data.path", "data.dataset"}:
+    if named := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
         raise RecipeError(
             f"{source} is data, for which a recipe is chosen, and {sorted(named)[0]} asks for another; name a recipe "
             f"instead, for example `paceline train image_folder data.path={shlex.quote(source)}`."

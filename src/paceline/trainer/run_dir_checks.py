@@ -70,9 +70,13 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
         )
 
 
+def _word() -> str:
+    """Say who holds the lock, with a word that is new each time: an older one may have been copied along."""
+    return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
+
+
 def _write_word(mark: Path) -> str:
-    """Write who holds the lock, and a word that is new each time: an older one may have been copied along."""
-    word = f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
+    word = _word()
     try:
         mark.write_text(word)
     except OSError as error:
@@ -327,7 +331,7 @@ class RunLock:
         self._root, self._is_new = directory.root, is_new
         path = directory.root / ".lock"
         try:
-            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
             raise cannot("open", path, error) from error
         try:
@@ -341,7 +345,9 @@ class RunLock:
             ) from None
         except OSError:
             pass  # a file system without locks: the check is a courtesy
-        _write_word(path)
+        with contextlib.suppress(OSError):  # only for the message above
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, _word().encode(), 0)
 
     def outlast(self, under_way: Future[Any]) -> None:
         """Keep others out until this save is over too, even if the lock is released before."""

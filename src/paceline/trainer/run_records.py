@@ -111,7 +111,7 @@ def _write_kept(run: Run, evaluation: Evaluation) -> None:
     if not failure:
         try:
             write_kept(run.directory, evaluation.kept, where)
-        except (OSError, RunDirectoryError) as error:
+        except (OSError, RunDirectoryError, TypeError, ValueError) as error:
             failure = str(error)
     if failure:
         run.recorder.keeps_answers = False

@@ -267,6 +267,7 @@ def cut_in_half(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["events.jsonl", "ledger/rank-00000.ids"])
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b""), cut_in_half])
+@pytest.mark.everyday
 def test_lost_records_are_told_and_objected_to(
     train_tiny: Train, whole: str, name: str, spoil: Callable[[Path], None]
 ) -> None:
@@ -282,7 +283,8 @@ def test_lost_records_are_told_and_objected_to(
 
 def test_records_that_are_there_twice_are_objected_to(train_tiny: Train) -> None:
     run = train_tiny("run").run_dir
-    (run / "events.jsonl").write_bytes((run / "events.jsonl").read_bytes() * 2)
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "events.jsonl").write_bytes(b"".join(2 * line for line in lines))
     assert audit_run(run).objections == ("events.jsonl holds step records twice or out of order.",)
 
 
@@ -298,6 +300,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.everyday
 def test_damaged_outputs_are_set_aside(train_tiny: Train, whole: str, how: str) -> None:
     run = train_tiny("run").run_dir
     # Those of which no key is needed can lack none.

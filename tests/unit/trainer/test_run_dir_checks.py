@@ -269,6 +269,7 @@ def put_pipe(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage, put_pipe])
+@pytest.mark.everyday
 def test_a_damaged_newest_checkpoint_is_set_aside(
     train_tiny: Train, events: Callable[..., Any], course: Callable[..., Any], damage: Callable[[Path], None]
 ) -> None:
