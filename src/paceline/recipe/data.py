@@ -98,6 +98,7 @@ _JITTERED = Needs(
     ),
     "there is no jitter",
 )
+_WITH_TARGETS = Applies("dataset", DatasetsUsing("target_columns"))
 _NUMBERS = Needs(("numbers to learn",), "only image_regression learns numbers")
 CLICK_DATASETS = ("criteo", "synthetic_clicks")
 # Smaller pictures hold no object that could be told from another.
@@ -353,7 +354,7 @@ class Data:
     """Which column of a table holds the images, or their paths; `auto`: the one that is usual."""
     label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column"))] = "auto"
     """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say."""
-    target_columns: Annotated[_Columns, Applies("dataset", DatasetsUsing("target_columns"))] = ()
+    target_columns: Annotated[_Columns, _WITH_TARGETS] = ()
     """Of `image_regression`: which columns of a table hold the numbers to learn, one or several: `[age, height]`."""
     split_column: Annotated[Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column"))] = "auto"
     """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
@@ -419,10 +420,10 @@ class Data:
     """Per-channel mean subtracted from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
     """Per-channel standard deviation pixels are divided by."""
-    target_mean: Annotated[Auto | tuple[FiniteFloat, ...], _NUMBERS] = "auto"
+    target_mean: Annotated[Auto | tuple[FiniteFloat, ...], _WITH_TARGETS, _NUMBERS] = "auto"
     """What is subtracted from each column of numbers that `image_regression` learns; `auto`: its mean over the training
     images."""
-    target_std: Annotated[Auto | tuple[PositiveFloat, ...], _NUMBERS] = "auto"
+    target_std: Annotated[Auto | tuple[PositiveFloat, ...], _WITH_TARGETS, _NUMBERS] = "auto"
     """What they are then divided by; `auto`: their standard deviation over the training images."""
     samples: Annotated[PositiveInt, Field(le=10**8), Applies("dataset", _SAMPLES)] = 4096
     """Training samples of a `synthetic` dataset."""
