@@ -98,7 +98,7 @@ def test_a_run_without_a_checkpoint_is_not_measured_as_if_it_were_fresh(tmp_path
     train_recipe(load_recipe("digits", (*SMALL, "train.duration=2 steps")), Options(run_dir=run))
     for each in (run / "checkpoints").iterdir():
         shutil.rmtree(each) if each.is_dir() else each.unlink()
-    with pytest.raises(RunDirectoryError, match=r"holds no checkpoint \(yet\).*recipe.yaml to measure it at fresh"):
+    with pytest.raises(RunDirectoryError, match=r"holds no checkpoint.*recipe.yaml to measure it at fresh"):
         measure_noise(NoiseScale(target=str(run)), print)
 
 
