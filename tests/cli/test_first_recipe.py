@@ -114,7 +114,7 @@ def test_a_table(photos: Path, tmp_path: Path, table: str) -> None:
     assert {"data.dataset=csv", f"data.path={tmp_path / f'labels.{table}'}"} <= set(found.overrides)
 
 
-@pytest.mark.parametrize("asked", ["data.path=elsewhere", "task=detection"])
+@pytest.mark.parametrize("asked", ["data.path=elsewhere", "task=detection", "data.target_columns=[age]"])
 def test_two_answers_to_what_is_trained_on_are_refused(photos: Path, asked: str) -> None:
     with pytest.raises(PacelineError, match=asked.partition("=")[0]):
         first_recipe.choose_recipe(str(photos), [asked])

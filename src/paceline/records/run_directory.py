@@ -180,8 +180,11 @@ class RunDirectory:
                 held.callback(os.close, parts[path])
             yield replace(self, open_parts=parts)
 
-    def check_in_place(self) -> None:
+    def check_in_place(self, *, before_saving: bool = True) -> None:
         """Check that the paths held open still lead to the same files.
+
+        Args:
+            before_saving: Whether a disk that does not answer is an error too. A step's record goes on without it.
 
         Raises:
             RunDirectoryError: If one was moved, removed, replaced or unmounted.
@@ -192,6 +195,8 @@ class RunDirectory:
             except (FileNotFoundError, NotADirectoryError):
                 is_same = False
             except OSError as error:
+                if not before_saving:
+                    return
                 raise cannot("look at", path, error) from error
             if not is_same:
                 raise RunDirectoryError(

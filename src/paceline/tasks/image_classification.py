@@ -262,7 +262,7 @@ class ImageTask(Task):
 class ImageClassification(ImageTask):
     """Assigns one of several classes to an image.
 
-    Subclass it to change a part: :meth:`build_model` for a network of one's own, :meth:`loss` for another loss.
+    Subclass it and override :meth:`build_model` for your own network, or :meth:`loss` for another loss.
     """
 
     headline = "top1_accuracy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from paceline.checkpoint.weights import weights_sha256
@@ -25,7 +26,7 @@ from paceline.units import counted
 def write_step(run: Run) -> None:
     """Write a step record: where the host waits for the device, as a plain step does not."""
     with run.clock.span("logging"):
-        run.collectives.on_first(run.directory.check_in_place)
+        run.collectives.on_first(partial(run.directory.check_in_place, before_saving=False))
         _write_step(run)
 
 
@@ -80,7 +81,7 @@ def _write_step(run: Run) -> None:
 
 def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
     """Write one record for each set of weights."""
-    run.collectives.on_first(run.directory.check_in_place)
+    run.collectives.on_first(partial(run.directory.check_in_place, before_saving=False))
     train_seconds = run.clock.totals.train_seconds
     for weights, metrics in evaluation.results.items():
         run.recorder.write(

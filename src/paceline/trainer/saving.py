@@ -137,6 +137,7 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
         run.directory.check_in_place()
         write_identity(run.directory, Identity(run.identity, has_checkpoint=True))
         if not run.directory.recipe.exists():  # removed while the run trained: without it, nothing resumes
+            run.directory.check_in_place()  # or the whole directory was moved
             write_text(run.directory.recipe, to_yaml(run.recipe))
         protect = [*_note_best(run, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)

@@ -28,7 +28,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
             with run.span("backward", meets=is_last, samples=batch.ids):
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
-                # Votes and the mark travel with the gradients: to agree takes no collective of its own.
+                # Votes and the mark are reduced with the gradients, so agreeing needs no extra collective.
                 loss_with_votes = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
                 run.backward(loss_with_votes, batch)
         run.window.add(loss, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -332,6 +333,32 @@ def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Train, runs: Pat
     (runs / "run/.lock").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=r"\.lock"):
         train_tiny("run")
+
+
+def test_a_lock_that_is_a_link_leads_nowhere(train_tiny: Train, runs: Path) -> None:
+    (runs / "run").mkdir()
+    (runs / "notes.txt").write_text("mine")
+    (runs / "run/.lock").symlink_to(runs / "notes.txt")
+    with pytest.raises(RunDirectoryError, match=r"\.lock"):
+        train_tiny("run")
+    assert (runs / "notes.txt").read_text() == "mine"
+
+
+def test_a_disk_that_does_not_answer_ends_no_run_at_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, **_: object) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for name in ("checkpoints", "ledger"):
+        (tmp_path / name).mkdir()
+    with RunDirectory(tmp_path).held() as directory:
+        with monkeypatch.context() as broken:
+            broken.setattr("paceline.records.run_directory.os.stat", refuse)
+            directory.check_in_place(before_saving=False)
+            with pytest.raises(RunDirectoryError, match="Stale file handle"):
+                directory.check_in_place()
+        (tmp_path / "ledger").rmdir()
+        with pytest.raises(RunDirectoryError, match="was moved"):
+            directory.check_in_place(before_saving=False)
 
 
 def test_a_recipe_removed_during_the_run_is_written_again(

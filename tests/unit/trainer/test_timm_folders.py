@@ -131,6 +131,11 @@ def test_classes_without_names(save: Callable[..., tuple[Path, Any]], photos: Pa
             (tmp_path / "four" / split / label).symlink_to(photos / split / CLASSES[0])
     with pytest.raises(PacelineError, match="know 3 classes, but the data has the 4 classes"):
         score(hub, tmp_path / "four")
+    for label in ("0", "2"):  # numbers are no names of theirs
+        (tmp_path / "two").mkdir(exist_ok=True)
+        (tmp_path / "two" / label).symlink_to(photos / "val" / CLASSES[0])
+    with pytest.raises(PacelineError, match="know 3 classes, but the data has the 2 classes"):
+        score(hub, tmp_path / "two")
 
 
 def test_other_classes_are_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:

@@ -61,7 +61,8 @@ def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
 def _has_pixels(outline: Any, height: int, width: int) -> bool:
     """Whether a segmentation that has no fault covers any pixel."""
     if isinstance(outline, dict):
-        return bool(np.any(_counts(outline["counts"])[1::2]))  # type: ignore[index]  # it has no fault
+        counts = _counts(outline["counts"])
+        return counts is not None and any(counts[1::2])
     from pycocotools import mask
 
     return bool(mask.area(mask.frPyObjects(outline, height, width)).any())

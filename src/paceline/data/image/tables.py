@@ -207,12 +207,12 @@ def read_numbers(
     return found
 
 
-def _number_in(cell: object) -> float:
+def _number_in(cell: Any) -> float:
     """The number that a cell holds; nan where it holds none."""
     if isinstance(cell, bool) or cell is None or (isinstance(cell, str) and not _DECIMAL.fullmatch(cell.strip())):
         return math.nan
     try:
-        return float(cell)  # type: ignore[arg-type]  # whatever a column of Arrow's gives
+        return float(cell)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -399,7 +399,7 @@ class PathRows:
     Attributes:
         root: The folder that the paths are relative to.
         paths: One for each row.
-        labels: As they are written; a tuple for each row where they are in several columns, or are numbers.
+        labels: As written. Labels in several columns, and numbers, are one tuple per row.
         parts: Which rows belong to which split.
         where: Names a row for people.
     """
