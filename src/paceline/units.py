@@ -160,7 +160,8 @@ def metric_title(name: str) -> str:
 
 def metric_unit(name: str) -> str:
     """What its figures are in, as far as its name tells: ``%`` of accuracies and mean average precision."""
-    return "%" if re.search(r"(^|_)(accuracy|map\d*)$", name) else ""
+    is_error = re.match(r"(mae|rmse|r2)_", name)  # of a column of numbers, which may be called anything
+    return "%" if not is_error and re.search(r"(^|_)(accuracy|map\d*)$", name) else ""
 
 
 def format_metric(name: str, value: float) -> str:

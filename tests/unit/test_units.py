@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.units import Duration, TimeSpan, format_bytes, format_count, format_seconds
+from paceline.units import Duration, TimeSpan, format_bytes, format_count, format_seconds, metric_unit
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,8 @@ def test_a_time_is_read_and_written(text: str, seconds: float) -> None:
 def test_what_is_no_time_is_refused_with_the_rule(found: object) -> None:
     with pytest.raises(ValueError, match="'90 seconds', '10 minutes' or '2 hours'"):
         TimeSpan.parse(found)
+
+
+def test_only_accuracies_and_precisions_are_in_percent() -> None:
+    names = ("top1_accuracy", "accuracy", "box_map50", "map", "loss", "mae_accuracy", "rmse_map", "r2_map50")
+    assert [metric_unit(each) for each in names] == ["%"] * 4 + [""] * 4

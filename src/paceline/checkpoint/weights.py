@@ -379,7 +379,7 @@ def check_scale(data: Mapping[str, Any], where: str) -> None:
         for value in data.get(key) or ():
             if not abs(value) < 2**1000 or (not is_mean and value <= 0):
                 rule = "must be finite" if is_mean else "must be finite and above 0"
-                raise NotFiniteError(f"{where}: {key} {list(data[key])} of its images: every number {rule}.")
+                raise NotFiniteError(f"{where}: {key} is {list(data[key])}, and every number {rule}.")
 
 
 def _is_spoiled(tensor: Tensor) -> bool:

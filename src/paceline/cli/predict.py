@@ -212,7 +212,7 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
     if asked.draw is not None and not predictor.finds_boxes:
         raise click.UsageError("--draw draws the objects that a detector finds, and these weights find none.")
     if asked.top_k is not None and predictor.number_names:
-        raise click.UsageError("--top-k is for labels and objects, and these weights say numbers: leave it out.")
+        raise click.UsageError("--top-k is for labels and objects, and these weights predict numbers: leave it out.")
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
             f"--batch-size={batch_size} has no effect: a detector looks at one picture at a time, since larger ones "

@@ -22,6 +22,7 @@ from paceline.inference.text import TextPredictor, is_text_model
 
 OUTPUT = "logits"
 TOLERANCE = 1e-4  # of the largest answer; what other arithmetic in fp32 may come to
+_MEAN_OVER_STD = 10_000.0  # above it, fp32 holds less than three digits of what the numbers vary by
 
 _CPU = torch.device("cpu")
 _TRIED = (1, 2, 5)
@@ -74,9 +75,19 @@ class Exportable:
 
     @property
     def in_units(self) -> Exportable:
-        """The same with the user's units in place of standardised numbers, for files that compute."""
+        """The same with the user's units in place of standardised numbers, for files that compute.
+
+        Raises:
+            ModelError: If float32, which the files answer in, cannot hold what a number varies by beside its mean.
+        """
         if self.outputs is None or not self.outputs.mean:
             return self
+        for name, mean, std in zip(self.outputs.names, self.outputs.mean, self.outputs.std, strict=True):
+            if abs(mean) > _MEAN_OVER_STD * std:
+                raise ModelError(
+                    f"{name!r} has a mean of {mean:g} and varies by {std:g}, which is lost in the float32 that the "
+                    "file would answer in; use --format safetensors, or train on the number less its mean."
+                )
         return replace(self, network=_InUnits(self.network, self.outputs).eval())
 
     def examples(self, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -111,13 +122,13 @@ class Exportable:
             tolerance: Largest difference, in units of the largest answer if that is above 1.
 
         Returns:
-            The largest difference, in logits.
+            The largest difference, in logits; of numbers, in standard deviations.
 
         Raises:
             ModelError: If it differs by more.
             NotFiniteError: If the network overflows.
         """
-        largest = 0.0
+        largest, units = 0.0, self.network if isinstance(self.network, _InUnits) else None
         for batch in _TRIED:
             inputs = self.examples(batch, seed=batch)
             expected, found = self.answers(inputs), other(inputs)
@@ -131,8 +142,12 @@ class Exportable:
                     f"{what} answers to a batch of {batch} with {tuple(found.shape)} numbers or with some that are "
                     f"none, and the network with {tuple(expected.shape)}; nothing was written."
                 )
+            rounding = 0.0
+            if units is not None:  # neither a small unit hides a difference, nor a large mean makes one
+                rounding = float((torch.finfo(torch.float32).eps * expected.abs() / units.scale).max())
+                expected, found = ((each - units.shift) / units.scale for each in (expected, found))
             difference = float((found - expected).abs().max())
-            if difference > tolerance * max(1.0, float(expected.abs().max())):
+            if difference > tolerance * max(1.0, float(expected.abs().max())) + rounding:
                 raise ModelError(
                     f"{what} answers otherwise than the network by up to {difference:.2g} (largest answer "
                     f"{float(expected.abs().max()):.2g}); nothing was written. Use --format safetensors."
@@ -142,7 +157,7 @@ class Exportable:
 
 
 class _InUnits(nn.Module):
-    """A network of standardised numbers that says them in the user's units."""
+    """A network of standardised numbers that answers in the user's units."""
 
     scale: Tensor
     shift: Tensor
@@ -195,7 +210,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         return _clicks(saved, data, trust_code=trust_code)
     if "targets" in data and wanted == "timm":
         raise RecipeError(
-            f"{saved.path} says numbers, and timm's folders are for labels; use --format safetensors, onnx or "
+            f"{saved.path} predicts numbers, and timm's folders are for labels; use --format safetensors, onnx or "
             "torch-export."
         )
     if "class_names" in data or "targets" in data:

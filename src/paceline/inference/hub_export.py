@@ -325,12 +325,8 @@ def _recipe(saved: SavedWeights) -> str:
 
 
 def _table(rows: Mapping[str, str]) -> str:
-    lines = [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
-    return "\n".join(["| | |", "|---|---|", *lines])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    cells = ((key, value.replace("|", "\\|").replace("\n", " ")) for key, value in rows.items())
+    return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells)])
 
 
 def _shortened(names: list[str], most: int = 20) -> str:

@@ -144,7 +144,7 @@ class Outputs:
     """What a network's outputs stand for.
 
     Attributes:
-        names: Of the classes, or of the numbers that it says.
+        names: Of the classes, or of the numbers that it predicts.
         mean: Of each number, in the user's units; empty where outputs are classes.
         std: Likewise.
         is_in_units: Whether numbers are in the user's units already, as in files that compute.
@@ -187,7 +187,7 @@ class ImageLabeller(ABC):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """All class names; none where the network says numbers."""
+        """All class names; none where the network predicts numbers."""
         return () if self.outputs.mean else self.outputs.names
 
     @property

@@ -72,7 +72,9 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     config = _configured(kind, keys, objective, name=model.name)
     _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
     _fit_context(config, context, asked=set(keys), name=model.name)
-    if objective == "causal" and _tried(kind, objective, _switches(keys)).sees_ahead:
+    # What the recipe switches on and off may be whom a token sees.
+    switches = tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
+    if objective == "causal" and _tried(kind, objective, switches).sees_ahead:
         raise ModelError(
             f"model.name={model.name}: its answers depend on tokens that come later, so that it would be given "
             "what it is to predict; choose a decoder (gpt2, llama, …)."
@@ -99,11 +101,6 @@ def _window(config: Any) -> int | None:
         return None
     found = [getattr(config, key, None) for key in _WINDOWS]
     return min((each for each in found if isinstance(each, int) and each > 0), default=None)
-
-
-def _switches(keys: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
-    """What the recipe switches on and off, which may be whom a token sees."""
-    return tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
 
 
 class LanguageModel(nn.Module):

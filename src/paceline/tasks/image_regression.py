@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.selection import part_of
+from paceline.data.image.selection import relabelled
 from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.regression import NumberErrors, error_metrics
@@ -29,7 +29,7 @@ _NO_CLASSES = "image_regression learns numbers, not classes"
 
 
 class ImageRegression(ImageTask):
-    """Says numbers of an image.
+    """Predicts numbers of an image.
 
     The network is shown targets from which the training images' mean is subtracted, and which are divided by their
     standard deviation. Both are in the description of the weights, so that answers are in the user's units.
@@ -73,13 +73,8 @@ class ImageRegression(ImageTask):
                 f"the column {found.classes[std.index(0)]!r} has the same number in all training images, and there is "
                 "nothing to learn of it: leave it out of data.target_columns."
             )
-        parts = {"train": found.train, "validation": found.validation, "holdout": found.holdout}
-        standardised: dict[str, Any] = {
-            name: part_of(each, np.arange(len(each)), ((each.labels - mean) / std).astype(np.float32))
-            for name, each in parts.items()
-            if each is not None
-        }
-        return replace(found, target_mean=mean, target_std=std, **standardised)
+        found = relabelled(found, lambda targets: ((targets - mean) / std).astype(np.float32))
+        return replace(found, target_mean=mean, target_std=std)
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
         """What the numbers are called, and how they are standardised."""

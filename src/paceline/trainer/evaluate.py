@@ -379,15 +379,19 @@ class Evaluator:
             samples=next(count for count, _ in counted.values()),
             results=results,
             broken=tuple(sorted((each for part in parts for each in part.broken), key=lambda each: each.id)),
-            kept=replace(kept, details=self._details(collected.get(self.keep.weights, ()), parts)),
+            kept=self._with_details(kept, collected.get(self.keep.weights, ()), parts),
             inputs=mean_and_spread(part.inputs for part in parts),
         )
 
-    def _details(self, collectors: Sequence[Collector], parts: Sequence[_Share]) -> dict[str, Any] | None:
+    def _with_details(self, kept: Kept, collectors: Sequence[Collector], parts: Sequence[_Share]) -> Kept:
         for index, each in enumerate(collectors):
             if isinstance(each, DetailedCollector):
-                return each.details([part.collected[self.keep.weights][index] for part in parts])
-        return None
+                try:
+                    details = each.details([part.collected[self.keep.weights][index] for part in parts])
+                except Exception as error:  # noqa: BLE001  # a task's own code, and for the report only
+                    return replace(kept, failure=kept.failure or f"{type(error).__name__}: {error}")
+                return replace(kept, details=details)
+        return kept
 
     def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:
         """Score a batch; a task that does more with the network than call it is given the network itself."""

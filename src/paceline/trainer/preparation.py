@@ -142,6 +142,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             network = convert_to_fp8(network)
         task.prepare_training(placement)
         plan = plan_network(make_plan, network, recipe)
+        of_data = (plan.reasons[key] for key in ("batch.global_size", "data.classes") if key in plan.reasons)
         prepared = Prepared(
             recipe=recipe,
             plan=plan,
@@ -152,18 +153,12 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             pipeline=pipeline,
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
-            notices=(*_about_data(plan), *limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.why])),
             first_values=first_values,
         )
         _check_single_samples(prepared)
         undo.pop_all()
     return prepared
-
-
-def _about_data(plan: Plan) -> tuple[str, ...]:
-    """Say what of the data is not used, whether the global batch was cut, and which classes have no image."""
-    reasons = (plan.reasons[key] for key in ("batch.global_size", "data.classes") if key in plan.reasons)
-    return (*plan.left_out, *reasons)
 
 
 def _weights_of(task: Task) -> SampleWeights | None:

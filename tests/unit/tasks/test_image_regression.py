@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 import paceline
+from paceline.checkpoint.weights import read_weights
 from paceline.cli.derive import click_command
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
@@ -23,8 +25,9 @@ from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.discs import draw_discs
 from paceline.data.slices import SampleSlice
 from paceline.distributed.device import describe_machine
-from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
+from paceline.inference.exportable import Exportable, open_exportable
 from paceline.inference.predict import open_predictor
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
@@ -218,5 +221,23 @@ def predicted(*arguments: object) -> Result:
 
 
 def test_a_hub_folder_of_timms_is_refused(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="says numbers"):
+    with pytest.raises(RecipeError, match="predicts numbers"):
         export(ExportRequest(target=trained, output=tmp_path / "hub", form="timm"))
+
+
+def test_what_is_exported_is_compared_in_standard_deviations(trained: Path) -> None:
+    saved = read_weights(trained)
+    exportable = open_exportable(saved, trust_code=False, wanted="onnx")
+
+    def in_units_of(mean: float, std: float) -> Exportable:
+        assert exportable.outputs is not None
+        return replace(exportable, outputs=replace(exportable.outputs, mean=(mean, 0.0), std=(std, 1.0))).in_units
+
+    for mean, std in ((0.005, 1e-6), (1.7e9, 1e7)):  # a small unit, and a mean that takes up most digits
+        found = in_units_of(mean, std)
+        assert found.compare(found.answers, what="itself") == 0
+        moved = torch.tensor([0.01 * std, 0])
+        with pytest.raises(ModelError, match=r"otherwise than the network by up to 0\.0"):
+            found.compare(lambda inputs: found.answers(inputs) + moved, what="another")  # noqa: B023
+    with pytest.raises(ModelError, match=r"'radius' has a mean of 1e\+09 and varies by 1, which is lost"):
+        in_units_of(1e9, 1.0)

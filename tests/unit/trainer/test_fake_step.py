@@ -283,3 +283,5 @@ def test_data_are_assumed_only_where_their_place_is_unknown(tmp_path: Path) -> N
     assert with_stand_in_data(asked) == (asked, None)
     digits = load_recipe("digits").recipe
     assert with_stand_in_data(digits) == (digits, None)
+    numbers = load_recipe("discs", {"data.dataset": "csv", "data.target_columns": ["age"]}).recipe
+    assert with_stand_in_data(numbers) == (numbers, None)

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,9 +283,24 @@ class _Odd:
         described = task.description()
         task.description = lambda: described | {"class_names": ["zero", "one"]}
 
+    @staticmethod
+    def details_that_fail(task: Any) -> None:
+        def fails(parts: Any) -> Any:
+            raise RuntimeError("nothing to say")
+
+        quiet = {"add": lambda values, ids: None, "part": lambda: None, "results": lambda parts: {}}
+        task.collectors = lambda: (SimpleNamespace(**quiet, details=fails),)
+
 
 @pytest.mark.parametrize(
-    "odd", [_Odd.copies_the_network, _Odd.asks_whether_it_is_one, _Odd.pictures_of_numbers, _Odd.too_few_names]
+    "odd",
+    [
+        _Odd.copies_the_network,
+        _Odd.asks_whether_it_is_one,
+        _Odd.pictures_of_numbers,
+        _Odd.too_few_names,
+        _Odd.details_that_fail,
+    ],
 )
 def test_what_is_odd_is_scored_as_ever_and_told_once(
     odd: Callable[[Any], None], train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Any

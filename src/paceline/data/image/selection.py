@@ -13,10 +13,11 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,6 +218,16 @@ def part_of(source: SampleSource, ids: Ids, labels: Ids | None = None) -> Subset
     return SubsetSource(source, ids, labels)
 
 
+def relabelled(dataset: ImageDataset, labels: Callable[[Ids], NDArray[Any]]) -> ImageDataset:
+    """The same images with the labels that ``labels`` makes of a split's."""
+
+    def part(source: SampleSource) -> SubsetSource:
+        return part_of(source, np.arange(len(source)), labels(source.labels))
+
+    holdout = None if dataset.holdout is None else part(dataset.holdout)
+    return replace(dataset, train=part(dataset.train), validation=part(dataset.validation), holdout=holdout)
+
+
 def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str = "data.only_classes") -> list[int]:
     """The numbers of the classes that are asked for by name or number, in the data's order.
 
@@ -294,7 +305,8 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
         return replace(dataset, reasons={**dataset.reasons, "split_by": why, "saved_split": why})
     if data.split_by == "order" and data.saved_split is None:
         return dataset
-    whole, fraction = _whole(dataset), data.validation_fraction
+    assert isinstance(dataset.train, SubsetSource)  # a data set that was split off consists of two parts of one source
+    whole, fraction = dataset.train.base, data.validation_fraction
     names = sample_names(whole)
     hashes = hashed_names(names, _VALIDATION)
     ids = stratified_split(whole.labels, fraction, hashes=hashes if data.split_by == "name" else None)
@@ -326,13 +338,6 @@ def _check_sides(file: KeptSplit, ids: Sequence[Ids]) -> None:
                 f"no image that is left is a {side} one by the split file {str(file.path)!r} (data.saved_split): "
                 "restore the images, or name another file, which is then written."
             )
-
-
-def _whole(dataset: ImageDataset) -> SampleSource:
-    train, validation = dataset.train, dataset.validation
-    if not isinstance(train, SubsetSource) or not isinstance(validation, SubsetSource):
-        raise TypeError("a data set that was split off consists of two parts of one source")
-    return train.base
 
 
 def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
@@ -400,13 +405,11 @@ def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDat
 def among_classes(dataset: ImageDataset, known: Sequence[str]) -> ImageDataset:
     """The same images, numbered by the classes that weights know, of which the data set has only some."""
     numbers = np.array([known.index(name) for name in dataset.classes])
-    parts = [part_of(each, np.arange(len(each)), numbers[each.labels]) for each in (dataset.train, dataset.validation)]
     missing = [name for name in known if name not in dataset.classes]
     named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
     note = f"of {len(missing)} of the {len(known)} classes that the weights know, there are no images: {named}"
-    return replace(
-        dataset, train=parts[0], validation=parts[1], classes=tuple(known), left_out=(*dataset.left_out, note)
-    )
+    found = relabelled(dataset, lambda labels: numbers[labels])
+    return replace(found, classes=tuple(known), left_out=(*dataset.left_out, note))
 
 
 def _with_subset(part: int | str, dataset: ImageDataset) -> ImageDataset:

@@ -25,7 +25,7 @@ import numpy as np
 from paceline.data.image.dataset import Problems, strata
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.heads import spread
-from paceline.data.image.selection import part_of
+from paceline.data.image.selection import relabelled
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, SampleSource, as_array
@@ -115,7 +115,9 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         splits["holdout"] = dataset.holdout
     unread = dataset.left_out
     root = None if data.path is None else Path(data.path)
-    is_folder = root is not None and _is_folder_of_images(recipe, root)
+    is_folder = root is not None and (
+        data.dataset == "image_folder" or (data.dataset == "cifar10" and find_archive(root, "cifar10") is None)
+    )
     if root is not None and is_folder:
         test = open_unread_test(root, dataset.classes, dataset.channels)
         if test is not None:
@@ -137,18 +139,7 @@ def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
     if found.train.labels.ndim == 1:
         return found
     # Images that do not have one class each are looked at as those of one.
-    sources = {"train": found.train, "validation": found.validation, "holdout": found.holdout}
-    parts: dict[str, Any] = {
-        name: part_of(each, np.arange(len(each)), strata(each.labels))
-        for name, each in sources.items()
-        if each is not None
-    }
-    return replace(found, classes=("images",), **parts)
-
-
-def _is_folder_of_images(recipe: Recipe, root: Path) -> bool:
-    name = recipe.data.dataset
-    return name == "image_folder" or (name == "cifar10" and find_archive(root, "cifar10") is None)
+    return replace(relabelled(found, strata), classes=("images",))
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
