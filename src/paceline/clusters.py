@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.files import refuse_odd_kinds
 from paceline.plain_yaml import BoundedLoader
 
 NETWORK_SHARE = 0.85
@@ -256,6 +257,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
+    refuse_odd_kinds(path)
     try:
         found = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError) as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from paceline.clusters import CLUSTERS, NETWORK_SHARE, find_cluster
 from paceline.devices import find_device
-from paceline.errors import RecipeError
+from paceline.errors import DataError, RecipeError
 
 WITHIN = "within: {gigabytes_per_second: 20, latency_microseconds: 10}"
 NETWORK = "network: {gigabytes_per_second: 2.5, latency_microseconds: 30}"
@@ -75,3 +76,6 @@ def test_a_file_with_a_mistake_is_refused(tmp_path: Path, text: str, said: str) 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         find_cluster(str(tmp_path / "none.yaml"))
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(DataError, match="is a named pipe"):
+        find_cluster(str(tmp_path / "pipe.yaml"))

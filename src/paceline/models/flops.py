@@ -279,7 +279,7 @@ class WorkCounter:
             origin = _WHERE_BRANCHES_PART if is_sum else self._origin_of(node)
             adds_up = getattr(func, "overloadpacket", None) in _OVER_SAMPLES
             phases = [_backward_phase(each, origin, any(from_weights), adds_up) for each in parts]
-        dtype = next((_dtype_name(each) for each in given if each.is_floating_point()), "")
+        dtype = next((str(each.dtype).removeprefix("torch.") for each in given if each.is_floating_point()), "")
         name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
         for part, phase in zip(parts, phases, strict=True):
             self._add(part, origin.layer, phase, (name, dtype))
@@ -367,10 +367,6 @@ def _sums_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], no
 def next_node_number() -> int:
     """What autograd will number the next operator's node of the backward graph with."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -92,7 +92,9 @@ def indexed_job(workload: Workload) -> str:
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": workload.name}},
     }
     if workload.nodes == 1:
-        pod = _pod(workload, _train_alone(workload))
+        # Without torchrun the exit code says whether the run is complete.
+        processes = str(workload.processes_per_node)
+        pod = _pod(workload, ["python", "-P", "-m", "paceline", *workload.arguments, "--processes", processes])
     else:
         pod = _pod(workload, ["sh", "-c", _FIRST_OR_NOT, "sh", *_torchrun(workload, "{0}-0.{0}")])
         pod["subdomain"] = workload.name  # with which a pod is called NAME-INDEX.SUBDOMAIN
@@ -169,11 +171,6 @@ def _pod(workload: Workload, command: Sequence[str]) -> dict[str, Any]:
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": workload.shared_memory}},
         ],
     }
-
-
-def _train_alone(workload: Workload) -> list[str]:
-    # Without torchrun the exit code says whether the run is complete.
-    return ["python", "-P", "-m", "paceline", *workload.arguments, "--processes", str(workload.processes_per_node)]
 
 
 def _torchrun(workload: Workload, first: str) -> list[str]:
