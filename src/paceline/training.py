@@ -17,13 +17,14 @@ from typing import IO
 
 from paceline.errors import RecipeError, TrainingError
 from paceline.processes import ProcessGroup, received_signals, without_rank
-from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, to_yaml
+from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
 from paceline.trainer.callbacks import Callbacks
+from paceline.trainer.first_recipe import recipe_for_data
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
 from paceline.world import STOP_SIGNALS
@@ -46,7 +47,8 @@ def train(
     threads and settings of determinism and precision, are afterwards what they were; torch's generator has been seeded.
 
     Args:
-        recipe: A shipped recipe's name or the path of a YAML file; with a task of your own it may be left out.
+        recipe: A shipped recipe's name, the path of a YAML file, or your images: a folder of class folders or a table.
+            With a task of your own it may be left out.
         overrides: ``{"train.duration": "3 epochs"}`` or ``["train.duration=3 epochs"]``.
         run_dir: The run directory; by default a new one under ``runs/``.
         resume: ``auto``, ``never``, or the path of one of the run's checkpoints.
@@ -72,6 +74,9 @@ def train(
         report=report_at_the_end,
     )
     with trusting_code():  # to train a recipe is to run what it names
+        if recipe is not None and is_data(recipe):
+            tell = (lambda line: None) if quiet else print
+            recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, tell)
         loaded = load_recipe(recipe, overrides)
     if processes > 1:
         return _train_in_processes(loaded, options, task, processes, quiet=quiet)

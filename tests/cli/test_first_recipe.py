@@ -13,6 +13,7 @@ import pytest
 from huggingface_hub import constants
 from PIL import Image
 
+import paceline
 from paceline.errors import PacelineError
 from paceline.recipe.load import is_data
 from paceline.trainer import first_recipe
@@ -54,6 +55,15 @@ def test_what_is_data(photos: Path, tmp_path: Path) -> None:
     assert not is_data(tmp_path)  # as a run directory has it
     assert not is_data(tmp_path / "recipe.yaml")
     assert not is_data("photo")
+
+
+def test_python_takes_the_same_and_resumes(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
+    paceline.train(photos, overrides=short | {"train.until": "1 steps"}, run_dir=tmp_path / "run")
+    printed = capsys.readouterr().out
+    assert f"{photos}: small_resnet, from scratch" in printed
+    assert paceline.train(str(photos), overrides=short, run_dir=tmp_path / "run", quiet=True).status == "completed"
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.everyday

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,10 @@ def command(
         )
     # To train a recipe is to run what it names; its plan alone is read as other commands read it.
     with contextlib.nullcontext() if plan_only else trusting_code():
-        recipe, overrides = _chosen(recipe, overrides, run_dir, quiet=as_json)
+        if is_data(recipe):
+            with loading():
+                from paceline.trainer.first_recipe import recipe_for_data
+            recipe, overrides = recipe_for_data(recipe, overrides, run_dir, partial(echo, err=as_json))
         loaded = load_recipe(recipe, overrides)
     if plan_only:
         _show_plan(loaded, processes, run_dir, as_json=as_json)
@@ -135,26 +139,6 @@ def command(
         if launched is not None:
             return launched
     return _train_here(loaded, run_dir, resume, as_json)
-
-
-def _chosen(
-    recipe: str, overrides: tuple[str, ...], run_dir: Path | None, *, quiet: bool
-) -> tuple[str, tuple[str, ...]]:
-    """The recipe and overrides for data that is given in place of a recipe; a run that is there keeps its own."""
-    if recipe in shipped_recipes() or not is_data(recipe):
-        return recipe, overrides
-    if run_dir is not None and (run_dir / "recipe.yaml").is_file():
-        same = Path(recipe).expanduser().absolute()
-        if load_recipe(run_dir).recipe.data.path == str(same):
-            return str(run_dir), overrides
-    with loading():
-        from paceline.trainer.first_recipe import choose_recipe
-    found = choose_recipe(recipe, overrides)
-    if is_first_process():
-        for line in found.reasons:
-            echo(f"{recipe}: {line}", err=quiet)
-        echo(f"The same by name: {found.command}\n", err=quiet)
-    return found.recipe, found.overrides
 
 
 def _restarts(

@@ -71,6 +71,8 @@ def shipped_recipes() -> dict[str, Path]:
 def is_data(source: str | Path) -> bool:
     """Whether a RECIPE is data to learn from: a folder that is no run's, or a table of paths and labels."""
     path = os.path.expanduser(source)
+    if str(source) in shipped_recipes():
+        return False
     if os.path.isdir(path):
         return not os.path.isfile(os.path.join(path, "recipe.yaml"))
     return os.path.splitext(path)[1].lower() in TABLES and os.path.isfile(path)

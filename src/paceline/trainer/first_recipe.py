@@ -5,8 +5,10 @@ What is chosen is a shipped recipe and overrides, so that everything can be read
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ import numpy as np
 
 from paceline.data.image.datasets import open_dataset
 from paceline.distributed.device import choose_device
+from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
 from paceline.machine import available_cores
-from paceline.recipe.load import TABLES, load_recipe, set_by
+from paceline.recipe.load import TABLES, Overrides, load_recipe, set_by
 from paceline.units import format_count
 from paceline.world import World
 
@@ -75,6 +78,34 @@ class FirstRecipe:
     def command(self) -> str:
         """What is typed to train the same by its name."""
         return f"paceline train {shlex.join([self.recipe, *self.overrides])}"
+
+
+def recipe_for_data(
+    source: str, asked: Overrides, run_dir: Path | None, tell: Callable[[str], object]
+) -> tuple[str, tuple[str, ...]]:
+    """The recipe and overrides for data that is given in place of a recipe; a run that is there keeps its own.
+
+    Args:
+        source: A folder of class folders, or a table of paths and labels.
+        asked: The user's overrides.
+        run_dir: The run directory, if one was named.
+        tell: Given each choice with its reason.
+
+    Raises:
+        PacelineError: As :func:`choose_recipe`.
+    """
+    if isinstance(asked, Mapping):
+        asked = [f"{key}={json.dumps(value, default=str)}" for key, value in asked.items()]
+    if run_dir is not None and (run_dir / "recipe.yaml").is_file():
+        trained_on = load_recipe(run_dir).recipe.data.path
+        if trained_on == str(Path(source).expanduser().absolute()):
+            return str(run_dir), ("train.until=null", *asked)  # until when is of a launch, not of the run
+    found = choose_recipe(source, asked)
+    if read_launch(os.environ).world.is_first:
+        for line in found.reasons:
+            tell(f"{source}: {line}")
+        tell(f"The same by name: {found.command}\n")
+    return found.recipe, found.overrides
 
 
 def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
