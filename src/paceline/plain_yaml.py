@@ -176,6 +176,12 @@ def load_plain(text: str) -> Any:
     return yaml.load(text, Loader=PlainLoader)  # a SafeLoader
 
 
+def yaml_line(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
 def settled(value: Any) -> Any:
     """Return a value with every :class:`AsWritten` in it settled.
 

@@ -62,6 +62,7 @@ def test_python_takes_the_same_and_resumes(photos: Path, tmp_path: Path, capsys:
     paceline.train(photos, overrides=short | {"train.until": "1 steps"}, run_dir=tmp_path / "run")
     printed = capsys.readouterr().out
     assert f"{photos}: small_resnet, from scratch" in printed
+    assert "'train.duration=2 steps'" in printed
     assert paceline.train(str(photos), overrides=short, run_dir=tmp_path / "run", quiet=True).status == "completed"
     assert capsys.readouterr().out == ""
 

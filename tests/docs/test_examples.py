@@ -34,3 +34,21 @@ def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
         assert "differ by at most" in done.stdout
     assert list(tmp_path.iterdir()) == []
     assert re.search(r"^    assert \w+ [<>] \d+, f?\"expected", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.thorough
+@pytest.mark.needs("nbclient", "ipykernel")
+def test_the_notebook_runs_and_is_kept_without_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    notebook = nbformat.read(ROOT / "examples" / "first_visit.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    said = [str(output.get("text") or output.data) for cell in notebook.cells for output in cell.get("outputs", ())]
+    for expected in ("<svg", "<figure", "stopped", "2 processes", "photos/flower/000.png  flower"):
+        assert any(expected in each for each in said), expected

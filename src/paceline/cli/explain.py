@@ -10,11 +10,10 @@ from functools import reduce
 from textwrap import shorten
 from typing import Annotated, Any
 
-import yaml
-
 from paceline.command import Log, Shape, command
 from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
+from paceline.plain_yaml import yaml_line
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.load import load_recipe, shipped_recipes
@@ -124,6 +123,5 @@ def _example(key: str) -> str:
             recipe = loaded.recipe
             break
     value = reduce(getattr, key.split("."), recipe if recipe is not None else load_recipe("digits").recipe)
-    text = yaml.safe_dump(plain(value), default_flow_style=True, width=1000).removesuffix("...\n").strip()
-    said = shlex.quote(f"{key}={text.strip(chr(39))}")
+    said = shlex.quote(f"{key}={yaml_line(plain(value)).strip(chr(39))}")
     return f"{said} (as in {name})" if recipe is not None else said

@@ -5,7 +5,6 @@ What is chosen is a shipped recipe and overrides, so that everything can be read
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
 from paceline.machine import available_cores
+from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import TABLES, Overrides, load_recipe, set_by
 from paceline.units import format_count
 from paceline.world import World
@@ -95,7 +95,7 @@ def recipe_for_data(
         PacelineError: As :func:`choose_recipe`.
     """
     if isinstance(asked, Mapping):
-        asked = [f"{key}={json.dumps(value, default=str)}" for key, value in asked.items()]
+        asked = [f"{key}={yaml_line(str(value) if isinstance(value, Path) else value)}" for key, value in asked.items()]
     if run_dir is not None and (run_dir / "recipe.yaml").is_file():
         trained_on = load_recipe(run_dir).recipe.data.path
         if trained_on == str(Path(source).expanduser().absolute()):

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import yaml
-
 from paceline.errors import RecipeError
+from paceline.plain_yaml import yaml_line
 from paceline.recipe.imports.table import NONE, Option, Table
 from paceline.recipe.load import stored_recipe
 
@@ -301,9 +300,7 @@ def _rows(tree: Mapping[str, Any], origins: Mapping[str, str], path: str) -> lis
         if isinstance(value, dict) and value:
             rows += [f"{indent}{key}:", *_rows(value, origins, f"{path}{key}.")]
             continue
-        text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-        scalar = text.removesuffix("\n").removesuffix("\n...").strip()
-        row = f"{indent}{key}: {scalar}"
+        row = f"{indent}{key}: {yaml_line(value)}"
         origin = origins.get(f"{path}{key}", "")
         rows.append(f"{row:<34}  # {origin}" if origin else row)
     return rows
