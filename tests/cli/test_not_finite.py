@@ -126,7 +126,7 @@ def test_so_are_means_and_deviations(
     for command, question in questions(weights, picture, picture.parent).items():
         done = paceline_here(*question)
         assert (done.code, done.out) == (1, ""), command
-        assert f"{key} [{value}]" in done.err, command
+        assert f"{key} is [{value}]" in done.err, command
 
 
 def test_a_mask_of_zeros_and_minus_infinity_is_meant_so() -> None:

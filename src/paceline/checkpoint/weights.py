@@ -188,7 +188,8 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
         is_hub, is_empty = is_hub_folder(target), target.is_dir() and not (target / "manifest.json").exists()
     if is_hub:
         return _asked(_from_hub_folder(target), weights)
-    if is_empty and not _has_checkpoints(target):
+    inside = target / "checkpoints"
+    if is_empty and not CheckpointStore(inside if inside.is_dir() else target).steps():
         if not (RunDirectory(target).exists() or target.name == "checkpoints"):
             raise CheckpointError(why_no_run(target, give=_GIVE))
         raise CheckpointError(f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.")
@@ -247,11 +248,6 @@ def _from_checkpoint(path: Path, weights: str) -> SavedWeights:
     content = read_weights_file(path, name)
     file = path / (name if (path / name).is_dir() else f"{name}.safetensors")
     return SavedWeights(state=content.tensors, weights=name, path=file, metadata=content.metadata)
-
-
-def _has_checkpoints(target: Path) -> bool:
-    inside = target / "checkpoints"
-    return bool(CheckpointStore(inside if inside.is_dir() else target).steps())
 
 
 def _asked(saved: SavedWeights, weights: str) -> SavedWeights:

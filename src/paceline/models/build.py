@@ -25,6 +25,7 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "lecture_net": lecture_net,
 }
 _TORCHVISION = "torchvision:"
+_BLOCK = 16  # channels that oneDNN computes at once, at most
 
 
 def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
@@ -206,14 +207,24 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
 def lay_out(network: nn.Module, *, channels_last: bool) -> nn.Module:
     """Give the filters of images the batches' memory format, in place.
 
-    torch has channels-last for tensors of four axes; those of others, Conv3d's say, stay as they are.
+    torch has channels-last for tensors of four axes; those of others, Conv3d's say, stay as they are. So do, on a CPU,
+    convolutions in whose backward pass oneDNN would write past its workspace (uxlfoundation/oneDNN#6035).
     """
     if not channels_last:
         return network.to(memory_format=torch.contiguous_format)
+    unsafe = [each for each in network.modules() if isinstance(each, nn.Conv2d) and _overruns(each)]
+    kept = {id(each.weight) for each in unsafe}
+    for each in unsafe:
+        each.register_forward_pre_hook(lambda _, inputs: tuple(tensor.contiguous() for tensor in inputs))
     for tensor in chain(network.parameters(), network.buffers()):
-        if tensor.ndim == 4:
+        if tensor.ndim == 4 and id(tensor) not in kept:
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
     return network
+
+
+def _overruns(layer: nn.Conv2d) -> bool:
+    is_narrow = layer.in_channels // layer.groups < _BLOCK and layer.weight.device.type == "cpu"
+    return is_narrow and layer.kernel_size == (1, 1) and max(layer.stride) > 1
 
 
 def published_settings(name: str) -> InputSettings | None:

@@ -165,11 +165,6 @@ class Belongs:
 STRICT: ConfigDict = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
-def _holds_sections(value: dict[Any, Any]) -> bool:
-    # Options of the user's own are taken as they are.
-    return any(map(dataclasses.is_dataclass, value.values()))
-
-
 def plain(value: Any) -> Any:
     """Turn a validated value into what YAML and JSON can hold; None (an option that is off) becomes ``off``."""
     match value:
@@ -180,7 +175,9 @@ def plain(value: Any) -> Any:
         case tuple() | list():
             return [plain(item) for item in value]
         case dict():
-            return {key: plain(item) for key, item in value.items()} if _holds_sections(value) else value
+            # Options of the user's own are taken as they are.
+            holds_sections = any(map(dataclasses.is_dataclass, value.values()))
+            return {key: plain(item) for key, item in value.items()} if holds_sections else value
     if dataclasses.is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value

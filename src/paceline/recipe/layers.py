@@ -83,7 +83,9 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             )
         if key not in known:
             place = f"'{path.rstrip('.')}'" if path else "a recipe"
-            homes = keys_for(str(key)) if not path or our_key(str(key)) else _kinds_of(str(key), known, path)
+            # ``batch.size`` may mean `batch.global_size` or `batch.micro_size`.
+            kinds = [f"{path}{each}" for each in known if each.endswith(f"_{key}")]
+            homes = keys_for(str(key)) if not path or our_key(str(key)) else kinds
             if homes:
                 named = " or ".join(f"'{home}'" for home in homes)
                 raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {named}?")
@@ -158,11 +160,6 @@ def _ending_in(name: str, section: type[Any], path: str) -> list[str]:
         elif key == name and path:
             found.append(f"{path}{key}")
     return found
-
-
-def _kinds_of(word: str, known: Iterable[str], path: str) -> list[str]:
-    """A section's keys of that kind: ``batch.size`` may mean `batch.global_size` or `batch.micro_size`."""
-    return [f"{path}{key}" for key in known if key.endswith(f"_{word}")]
 
 
 class Entries(dict[str, Any]):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +125,27 @@ class Volumes(nn.Module):
         x = self.images(self.volumes(x.unsqueeze(2)).squeeze(2))
         x = self.lines(x.flatten(2)).unsqueeze(-1).unsqueeze(-1)
         return self.head(self.back(x).relu().mean((2, 3, 4)))
+
+
+def test_convolutions_that_would_overrun_stay_as_they_are() -> None:
+    if not Path("/lib/x86_64-linux-gnu/libc_malloc_debug.so.0").exists():
+        pytest.skip("glibc's checks of the heap are not here")
+    code = """
+import torch
+from torch import nn
+from paceline.models.build import lay_out
+for narrow in (3, 8, 15):
+    stem = nn.Conv2d(3, narrow, 3, padding=1)
+    network = lay_out(nn.Sequential(stem, nn.Conv2d(narrow, 16, 1, stride=2)), channels_last=True)
+    for _ in range(3):
+        images = torch.rand(2, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+        network(images).square().mean().backward()
+        held = [torch.rand(size) for size in range(1, 300)]
+assert stem.weight.is_contiguous(memory_format=torch.channels_last)
+"""
+    environment = {**os.environ, "LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("asked", ["auto", True])
