@@ -54,7 +54,7 @@ def resumed(run: Path, command: Callable[..., str], recipe: Path, *changes: str)
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_opens_evaluates_and_resumes(name: str, old: Path, command: Callable[..., str]) -> None:
-    run = old / name
+    run, where = old / name, [f"data.path={old / 'books'}"] if name == "text" else []
     before = json.loads((run / "summary.json").read_text())
     checkpoint = CheckpointStore(run / "checkpoints").path(4)
     assert verify(checkpoint).step == 4
@@ -62,10 +62,10 @@ def test_a_run_opens_evaluates_and_resumes(name: str, old: Path, command: Callab
         expected = before["weights_sha256" if weights == "model" else "ema_sha256"]
         # A sharded run of several processes records no digest.
         assert weights_sha256(read_weights(run, weights).state) == expected or name == "sharded"
-        evaluated = json.loads(command("evaluate", checkpoint, "--weights", weights, "--json"))
+        evaluated = json.loads(command("evaluate", checkpoint, *where, "--weights", weights, "--json"))
         for metric, value in before["metrics"]["last"][weights].items():
             assert evaluated[metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
-    resumed(run, command, run / "recipe.yaml", *(["parallel.strategy=auto"] if name == "sharded" else []))
+    resumed(run, command, run / "recipe.yaml", *where, *(["parallel.strategy=auto"] if name == "sharded" else []))
 
 
 def test_a_run_resumes_from_its_mirror(old: Path, command: Callable[..., str]) -> None:
