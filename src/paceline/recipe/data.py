@@ -341,12 +341,12 @@ class Data:
     """Which samples a run sees."""
 
     dataset: str = "image_folder"
-    """`digits`, `discs` and `figures` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of
-    images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`,
-    `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`,
-    `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of
-    clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are
-    drawn; or `package.module:factory`."""
+    """`digits`, `discs` and `figures` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables
+    of images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`,
+    `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation),
+    `text_folder`, `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or
+    parquet); of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or
+    `shapes`, which are drawn; or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""

@@ -16,7 +16,7 @@ from paceline.recipe.fields import (
     Needs,
     NonNegativeInt,
     Off,
-    OpenFraction,
+    PositiveFloat,
     PositiveInt,
     Switch,
     Time,
@@ -36,7 +36,7 @@ _SPREAD = Needs(
 )
 _PROFILED = Needs(("telemetry.profile.steps",), "nothing is profiled (telemetry.profile.steps)")
 _OF_FSDP = Applies("strategy", ("auto", "fsdp"))
-_Threshold = Annotated[OpenFraction, Field(gt=0)]
+_Threshold = Annotated[PositiveFloat, Field(lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
