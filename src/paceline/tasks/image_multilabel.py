@@ -23,7 +23,8 @@ from paceline.metrics.multilabel import MULTILABEL_METRICS, LabelScores
 from paceline.tasks.image_classification import ClassificationLoss, ImageTask
 from paceline.tasks.task import Model
 
-_SEVERAL = "image_multilabel asks a yes-or-no question for each class"
+_SEVERAL = "image_multilabel gives an image any number of labels"
+_OF_ONE = ("train.label_smoothing", "train.class_weights", "data.sampling", "evaluate.top_k")
 
 
 class ImageMultilabel(ImageTask):
@@ -32,7 +33,7 @@ class ImageMultilabel(ImageTask):
     headline = "map"
     metrics = (Metric(name="loss"), *MULTILABEL_METRICS)
     learns = "labels"
-    unused = MappingProxyType(dict.fromkeys(("train.label_smoothing", "evaluate.top_k"), _SEVERAL))
+    unused = MappingProxyType(dict.fromkeys(_OF_ONE, _SEVERAL))
 
     @cached_property
     def dataset(self) -> ImageDataset:
