@@ -45,6 +45,7 @@ SHORT = {
     "train.duration": "2 epochs",
     "train.ema": "off",
     "data.samples": 64,
+    "data.mix.mixup": 0.2,
     "batch.global_size": 16,
     "model.options": {"channels": 2},
     "parallel.device": "cpu",
@@ -154,9 +155,13 @@ def test_a_recipe_for_classes_becomes_one_for_labels(tmp_path: Path) -> None:
     loaded = load_recipe(str(tmp_path / "tags.yaml"))
     assert loaded.recipe.train.loss == "bce"
     assert with_stand_in_data(replace(loaded.recipe, data=replace(loaded.recipe.data, path=None)))[1] is None
-    facts = build_task(loaded.recipe).data_facts(World())
+    task = build_task(loaded.recipe)
+    facts = task.data_facts(World())
     assert (facts.description["classes"], facts.description["thresholds"]) == (2, [0.5, 0.5])
     assert "train.label_smoothing" in facts.unused
+    answers, targets = torch.randn(4, 2), torch.ones(4, 2)
+    wanted = F.binary_cross_entropy_with_logits(answers, targets)
+    assert task.loss(lambda inputs: inputs, batch_of(answers, targets)) == wanted
 
 
 def test_classes_without_images_are_told(tmp_path: Path) -> None:
