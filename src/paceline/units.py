@@ -159,9 +159,9 @@ def metric_title(name: str) -> str:
 
 
 def metric_unit(name: str) -> str:
-    """What its figures are in, as far as its name tells: ``%`` of accuracies and mean average precision."""
+    """What its figures are in, as far as its name tells: ``%`` of accuracies, mean average precision and F1."""
     is_error = re.match(r"(mae|rmse|r2)_", name)  # of a column of numbers, which may be called anything
-    return "%" if not is_error and re.search(r"(^|_)(accuracy|map\d*)$", name) else ""
+    return "%" if not is_error and re.search(r"(^|_)(accuracy|map\d*|(macro|micro)_f1)$", name) else ""
 
 
 def format_metric(name: str, value: float) -> str:

@@ -22,7 +22,7 @@ TINY = (
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(3)
-@pytest.mark.parametrize(("name", "headline"), [("discs", "mae")])
+@pytest.mark.parametrize(("name", "headline"), [("discs", "mae"), ("figures", "map")])
 def test_one_two_and_three_processes_and_a_killed_run_come_to_the_same(
     name: str,
     headline: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,6 +22,8 @@ from paceline.units import metric_unit
 
 if TYPE_CHECKING:
     from paceline.trainer.evaluate_target import EvaluationReport, SizeSweep
+
+_OF_LABELS = ("AP", "threshold", "best threshold")
 
 
 def _pixels(text: str) -> int:
@@ -60,7 +62,9 @@ class Evaluate:
         "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",
     ] = None
     per_class: Annotated[
-        bool, "Also show precision, recall, F1 and the number of samples of each class, worst first."
+        bool,
+        "Also show precision, recall, F1 and the number of samples of each class, worst first; of any number of labels "
+        "the average precision and the threshold of the highest F1 too.",
     ] = False
     weights: Weights = "auto"
     best: Best = False
@@ -125,12 +129,12 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
         blocks.append(f"  no confusion matrix (--json has one): {report.no_confusion}")
     scores = _by_class(report) if per_class else {}
     if per_class:
-        columns = ("class", "samples", "precision", "recall", "F1")
+        columns = ("class", "samples", "precision", "recall", "F1", *(_OF_LABELS if report.per_class else ()))
         means = {"class": "mean over classes", "count": report.samples, **scores["mean"]}
         blocks.append(Table(columns=columns, rows=[_class_row(each) for each in (*scores["per_class"], means)]))
     blocks += [f"note: {sentence}" for sentence in report.left_out]
     fields = dataclasses.asdict(report)
-    apart = {"metrics", "counts", "seconds", "not_finite"}
+    apart = {"metrics", "counts", "seconds", "not_finite", "per_class"}
     document = {k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"] | scores
     return Document(document=document, shown=Shown(blocks=blocks, ok=next(_not_finite(report), True)))
 
@@ -143,19 +147,24 @@ def _by_class(report: EvaluationReport) -> dict[str, Any]:
     """
     from paceline.metrics.confusion import MOST_CLASSES, scores_by_class
 
-    if report.confusion is None:
+    found: Sequence[Mapping[str, Any]] = report.per_class
+    if not found and report.confusion is None:
         why = (
             report.no_confusion or f"samples do not have one label each, or there are more than {MOST_CLASSES} classes"
         )
         raise PacelineError(f"--per-class has nothing to show: {why}; leave it out.")
-    found = scores_by_class(report.confusion)
-    means = {key: sum(each[key] for each in found) / max(len(found), 1) for key in ("precision", "recall", "f1")}
+    if report.confusion is not None:
+        found = scores_by_class(report.confusion)
+    known = [each for each in found if each["count"]] if report.per_class else found
+    keys = ("precision", "recall", "f1", *(("average_precision",) if report.per_class else ()))
+    means = {key: sum(each[key] for each in known) / max(len(known), 1) for key in keys}
     return {"per_class": found, "mean": means}
 
 
 def _class_row(scores: Mapping[str, Any]) -> tuple[str, ...]:
-    shares = (f"{scores[key]:.2f} %" for key in ("precision", "recall", "f1"))
-    return (one_line(scores["class"]), f"{scores['count']:,}", *shares)
+    shares = (f"{scores[key]:.2f} %" for key in ("precision", "recall", "f1", "average_precision") if key in scores)
+    thresholds = (f"{scores[key]:.3g}" if key in scores else "" for key in ("threshold", "best_threshold"))
+    return (one_line(scores["class"]), f"{scores['count']:,}", *shares, *(thresholds if len(scores) > 5 else ()))
 
 
 def _of_sizes(sweep: SizeSweep) -> Result:

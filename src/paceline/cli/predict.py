@@ -80,7 +80,8 @@ class Predict:
     output: Annotated[
         Path | None,
         Shape(metavar="FILE", path="file"),
-        "Write the answers to a new file: .jsonl, .csv (a line for each label, or a column for each number) or "
+        "Write the answers to a new file: .jsonl, .csv (a line for each label, or a column for each number; of any "
+        "number of labels, a column for these and one for each probability) or "
         ".parquet. It is there when it is "
         "whole; until then it is FILE.partial.",
     ] = None
@@ -212,7 +213,7 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
     if asked.draw is not None and not predictor.finds_boxes:
         raise click.UsageError("--draw draws the objects that a detector finds, and these weights find none.")
     if asked.top_k is not None and predictor.number_names:
-        raise click.UsageError("--top-k is for labels and objects, and these weights predict numbers: leave it out.")
+        raise click.UsageError("--top-k has no effect: an answer of these weights has all their numbers. Leave it out.")
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
             f"--batch-size={batch_size} has no effect: a detector looks at one picture at a time, since larger ones "
@@ -227,7 +228,9 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
     )
     with contextlib.closing(answers):
         if output is not None:
-            writing = answer_file(output, boxes=predictor.finds_boxes, numbers=predictor.number_names)
+            numbers = predictor.number_names
+            is_multilabel = bool(numbers and predictor.classes)
+            writing = answer_file(output, boxes=predictor.finds_boxes, numbers=numbers, multilabel=is_multilabel)
             code = _to_file(answers, output, writing, left_out, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)

@@ -39,8 +39,8 @@ class AnswerWriter(Protocol):
 class _JsonLines:
     """One JSON object for each image."""
 
-    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str]) -> None:
-        del boxes, numbers
+    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
+        del boxes, numbers, multilabel
         self._file: TextIO = path.open("w", encoding="utf-8")
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -54,23 +54,24 @@ class _JsonLines:
 class _Csv:
     """One line for each label of an image, or for each object in it; one without a label for an image without any.
 
-    Of numbers one line for each image, with a column for each number.
+    Of numbers one line for each image, with a column for each number, and of any number of labels one for these too.
     """
 
-    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str]) -> None:
+    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
         self._file: TextIO = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
         self._sides = _SIDES if boxes else ()
         self._csv = csv.writer(self._file, lineterminator="\n")
-        self._numbers = tuple(numbers)
+        self._numbers, self._multilabel = tuple(numbers), multilabel
         columns = [csv_cell(each) for each in numbers] or ["rank", "label", "probability", *self._sides]
-        self._csv.writerow(["path", *columns, "error"])
+        self._csv.writerow(["path", *(["labels"] * multilabel), *columns, "error"])
 
     def write(self, rows: Iterable[Row]) -> None:
         for row in rows:
             path = csv_cell(str(row["path"]))
             if self._numbers:
                 numbers = (row["numbers"].get(name, "") for name in self._numbers)
-                self._csv.writerow([path, *numbers, csv_cell(row["error"] or "")])
+                labels = [csv_cell(";".join(row["labels"]))] if self._multilabel else []
+                self._csv.writerow([path, *labels, *numbers, csv_cell(row["error"] or "")])
                 continue
             boxes = row.get("boxes") or [()] * len(row["labels"])
             for rank, found in enumerate(zip(row["labels"], row["probabilities"], boxes, strict=True), start=1):
@@ -86,7 +87,7 @@ class _Csv:
 class _Parquet:
     """One row for each image, with lists of labels and probabilities; needs the extra ``pack``."""
 
-    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str]) -> None:
+    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
         try:
             import pyarrow as pa
             from pyarrow import parquet
@@ -102,7 +103,8 @@ class _Parquet:
             **({"boxes": pa.list_(pa.list_(pa.float64(), 4))} if boxes else {}),
         }
         of_numbers = {"numbers": pa.struct([(name, pa.float64()) for name in numbers])}
-        columns = {"path": pa.string(), **(of_numbers if numbers else of_labels), "error": pa.string()}
+        said = of_labels | of_numbers if multilabel else of_numbers if numbers else of_labels
+        columns = {"path": pa.string(), **said, "error": pa.string()}
         self._schema = pa.schema(list(columns.items()))
         self._writer = parquet.ParquetWriter(path, self._schema)
         self._rows: list[Row] = []
@@ -145,13 +147,16 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def answer_file(path: Path, *, boxes: bool, numbers: Sequence[str] = ()) -> Iterator[AnswerWriter]:
+def answer_file(
+    path: Path, *, boxes: bool, numbers: Sequence[str] = (), multilabel: bool = False
+) -> Iterator[AnswerWriter]:
     """Open a new file of answers, of the kind its ending names; it is there when everything has been written.
 
     Args:
         path: The new file.
         boxes: Whether answers have boxes.
-        numbers: What the numbers are called that answers consist of; empty where they are labels.
+        numbers: What the numbers are called of which every answer has all; empty where there are none.
+        multilabel: Whether answers have any number of labels beside them.
 
     Raises:
         DataError: As :func:`check_output`, or if the disk refuses.
@@ -159,7 +164,7 @@ def answer_file(path: Path, *, boxes: bool, numbers: Sequence[str] = ()) -> Iter
     check_output(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        writer = _WRITERS[path.suffix](partial, boxes=boxes, numbers=numbers)
+        writer = _WRITERS[path.suffix](partial, boxes=boxes, numbers=numbers, multilabel=multilabel)
         try:
             yield writer
         except BaseException:

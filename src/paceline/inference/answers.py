@@ -65,7 +65,8 @@ class Answer(Protocol):
     def row(self) -> dict[str, Any]:
         """The answer as a row of a file: ``path``, ``labels``, ``probabilities``, ``error``, and what else there is.
 
-        Of numbers ``path``, ``numbers`` by their names, ``error``.
+        Of numbers ``path``, ``numbers`` by their names, ``error``; of any number of labels ``numbers`` are the
+        probabilities of all classes.
         """
         ...
 
@@ -92,7 +93,7 @@ class ImagePredictor(Protocol):
 
     @property
     def number_names(self) -> tuple[str, ...]:
-        """What the numbers are called that answers consist of; empty where they are labels."""
+        """What the numbers are called of which every answer has all; empty where there are none."""
         ...
 
     @property

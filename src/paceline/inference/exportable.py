@@ -208,9 +208,10 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         return _tokens(saved, data, trust_code=trust_code)
     if "table_rows" in data:
         return _clicks(saved, data, trust_code=trust_code)
-    if "targets" in data and wanted == "timm":
+    if data.keys() & {"targets", "thresholds"} and wanted == "timm":
+        what = "predicts numbers" if "targets" in data else "gives an image any number of labels"
         raise RecipeError(
-            f"{saved.path} predicts numbers, and timm's folders are for labels; use --format safetensors, onnx or "
+            f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
             "torch-export."
         )
     if "class_names" in data or "targets" in data:

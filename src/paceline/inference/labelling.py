@@ -26,6 +26,7 @@ from paceline.files import refuse_odd_kinds
 from paceline.inference.answers import BATCH, NOT_FINITE, Answer, answers_ahead, error_in_words
 from paceline.inference.sources import PictureFile
 from paceline.tasks.image_classification import CROPS, AveragedViews
+from paceline.tasks.image_multilabel import label_probabilities
 from paceline.tasks.image_regression import in_units, rounded
 
 
@@ -39,6 +40,8 @@ class Prediction:
         probabilities: Their probabilities, in [0, 1].
         error: Why there is no answer, if there is none.
         numbers: In place of labels, the numbers of an image by their names; None from a network that labels images.
+            Where an image has any number of labels, the probability of every class.
+        is_multilabel: Whether it has.
     """
 
     path: Path
@@ -46,6 +49,7 @@ class Prediction:
     probabilities: tuple[float, ...] = ()
     error: str | None = None
     numbers: Mapping[str, float] | None = None
+    is_multilabel: bool = False
 
     def at(self, path: Path) -> Prediction:
         """The same answer, for that path."""
@@ -55,21 +59,17 @@ class Prediction:
         """The answer as one line for people, without the path."""
         if self.error is not None:
             return error_in_words(self.error)
-        if self.numbers is not None:
+        if self.numbers is not None and not self.is_multilabel:
             return "  ".join(f"{name} {number:.7g}" for name, number in self.numbers.items())
         pairs = zip(self.labels, self.probabilities, strict=True)
-        return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs)
+        return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs) or "no label"
 
     def row(self) -> dict[str, Any]:
         """The answer as a row of a file."""
-        if self.numbers is not None:
-            return {"path": self.path, "numbers": dict(self.numbers), "error": self.error}
-        return {
-            "path": self.path,
-            "labels": self.labels,
-            "probabilities": self.probabilities,
-            "error": self.error,
-        }
+        labels: dict[str, Any] = {"labels": self.labels, "probabilities": self.probabilities}
+        numbers: dict[str, Any] = {} if self.numbers is None else {"numbers": dict(self.numbers)}
+        said = labels | numbers if self.is_multilabel else numbers or labels
+        return {"path": self.path, **said, "error": self.error}
 
     def drawn(self, prepared: torch.Tensor, classes: Sequence[str]) -> Image.Image:
         """Refuse: labels are nowhere in an image."""
@@ -148,12 +148,14 @@ class Outputs:
         mean: Of each number, in the user's units; empty where outputs are classes.
         std: Likewise.
         is_in_units: Whether numbers are in the user's units already, as in files that compute.
+        thresholds: Where an image has any number of classes: the probability above which it is given each.
     """
 
     names: tuple[str, ...]
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     is_in_units: bool = False
+    thresholds: tuple[float, ...] = ()
 
     @classmethod
     def described(cls, data: Mapping[str, Any]) -> Outputs | None:
@@ -161,10 +163,12 @@ class Outputs:
         if "targets" in data:
             return cls(tuple(data["targets"]), tuple(data["target_mean"]), tuple(data["target_std"]))
         names = class_names(data)
-        return None if names is None else cls(names)
+        return None if names is None else cls(names, thresholds=tuple(data.get("thresholds", ())))
 
     def read(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Probabilities, float32, or numbers in the user's units, float64; of outputs [N, names]."""
+        """Probabilities, or numbers in the user's units; of outputs [N, names]."""
+        if self.thresholds:
+            return label_probabilities(outputs)
         if not self.mean:
             return outputs.float().softmax(dim=1)
         return rounded(outputs.cpu(), self.std) if self.is_in_units else in_units(outputs, self.mean, self.std)
@@ -192,8 +196,8 @@ class ImageLabeller(ABC):
 
     @property
     def number_names(self) -> tuple[str, ...]:
-        """What the numbers are called that the network says; empty where it labels images."""
-        return self.outputs.names if self.outputs.mean else ()
+        """What the numbers are called of which every answer has all; empty where images have one class each."""
+        return self.outputs.names if self.outputs.mean or self.outputs.thresholds else ()
 
     @property
     @abstractmethod
@@ -233,13 +237,10 @@ class ImageLabeller(ABC):
         for shape in dict.fromkeys(image.shape for image in prepared):
             alike = [number for number, image in enumerate(prepared) if image.shape == shape]
             scores = self.probabilities(torch.stack([prepared[number] for number in alike]))
-            if self.outputs.mean:
+            if self.number_names:
                 for number, row in zip(alike, scores.tolist(), strict=True):
-                    numbers = dict(zip(self.outputs.names, row, strict=True))
                     is_finite = all(map(math.isfinite, row))
-                    answers[number] = (
-                        Prediction(Path(), numbers=numbers) if is_finite else self.unreadable(Path(), NOT_FINITE)
-                    )
+                    answers[number] = self._all_of(row) if is_finite else self.unreadable(Path(), NOT_FINITE)
                 continue
             values, labels = scores.topk(min(top_k, len(self.classes)), dim=1)
             for number, sure, best in zip(alike, values.tolist(), labels.tolist(), strict=True):
@@ -249,9 +250,23 @@ class ImageLabeller(ABC):
                 answers[number] = Prediction(Path(), tuple(self.classes[label] for label in best), tuple(sure))
         return [each for each in answers if each is not None]
 
+    def _all_of(self, row: Sequence[float]) -> Prediction:
+        """The answer that gives every number, and the labels whose probabilities are above their thresholds."""
+        names, thresholds = self.outputs.names, self.outputs.thresholds
+        given = [at for at, threshold in enumerate(thresholds) if row[at] > threshold]
+        given.sort(key=lambda at: -row[at])
+        return Prediction(
+            Path(),
+            tuple(names[at] for at in given),
+            tuple(row[at] for at in given),
+            numbers=dict(zip(names, row, strict=True)),
+            is_multilabel=bool(thresholds),
+        )
+
     def unreadable(self, path: Path, reason: str) -> Prediction:
         """The answer for an image that cannot be read."""
-        return Prediction(path, error=reason, numbers={} if self.outputs.mean else None)
+        numbers: dict[str, float] | None = {} if self.number_names else None
+        return Prediction(path, error=reason, numbers=numbers, is_multilabel=bool(self.outputs.thresholds))
 
 
 _INPUT, _OUTPUT = "images", "logits"

@@ -341,21 +341,23 @@ class Data:
     """Which samples a run sees."""
 
     dataset: str = "image_folder"
-    """`digits`, `discs` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables of images),
-    `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`, `mnist`,
-    `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation), `text_folder`,
-    `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or parquet); of
-    clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are
-    drawn; or `package.module:factory`."""
+    """`digits`, `discs` and `figures` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables
+    of images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`,
+    `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation),
+    `text_folder`, `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or
+    parquet); of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or
+    `shapes`, which are drawn; or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
     image_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("image_column"))] = "auto"
     """Which column of a table holds the images, or their paths; `auto`: the one that is usual."""
     label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column"))] = "auto"
-    """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say."""
+    """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say. With
+    `image_multilabel`, a cell holds any number of names, separated by `;`."""
     target_columns: Annotated[_Columns, _WITH_TARGETS] = ()
-    """Of `image_regression`: which columns of a table hold the numbers to learn, one or several: `[age, height]`."""
+    """Of `image_regression`: which columns of a table hold the numbers to learn, one or several: `[age, height]`. Of
+    `image_multilabel`: which hold 0 or 1, a column for each class, in place of `label_column`."""
     split_column: Annotated[Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column"))] = "auto"
     """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
     there is one; `off`: none."""

@@ -98,6 +98,8 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     tree = {} if source is None else _with_base(path, source, notices, stored)
     asked = _asked(overrides, notices)
     tree = layers.merge(tree, asked, notices)
+    if tree.get("task") == "image_multilabel" and isinstance(train := tree.get("train", {}), Mapping):
+        tree["train"] = {"loss": "bce", **train}
     recipe = _validate(tree, "the defaults" if source is None else str(source))
     for where, foreign in stored.items():
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))

@@ -16,6 +16,7 @@ from paceline.recipe.fields import (
     Needs,
     NonNegativeInt,
     Off,
+    PositiveFloat,
     PositiveInt,
     Switch,
     Time,
@@ -35,6 +36,7 @@ _SPREAD = Needs(
 )
 _PROFILED = Needs(("telemetry.profile.steps",), "nothing is profiled (telemetry.profile.steps)")
 _OF_FSDP = Applies("strategy", ("auto", "fsdp"))
+_Threshold = Annotated[PositiveFloat, Field(lt=1)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -54,6 +56,9 @@ class Evaluate:
     metric: Annotated[str, _EVALUATED, _HELD_OUT] = "auto"
     """The metric that decides what is best: `top1_accuracy`, `loss`, or another one that the task measures; `auto` is
     the task's own choice, of image classification `top1_accuracy`."""
+    thresholds: _Threshold | dict[str, _Threshold] = 0.5
+    """Of `image_multilabel`: the probability above which an image is given a label, in evaluation and prediction: one
+    number, or a mapping of class names to numbers, 0.5 for other classes."""
     patience: Annotated[PositiveInt | None, Off] = None
     """Stop after this many evaluations without a better metric, or `off`."""
     keep_examples: Annotated[NonNegativeInt, Field(le=100), _EVALUATED, _HELD_OUT] = 24

@@ -100,11 +100,13 @@ class Train:
     loss: Annotated[str, Names(tuple(built_in("losses")), "losses")] = "cross_entropy"
     """Of image classification: `cross_entropy`; `bce`, a yes-or-no question for each class (Wightman et al. 2021);
     `focal`, which multiplies each term of the cross-entropy by (1 - p)^gamma (Lin et al. 2017); a name that an
-    installed package registers, or `package.module:factory` of your own. Of image regression, whose targets have a mean
-    of 0 and a standard deviation of 1: `mse`, `l1`, or `huber`, which is half of `mse` up to an error of 1, and then
-    grows as `l1`."""
-    loss_options: Annotated[Options, Applies("loss", ("focal",)), Belongs("loss")] = Field(default_factory=dict)
-    """Keyword arguments of the loss: `gamma` for `focal` (default 2), or those of your own factory."""
+    installed package registers, or `package.module:factory` of your own. Of several labels: `bce`, the default there,
+    `asl`, which counts easy negatives less (Ridnik et al. 2021), or your own. Of image regression, whose targets have a
+    mean of 0 and a standard deviation of 1: `mse`, `l1`, or `huber`, which is half of `mse` up to an error of 1, and
+    then grows as `l1`."""
+    loss_options: Annotated[Options, Applies("loss", ("asl", "focal")), Belongs("loss")] = Field(default_factory=dict)
+    """Keyword arguments of the loss: `gamma` for `focal` (default 2); `gamma_negative` (4), `gamma_positive` (1) and
+    `clip` (0.05) for `asl`; or those of your own factory."""
     target_threshold: Annotated[OpenFraction | None, Off, Applies("loss", ("bce",))] = None
     """Make mixed and smoothed targets 1 above this and 0 below, or `off`."""
     label_smoothing: OpenFraction = 0.0

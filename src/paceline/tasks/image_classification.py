@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,19 +50,25 @@ from paceline.registry import load
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
-NUMBER_LOSSES = ("mse", "l1", "huber")
+_CLASS_LOSSES, _NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
+Learned = Literal["class", "labels", "numbers"]
+_LOSSES: dict[Learned, str] = {
+    "class": "cross_entropy or another loss of classes",
+    "labels": "bce, asl or your own",
+    "numbers": ", ".join(_NUMBER_LOSSES),
+}
 
 
 class ImageTask(Task):
     """Shows images to a network; a subclass says what it learns of them.
 
     Attributes:
-        learns_numbers: Whether targets are numbers, from ``data.target_columns``, and not classes.
+        learns: What of an image: its one class, any number of labels, or numbers.
         unused: Dotted keys that the task has no use for, with the reason.
     """
 
     unit = "images"
-    learns_numbers: bool = False
+    learns: Learned = "class"
     unused: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe) -> None:
@@ -230,12 +236,15 @@ class ImageTask(Task):
 
     def _check_targets(self) -> None:
         loss, data = self.recipe.train.loss, self.recipe.data
-        if (loss in NUMBER_LOSSES) != self.learns_numbers:
-            others = ", ".join(NUMBER_LOSSES) if self.learns_numbers else "cross_entropy or another loss of classes"
-            raise RecipeError(f"train.loss={loss} is not a loss of task={self.recipe.task}; use {others}.")
-        if data.target_columns and not self.learns_numbers:
+        is_of_numbers = loss in _NUMBER_LOSSES
+        if is_of_numbers != (self.learns == "numbers") or (self.learns == "labels" and loss in _CLASS_LOSSES):
             raise RecipeError(
-                f"data.target_columns has no effect with task={self.recipe.task}; use task=image_regression."
+                f"train.loss={loss} is not a loss of task={self.recipe.task}; use {_LOSSES[self.learns]}."
+            )
+        if data.target_columns and self.learns == "class":
+            raise RecipeError(
+                f"data.target_columns has no effect with task={self.recipe.task}; use task=image_regression or "
+                "image_multilabel."
             )
 
     def _shown(self) -> Data:

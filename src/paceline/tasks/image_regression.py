@@ -36,7 +36,7 @@ class ImageRegression(ImageTask):
     """
 
     headline = "mae"
-    learns_numbers = True
+    learns = "numbers"
     unused = MappingProxyType(
         dict.fromkeys(
             ("train.label_smoothing", "train.target_threshold", "train.loss_options", "evaluate.top_k"), _NO_CLASSES

@@ -101,6 +101,7 @@ class EvaluationReport:
         no_confusion: Why it could not be had although they are; else empty.
         not_finite: The metrics that are infinite or nan and are no result.
         left_out: What of the data is there and not used, a sentence for each kind.
+        per_class: The scores of each class where images have any number of labels, the lowest F1 first; else empty.
     """
 
     path: Path
@@ -114,6 +115,7 @@ class EvaluationReport:
     no_confusion: str = ""
     not_finite: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    per_class: Sequence[Mapping[str, Any]] = ()
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
@@ -242,7 +244,7 @@ def scoring_task(
             "the columns as in training."
         )
     task = build_task(_with_tables(recipe, saved))
-    if other is not None and isinstance(task, ImageTask) and not task.learns_numbers:
+    if other is not None and isinstance(task, ImageTask) and task.learns == "class":
         about = saved.described("data")
         names = () if about.get(UNNAMED) else about.get("class_names") or ()
         task.dataset = among_classes(other, names) if {*other.classes} < {*names} else other
@@ -415,6 +417,7 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: fl
         confusion=evaluation.kept.confusion,
         no_confusion=evaluation.kept.failure,
         not_finite=not_finite(task, metrics),
+        per_class=(evaluation.kept.details or {}).get("per_class", ()),
     )
 
 

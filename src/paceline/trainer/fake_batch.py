@@ -54,8 +54,9 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     if data.path is None and data.dataset in _TEXTS:
         return with_stand_in_text(recipe)
     entry = find_dataset(data.dataset)
-    if data.path is not None or entry is None or entry.size is None or data.target_columns:
-        return recipe, None  # no stand-in has columns of numbers
+    has_targets = bool(data.target_columns) or recipe.task == "image_multilabel"
+    if data.path is not None or entry is None or entry.size is None or has_targets:
+        return recipe, None  # no stand-in has columns of numbers or several labels
     usual = entry.size
     size = data.image_size if data.image_size != "auto" else usual.image_size
     assumed = Data(

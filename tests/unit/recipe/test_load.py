@@ -308,7 +308,7 @@ def test_groups_by_pattern_are_written_and_read_back(tmp_path: Path) -> None:
                 "parquet, torchvision:NAME, webdataset, text_folder, tokens, huggingface_text, criteo or coco"
             ),
         ),
-        (["data.samples=4"], "data.samples", "data.dataset=discs, synthetic or synthetic_clicks"),
+        (["data.samples=4"], "data.samples", "data.dataset=discs, figures, synthetic or synthetic_clicks"),
         (["data.augment.padding=2"], "data.augment.padding", "data.augment.crop=pad"),
         (["data.augment.scale=[0.5, 1]"], "data.augment.scale", "data.augment.crop=random_resized"),
         (["schedule.gamma=0.5"], "schedule.gamma", "schedule.name=step or exponential"),

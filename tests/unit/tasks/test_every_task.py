@@ -31,6 +31,7 @@ _TINY_GPT = {"depth": 1, "width": 32, "heads": 2}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "image_classification": ("digits", {"batch.global_size": 32}),
     "image_regression": ("discs", {"data.samples": 128, "batch.global_size": 16, "model.options": {"channels": 2}}),
+    "image_multilabel": ("figures", {"data.samples": 128, "batch.global_size": 16, "model.options": {"channels": 2}}),
     "language_modeling": (
         "gpt-small-docs",
         {"model.options": _TINY_GPT, "data.text.context": 32, "batch.global_size": 4, "evaluate.batch_size": 64},

@@ -230,6 +230,7 @@ class DatasetRequest:
         tries_files: Whether files are tried for whether they can be opened; who reads all of them anyway does not.
         in_any_order: Whether images will be read in any order; packing reads them in theirs.
         score_all: Whether all images of a folder without a split of its own are to be scored, and none trained on.
+        several_labels: Whether an image has any number of labels: ``labels`` are then 0 or 1, [len, classes].
     """
 
     data: Data
@@ -238,6 +239,7 @@ class DatasetRequest:
     tries_files: bool = True
     in_any_order: bool = True
     score_all: bool = False
+    several_labels: bool = False
 
     @property
     def path(self) -> Path:

@@ -119,13 +119,16 @@ _IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
 
 
-def open_dataset(data: Data, problems: Problems | None = None, *, score_all: bool = False) -> ImageDataset:
+def open_dataset(
+    data: Data, problems: Problems | None = None, *, score_all: bool = False, several_labels: bool = False
+) -> ImageDataset:
     """Open the data set that the recipe's `data` section names.
 
     Args:
         data: The section.
         problems: Takes what is wrong with an image folder, or the rows of a table, if the rest is wanted all the same.
         score_all: See :class:`DatasetRequest`.
+        several_labels: Likewise.
 
     Raises:
         DataError: If there is no such data set, or it cannot be read.
@@ -140,7 +143,7 @@ def open_dataset(data: Data, problems: Problems | None = None, *, score_all: boo
                 "paceline.data.image.datasets.ImageDataset."
             )
     else:
-        request = DatasetRequest(data=data, score_all=score_all)
+        request = DatasetRequest(data=data, score_all=score_all, several_labels=several_labels)
         if problems is not None:
             request = replace(request, problems=problems, tolerant=True, tries_files=False)
         dataset = _described(data, open_stored(request))

@@ -71,7 +71,7 @@ class SampleSource(Protocol):
 
     @property
     def labels(self) -> Ids:
-        """Class index of every sample, int64 [len]; or the numbers to learn, float [len, K]."""
+        """Class index of every sample, int64 [len]; or the numbers or labels to learn, float [len, K]."""
         ...
 
     def __len__(self) -> int: ...

@@ -184,7 +184,7 @@ def read_numbers(
     values: Sequence[Any],
     rows: Ids,
     name: Callable[[int], str],
-    columns: Sequence[str],
+    request: DatasetRequest,
     problem: Callable[[str, str], None],
 ) -> NDArray[np.float64]:
     """The numbers of some of a table's rows, [all rows, columns]; not a number of other rows and wrong cells.
@@ -193,18 +193,50 @@ def read_numbers(
         values: What the columns hold, a tuple for each row.
         rows: Those to read.
         name: Names a row for people.
-        columns: What they are called.
-        problem: Takes each row with a cell that is not a finite number: a sentence, and what it is about.
+        request: Says what the columns are called, and whether they hold labels: 0, 1, false or true.
+        problem: Takes each row with a cell that is none of these, or no finite number: a sentence, what it is about.
     """
+    columns, rule = request.data.target_columns, "a target is a finite number"
+    if request.several_labels:
+        rule = "a label is 0 or 1"
+        values = [tuple(int(cell) if isinstance(cell, bool) else cell for cell in row) for row in values]
     found = np.full((len(values), len(columns)), np.nan)
     for row in rows.tolist():
         found[row] = [_number_in(cell) for cell in values[row]]
-        pairs = zip(columns, values[row], np.isfinite(found[row]), strict=True)
+        is_right = np.isin(found[row], (0, 1)) if request.several_labels else np.isfinite(found[row])
+        pairs = zip(columns, values[row], is_right, strict=True)
         if wrong := [f"{cell!r} in the column {column!r}" for column, cell, is_number in pairs if not is_number]:
             found[row] = np.nan
-            sentence = "{}, but a target is a finite number: correct it, or remove the line."
+            sentence = f"{{}}, but {rule}: correct it, or remove the line."
             problem(sentence, f"{name(row)} has {' and '.join(wrong)}")
     return found
+
+
+def name_rows(
+    values: Sequence[Any], parts: Sequence[Ids], name: Callable[[int], str], path: str
+) -> tuple[tuple[str, ...], list[NDArray[np.float32]]]:
+    """Name the classes of rows with any number of labels, and say which each row has, 0 or 1 [rows, classes].
+
+    A cell is a list, or text in which ``;`` separates names; spaces around them do not count, and an empty cell has no
+    label. Arguments are those of :func:`number_rows`.
+
+    Raises:
+        DataError: If a label is no name, a held-out one is of a class that is not trained on, or there is none.
+    """
+
+    def labels(row: int) -> set[str]:
+        cell = "" if values[row] is None else values[row]
+        listed = cell.split(";") if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]
+        texts = (each.strip() if isinstance(each, str) else each for each in listed)
+        return {str(as_label(each, name(row))) for each in texts if each != ""}
+
+    found = [[labels(row) for row in part.tolist()] for part in parts]
+    classes = tuple(sorted(set().union(*found[0])))
+    if not classes:
+        raise DataError(f"{path!r} has no label in any row to train on: name another column in data.label_column.")
+    if unknown := sorted(set().union(*(each for part in found for each in part)).difference(classes)):
+        raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, and none to train on.")
+    return classes, [np.array([[each in row for each in classes] for row in part], dtype=np.float32) for part in found]
 
 
 def _number_in(cell: Any) -> float:
@@ -428,7 +460,7 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     numbers = None
     if data.target_columns:
         present = wanted[sizes[wanted] >= 0]
-        numbers = read_numbers(rows.labels, present, rows.where, data.target_columns, request.problems.add_row)
+        numbers = read_numbers(rows.labels, present, rows.where, request, request.problems.add_row)
         sizes[np.isnan(numbers).any(axis=1)] = -1
     request.refuse_problems()
     parts = [part[sizes[part] >= 0] for part in parts]
@@ -437,7 +469,8 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     classes: tuple[str, ...]
     numbered: Sequence[NDArray[Any]]
     if numbers is None:
-        classes, numbered = number_rows(rows.labels, parts, rows.where, table)
+        name_classes = name_rows if request.several_labels else number_rows
+        classes, numbered = name_classes(rows.labels, parts, rows.where, table)
     else:
         classes, numbered = data.target_columns, [numbers[part] for part in parts]
     names = [os.fsencode(each) for each in rows.paths]

@@ -36,7 +36,7 @@ from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 
-_OF_IMAGES = ("image_classification", "image_regression", "distillation")
+_OF_IMAGES = ("image_classification", "image_multilabel", "image_regression", "distillation")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
@@ -128,7 +128,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
 
 def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
     try:
-        found = open_dataset(recipe.data, problems)
+        found = open_dataset(recipe.data, problems, several_labels=recipe.task == "image_multilabel")
     except PacelineError as error:
         if is_reference(recipe.task):
             raise DataError(

@@ -50,7 +50,9 @@ class ImageAnswer(BaseModel):
         description="Of a detector: left, top, right and bottom edge of each object, in pixels; of others null."
     )
     numbers: dict[str, float] | None = Field(
-        default=None, description="Of a network that predicts numbers: each by its name, and no labels; of others null."
+        default=None,
+        description="Of a network that predicts numbers: each by its name, and no labels. Of one that gives any number "
+        "of labels: the probability of every class. Of others null.",
     )
     error: str | None = Field(description="Why there is no answer for this image; null if there is one.")
 
@@ -152,7 +154,9 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
         ] = None,
     ) -> Answers:
         if top_k is not None and service.predictor.number_names:
-            raise HTTPException(422, "top_k is for labels and objects, and these weights predict numbers: leave it out")
+            raise HTTPException(
+                422, "top_k has no effect: an answer of these weights has all their numbers; leave it out"
+            )
         most = top_k or service.predictor.usual_top_k
         uploads: list[tuple[str, bytes]] = []
         try:

@@ -29,6 +29,9 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         details = run.extra("evaluation/details.json")
         if details is not None and "points" in details:
             yield from _numbers(details, whose)
+        if details is not None and "per_class" in details:
+            yield _bars(details["per_class"], whose)
+            yield _thresholds(details, whose)
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
 
@@ -112,6 +115,19 @@ def _numbers(details: Mapping[str, Any], whose: str) -> Iterator[Chart]:
                 folded=True,
             ),
         )
+
+
+def _thresholds(details: Mapping[str, Any], whose: str) -> Table:
+    """Average precision of each class, and the threshold that is best for it, which no class without samples has."""
+    keys = ("average_precision", "f1", "threshold", "best_f1", "best_threshold")
+    return Table(
+        columns=("class", "samples", "average precision, %", "F1, %", "threshold", "best F1, %", "its threshold"),
+        rows=[
+            (each["class"], each["count"], *("" if each[key] is None else f"{each[key]:.4g}" for key in keys))
+            for each in details["per_class"]
+        ],
+        caption=f"{whose}Thresholds: the best are fitted to these samples ({_when(details)})",
+    )
 
 
 def _when(document: Mapping[str, Any]) -> str:

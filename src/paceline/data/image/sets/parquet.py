@@ -30,6 +30,7 @@ from paceline.data.image.tables import (
     files_ending_in,
     find_columns,
     mapped,
+    name_rows,
     number_rows,
     open_paths,
     parts_of,
@@ -405,12 +406,16 @@ class _Table:
 
         if data.target_columns:
             rows = np.sort(np.concatenate(parts))
-            numbers = read_numbers(self._label_cells(), rows, name, data.target_columns, request.problems.add)
+            numbers = read_numbers(self._label_cells(), rows, name, request, request.problems.add)
             request.refuse_problems()
             return data.target_columns, numbers
-        feature = self.features.get(self.columns.labels[0])
-        classes, numbered = number_rows(self._label_cells(), parts, name, str(self.root), feature)
-        labels = np.full(sum(self.counts), -1, dtype=np.int64)
+        numbered: Sequence[NDArray[Any]]
+        if request.several_labels:
+            classes, numbered = name_rows(self._label_cells(), parts, name, str(self.root))
+        else:
+            feature = self.features.get(self.columns.labels[0])
+            classes, numbered = number_rows(self._label_cells(), parts, name, str(self.root), feature)
+        labels = np.full((sum(self.counts), *numbered[0].shape[1:]), -1, dtype=numbered[0].dtype)
         for part, each in zip(parts, numbered, strict=True):
             labels[part] = each
         return classes, labels

@@ -1,0 +1,76 @@
+"""Drawn figures on noise: greyscale images of 32x32 that show a circle, a square, a triangle, any two, all or none.
+
+Image i is the same in every run and process. Each figure has a quarter of the image to itself, and is in it with
+probability one half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
+from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.dataset_registry import dataset
+from paceline.errors import RecipeError
+
+_KEY = 0x66696775
+_SIZE = 32
+_FIGURES = ("circle", "square", "triangle")
+_SMALLEST, _LARGEST = 4.5, 7.0
+
+
+def draw_figures(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Draw images ``first`` to ``first + count`` (excluded): uint8 [N, 32, 32, 1], and which figures, 0 or 1 [N, 3]."""
+    grid = np.arange(_SIZE) + 0.5
+    images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
+    labels = np.empty((count, len(_FIGURES)), dtype=np.float32)
+    for place in range(count):
+        words = np.random.Philox(key=np.array([_KEY, first + place], dtype=np.uint64)).random_raw(16 + _SIZE**2 // 8)
+        draws = (words[:16] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        quarters, labels[place] = np.argsort(draws[:4]), draws[4:7] < 0.5
+        light = np.zeros((_SIZE, _SIZE))
+        for figure in np.flatnonzero(labels[place]):
+            across, down, size = draws[7 + 3 * figure : 10 + 3 * figure]
+            radius = _SMALLEST + size * (_LARGEST - _SMALLEST)
+            row, column = divmod(int(quarters[figure]), 2)
+            room = _SIZE / 2 - 2 * radius
+            x = grid - (column * _SIZE / 2 + radius + across * room)
+            y = grid[:, None] - (row * _SIZE / 2 + radius + down * room)
+            circle, square = np.sqrt(x**2 + y**2), 1.1 * np.maximum(abs(x), abs(y))
+            reach = (circle, square, np.maximum(y, 2 * abs(x) - y))[figure]
+            light = np.maximum(light, np.clip(radius + 0.5 - reach, 0, 1))
+        noise = words[16:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
+        images[place, :, :, 0] = noise + np.round(192 * light).astype(np.uint8)
+    return images, labels
+
+
+@dataset("figures", keys=("samples", "subset"))
+def open_figures(request: DatasetRequest) -> StoredImages:
+    """Figures with a label for each; a tenth more are held out.
+
+    Raises:
+        RecipeError: If images are to have one class each.
+    """
+    data, channels = request.data, request.channels or 1
+    if not request.several_labels:
+        raise RecipeError("data.dataset=figures has any number of labels for an image: use task=image_multilabel.")
+
+    def source(first: int, count: int) -> ArraySource:
+        images, labels = draw_figures(first, count)
+        return ArraySource(with_channels(images, channels), labels, "figures")
+
+    train, validation = source(0, data.samples), source(data.samples, max(1, data.samples // 10))
+    return StoredImages(
+        train=train,
+        validation=validation,
+        classes=_FIGURES,
+        digest=array_digest(train, validation),
+        split="",
+        is_split_off=False,
+        channels=channels,
+        probe=Probe(data.samples, (_SIZE, _SIZE), greyscale=True),
+        statistics=Statistics((0.2,) * channels, (0.23,) * channels, "of the figures"),
+    )

@@ -1,0 +1,123 @@
+"""Average precision and F1 of several labels of an image, exact over any number of processes.
+
+Ranks and counts are whole numbers, so that neither the order of the samples nor who scored them changes a bit. The
+tests hold both to scikit-learn's figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.metrics.accumulator import Metric
+
+MULTILABEL_METRICS = tuple(
+    Metric(name=name, higher_is_better=True, is_collected=True) for name in ("map", "macro_f1", "micro_f1")
+)
+_LEAST = 1e-6  # a threshold's distance from 0 and 1
+LabelledPart = tuple[NDArray[np.float32], NDArray[np.uint8]]
+"""Scores of one process, logarithms of the odds [N, classes], and labels, 0 or 1 [N, classes]."""
+
+
+class LabelScores:
+    """Gathers scores of labels; satisfies :class:`paceline.metrics.accumulator.DetailedCollector`.
+
+    Each score takes 5 bytes on the device until the evaluation ends, then in the main memory of each process.
+
+    Args:
+        classes: Their names.
+        thresholds: The probability above which each is given, in (0, 1).
+    """
+
+    def __init__(self, classes: Sequence[str], thresholds: Sequence[float]) -> None:
+        self._classes, self._thresholds = classes, thresholds
+        self._scores: list[Tensor] = []
+        self._labels: list[Tensor] = []
+
+    def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
+        """Take ``logit``, float [N, classes], and ``label``, 0 or 1 [N, classes]."""
+        self._scores.append(values["logit"].detach().float())
+        self._labels.append(values["label"].to(torch.uint8))
+
+    def part(self) -> LabelledPart:
+        """What this process has; waits for the device."""
+        if not self._scores:
+            empty = np.empty((0, len(self._classes)), dtype=np.float32)
+            return empty, empty.astype(np.uint8)
+        return torch.cat(self._scores).cpu().numpy(), torch.cat(self._labels).cpu().numpy()
+
+    def results(self, parts: Sequence[LabelledPart]) -> dict[str, float]:
+        """The metrics in percent; no numbers where no sample has a label, or a score is no number.
+
+        Means over classes leave out those that no sample has; ``micro_f1`` counts their wrong answers.
+        """
+        found = self._of_classes(parts)
+        known = [each for each in found if each["count"]]
+        if not known or any(math.isnan(each["average_precision"]) for each in known):
+            return dict.fromkeys((each.name for each in MULTILABEL_METRICS), math.nan)
+        means = (math.fsum(each[key] for each in known) / len(known) for key in ("average_precision", "f1"))
+        right, given, wanted = (sum(each[key] for each in found) for key in ("right", "given", "count"))
+        return dict(zip(("map", "macro_f1"), means, strict=True)) | {"micro_f1": 100 * _f1(right, given, wanted)}
+
+    def details(self, parts: Sequence[LabelledPart]) -> dict[str, Any]:
+        """The scores of each class in percent, the lowest F1 first, and those that no sample has last.
+
+        ``best_threshold`` is where the F1 on these samples is highest: fitted to them, as ``best_f1`` is.
+        """
+        found = self._of_classes(parts)
+        return {"per_class": sorted(found, key=lambda each: (not each["count"], each["f1"], each["class"]))}
+
+    def _of_classes(self, parts: Sequence[LabelledPart]) -> list[dict[str, Any]]:
+        scores = np.concatenate([scores for scores, _ in parts])
+        labels = np.concatenate([labels for _, labels in parts])
+        found = []
+        for at, (name, threshold) in enumerate(zip(self._classes, self._thresholds, strict=True)):
+            is_given = scores[:, at].astype(np.float64) > math.log(threshold / (1 - threshold))
+            has_label = labels[:, at] == 1
+            right, given, count = (int(each.sum()) for each in (is_given & has_label, is_given, has_label))
+            average, best_f1, best = precision_and_best_f1(scores[:, at], has_label)
+            of_class: dict[str, Any] = {"class": name, "count": count, "given": given, "right": right}
+            of_class |= {
+                "precision": 100 * right / given if given else 0.0,
+                "recall": 100 * right / count if count else 0.0,
+                "f1": 100 * _f1(right, given, count),
+                "average_precision": 100 * average,
+            }
+            found.append(of_class | {"threshold": threshold, "best_f1": 100 * best_f1, "best_threshold": best})
+        return found
+
+
+def precision_and_best_f1(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> tuple[float, float, float]:
+    """Average precision, the highest F1 of any threshold, and the threshold; not numbers without a positive sample.
+
+    The average precision is the sum over distinct scores of the precision at each times what it adds to the recall. The
+    threshold is a probability, half-way in the logarithm of the odds to the next lower score.
+
+    Args:
+        scores: Logarithms of the odds, [N], in any order.
+        labels: Whether a sample has the label, [N].
+    """
+    positives = int(labels.sum())
+    if positives == 0 or np.isnan(scores).any():
+        return math.nan, math.nan, math.nan
+    distinct, which = np.unique(-scores, return_inverse=True)
+    given = np.cumsum(np.bincount(which))
+    added = np.bincount(which[labels], minlength=len(distinct))
+    right = np.cumsum(added)
+    average = math.fsum((added * (right / given)).tolist()) / positives
+    f1 = 2 * right / (given + positives)
+    best = int(f1.argmax())
+    lower = -distinct[best + 1] if best + 1 < len(distinct) else -distinct[best] - 1
+    middle = (float(lower) - float(distinct[best])) / 2
+    probability = 0.5 * (1 + math.tanh(middle / 2))
+    return average, float(f1[best]), min(max(probability, _LEAST), 1 - _LEAST)
+
+
+def _f1(right: int, given: int, wanted: int) -> float:
+    return 2 * right / (given + wanted) if given + wanted else 0.0

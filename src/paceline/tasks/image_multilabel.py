@@ -1,0 +1,168 @@
+"""Several labels of an image: any number of classes, none included, each a yes-or-no question."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.data.batch import Batch
+from paceline.data.image.datasets import ImageDataset, open_dataset
+from paceline.data.image.selection import relabelled
+from paceline.data.pipeline import Placement
+from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.multilabel import MULTILABEL_METRICS, LabelScores
+from paceline.tasks.image_classification import ClassificationLoss, ImageTask
+from paceline.tasks.task import Model
+
+_SEVERAL = "image_multilabel gives an image any number of labels"
+_OF_ONE = ("train.label_smoothing", "train.class_weights", "data.sampling", "evaluate.top_k")
+
+
+class ImageMultilabel(ImageTask):
+    """Gives an image each class whose probability, a sigmoid, is above the class's threshold."""
+
+    headline = "map"
+    metrics = (Metric(name="loss"), *MULTILABEL_METRICS)
+    learns = "labels"
+    unused = MappingProxyType(dict.fromkeys(_OF_ONE, _SEVERAL))
+
+    @cached_property
+    def dataset(self) -> ImageDataset:
+        """The images with their labels, 0 or 1, float32 [N, classes].
+
+        Raises:
+            DataError: If a label is something else.
+            RecipeError: If images have one class each.
+        """
+        found, data = open_dataset(self.recipe.data, several_labels=True), self.recipe.data
+        if found.train.labels.ndim == 1:
+            raise RecipeError(
+                f"task=image_multilabel learns any number of labels of an image, and data.dataset={data.dataset} has "
+                "one for each: use a csv or parquet table."
+            )
+        for labels in (found.train.labels, found.validation.labels):
+            if odd := labels[~np.isin(labels, (0, 1))][:1].tolist():
+                raise DataError(
+                    f"data.dataset={data.dataset} has the label {odd[0]}, but a label is 0 or 1: correct it."
+                )
+        return relabelled(found, lambda labels: labels.astype(np.float32))
+
+    @cached_property
+    def _loss(self) -> ClassificationLoss:
+        return ClassificationLoss(replace(self.recipe.train, label_smoothing=0.0))
+
+    @cached_property
+    def thresholds(self) -> tuple[float, ...]:
+        """The probability above which each class is given.
+
+        Raises:
+            RecipeError: If the recipe names an unknown class.
+        """
+        asked, classes = self.recipe.evaluate.thresholds, self.dataset.classes
+        if isinstance(asked, float):
+            return (asked,) * len(classes)
+        if unknown := [name for name in asked if name not in classes]:
+            raise RecipeError(
+                f"evaluate.thresholds names {unknown[0]!r}, which is none of the {len(classes)} classes: correct it."
+                f"{did_you_mean(unknown[0], classes)}"
+            )
+        return tuple(asked.get(name, 0.5) for name in classes)
+
+    def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
+        """How many classes there are, and the threshold of each."""
+        found, mix = self.dataset, self.recipe.data.mix
+        if mix.cutmix > 0:
+            raise RecipeError(
+                f"data.mix.cutmix={mix.cutmix:g} cuts parts out of images, and nobody knows which labels are left: use "
+                "data.mix.mixup, which mixes the labels too, or leave it out."
+            )
+        counts = [labels.sum(axis=0) for labels in (found.train.labels, found.validation.labels)]
+        empty, unscored = (int((count == 0).sum()) for count in counts)
+        if empty:
+            reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
+        elif unscored and len(found.validation):
+            reasons["data.classes"] = (
+                f"{unscored:,} of {len(found.classes):,} classes have no held-out image; map and macro_f1 skip them"
+            )
+        return {
+            "classes": len(found.classes),
+            **({"classes_without_images": empty} if empty else {}),
+            "thresholds": list(self.thresholds),
+        }
+
+    def description(self) -> dict[str, Any]:
+        """Class names and what else prediction needs."""
+        return {"class_names": list(self.dataset.classes), **super().description()}
+
+    def prepare_training(self, placement: Placement) -> None:
+        """Make the recipe's loss, and try it.
+
+        Raises:
+            RecipeError: If it cannot be imported or made, or does not give a loss for each sample.
+        """
+        self._loss.check(len(self.dataset.classes), placement.device)
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The recipe's loss, a mean over images and classes."""
+        return self._loss(model(batch.inputs), batch.targets)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """The binary cross-entropy of each image, a mean over classes, and what the metrics are made of."""
+        logits = model(batch.inputs).float()
+        losses = F.binary_cross_entropy_with_logits(logits, batch.targets.float(), reduction="none")
+        return {"loss": losses.mean(dim=1), "logit": logits, "label": batch.targets}
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Mean average precision and F1, in percent."""
+        return (LabelScores(self.dataset.classes, self.thresholds),)
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+        """Of each class the probability, float64, whether the image is given it and whether it has it, 0 or 1 [N]."""
+        found, names = label_probabilities(model(batch.inputs)), self.dataset.classes
+        given = (found > torch.tensor(self.thresholds, dtype=torch.float64)).int()
+        columns = {"probability": found, "predicted": given, "target": batch.targets.int()}
+        return {f"{kind}_{name}": each[:, at] for kind, each in columns.items() for at, name in enumerate(names)}
+
+
+def label_probabilities(logits: Tensor) -> Tensor:
+    """The sigmoid of logits, float64 on the CPU: thresholds then divide them as they do the logits."""
+    return logits.float().cpu().double().sigmoid()
+
+
+class AsymmetricLoss:
+    """The asymmetric loss (Ridnik et al. 2021): the mean over classes of t * L+ + (1 - t) * L-.
+
+    L+ = (1 - p) ** gamma_positive * -log p, and L- = q ** gamma_negative * -log(1 - q) with q = max(p - clip, 0), which
+    leaves out easy negatives; p is the sigmoid. With 0 for all three it is the binary cross-entropy.
+
+    Args:
+        gamma_negative: How much less a class that the image lacks counts, the less probable it is.
+        gamma_positive: How much less one that it has counts, the more probable it is.
+        clip: The probability up to which a class that the image lacks does not count.
+    """
+
+    def __init__(self, gamma_negative: float = 4.0, gamma_positive: float = 1.0, clip: float = 0.05) -> None:
+        for name, value, end in (
+            *(("gamma_negative", gamma_negative, math.inf), ("gamma_positive", gamma_positive, math.inf)),
+            ("clip", clip, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < end:
+                raise ValueError(f"found {name}={value}, but it must be a number from 0 to below {end}")
+        self._negative, self._positive, self._clip = gamma_negative, gamma_positive, clip
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each sample, [N], in nats, from logits and targets [N, classes]."""
+        least = torch.finfo(logits.dtype).tiny  # the derivative of a power below 1 is not finite at 0
+        positive = (-logits).sigmoid().clamp(min=least) ** self._positive * F.logsigmoid(logits)
+        excess = (logits.sigmoid() - self._clip).clamp(min=least)
+        rest = F.logsigmoid(-logits) if self._clip == 0 else ((-logits).sigmoid() + self._clip).clamp(max=1).log()
+        return -(targets * positive + (1 - targets) * excess**self._negative * rest).mean(dim=1)
