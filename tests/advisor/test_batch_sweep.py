@@ -86,7 +86,6 @@ def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
             sweep(asked(tmp_path))
 
 
-@pytest.mark.thorough
 def test_a_run_is_the_same_in_processes_of_its_own(tmp_path: Path) -> None:
     both = (*QUICK, "parallel.exact=true", "parallel.logical_ranks=2")
     here, there = (
@@ -134,7 +133,6 @@ def test_a_batch_that_cannot_be_run_is_refused_before_the_first_run(tmp_path: Pa
     assert not (tmp_path / RUNS_FILE).exists()
 
 
-@pytest.mark.thorough
 def test_batch_norms_groups_follow_the_batch(tmp_path: Path) -> None:
     ghosts = (*QUICK, "model.ghost_batch_norm=32")
     swept = sweep(asked(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), lr_rules=("constant",)))

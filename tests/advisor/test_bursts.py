@@ -84,7 +84,6 @@ def measured(tiny_recipe: Path, tasks: Path) -> dict[str, Any]:
     return run_bursts(variants, rounds=4, block_seconds=0.2)
 
 
-@pytest.mark.thorough
 def test_what_takes_longer_is_told_apart(measured: dict[str, Any]) -> None:
     plain, slow = measured["plain"], measured["slow"]
     assert [plain.trouble, slow.trouble] == ["", ""]
@@ -118,7 +117,6 @@ def test_parts_are_measured_by_themselves(measured: dict[str, Any]) -> None:
     assert all(each.samples == 16 * each.steps for each in computing.rounds)
 
 
-@pytest.mark.thorough
 def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Path) -> None:
     from paceline_advisor.bench.interleaved import run_bursts
 
@@ -136,7 +134,6 @@ def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Pa
     assert any("once more by itself" in line for line in said)
 
 
-@pytest.mark.thorough
 def test_several_processes_make_one_variant(tiny_recipe: Path, tasks: Path) -> None:
     from paceline_advisor.bench.interleaved import run_bursts
 
@@ -191,7 +188,6 @@ def of_folder(folder: Path) -> set[int]:
     return found
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("number", "names"), [(signal.SIGKILL, "ab"), (signal.SIGINT, "a")])
 def test_nothing_is_left_behind(tiny_recipe: Path, runs: Path, number: signal.Signals, names: str) -> None:
     folder = runs / "t"  # sockets of loader processes lie below it, and the path of one has at most 108 bytes

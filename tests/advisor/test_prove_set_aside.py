@@ -52,7 +52,6 @@ def test_what_a_short_run_has_no_use_for_is_no_mistake(
     assert cores is None or os.sched_getaffinity(0) == cores
 
 
-@pytest.mark.thorough
 def test_adapters_that_drop_are_no_mistake(proof: Callable[..., Any], failed: Callable[..., set[str]]) -> None:
     pytest.importorskip("peft")
     checks = proof(overrides={"model.adapters.rank": 2, "model.adapters.dropout": 0.2})

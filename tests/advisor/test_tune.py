@@ -54,7 +54,6 @@ def test_a_wrong_search_is_refused_before_the_first_trial(asked: Callable[..., T
     assert not asked(search).output.exists()
 
 
-@pytest.mark.thorough
 def test_a_bad_trial_is_stopped_and_another_search_is_refused(
     asked: Callable[..., Tune], monkeypatch: pytest.MonkeyPatch
 ) -> None:

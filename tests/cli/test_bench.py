@@ -25,7 +25,6 @@ class Slow(paceline.ImageClassification):
 """
 
 
-@pytest.mark.thorough
 def test_a_table_with_reasons_and_files(
     paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -48,7 +47,6 @@ def test_a_table_with_reasons_and_files(
     assert "Throughput by batch size" in (tmp_path / "out/benchmark.html").read_text()
 
 
-@pytest.mark.thorough
 def test_what_became_slower_is_found(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     bench = ("bench", "digits", *tiny, "--parts", "compute", "--rounds", "4", "--seconds", "0.2", "--json", "--output")
@@ -66,7 +64,6 @@ def test_what_became_slower_is_found(paceline_here: Callable[..., Any], tiny: tu
     assert "one launch" in done.out
 
 
-@pytest.mark.thorough
 def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
     done = paceline_here("bench", "digits", *tiny, "--backends", "auto,memory", "--parts", "data", *SHORT, "--json")
     assert done.code == 0, done
@@ -77,7 +74,6 @@ def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Callable[...
     assert "1 to 1 of 1 combinations" in done.err
 
 
-@pytest.mark.thorough
 def test_loader_processes_are_those_of_a_run(
     paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -102,14 +98,12 @@ def test_loader_processes_are_those_of_a_run(
     assert not any("would first measure" in note for note in document["notes"])
 
 
-@pytest.mark.thorough
 def test_nothing_to_measure_is_exit_code_1(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
     done = paceline_here("bench", "digits", *tiny, "--devices", "cuda", "--parts", "compute", *SHORT)
     assert done.code == 1, done
     assert "no CUDA" in done.out
 
 
-@pytest.mark.thorough
 def test_latencies(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
     trained = paceline_here("train", "digits", *tiny, "--run-dir", "run")
     assert trained.code == 0, trained
@@ -128,7 +122,6 @@ def test_latencies(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp
             assert row["samples_per_second"]["middle"] == pytest.approx(row["batch_size"] / told["mean"], rel=0.5)
 
 
-@pytest.mark.thorough
 def test_time_to_a_target(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
     asked = ("train.duration=40 steps", "evaluate.every=10 steps", "checkpoint.every=off")
     bench = ("bench", "digits", *tiny, *asked, "--price-per-hour", "3.6", "--json")

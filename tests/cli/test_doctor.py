@@ -113,7 +113,6 @@ def test_a_mistake_is_one_sentence(
     assert done.err.count("\n") == 1
 
 
-@pytest.mark.thorough
 def test_what_a_change_is_worth_is_measured(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
     asked = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=100 steps")
     done = paceline_here("doctor", "digits", *asked, "--measure", "--rounds", "4", "--json", "--apply", "better.yaml")

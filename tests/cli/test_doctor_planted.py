@@ -97,7 +97,6 @@ def told(column: int) -> dict[str, int]:
     return {fault: 0 if row[column] == "–" else int(row[column]) for fault, row in found.items()}
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 def test_each_is_named_first_for_a_gpu_and_the_guide_says_so(ranks: Callable[..., Any]) -> None:
     found = ranks("a100")
@@ -105,7 +104,6 @@ def test_each_is_named_first_for_a_gpu_and_the_guide_says_so(ranks: Callable[...
     assert found == told(2)
 
 
-@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 def test_on_a_cpu_those_are_named_that_cost_something_there(ranks: Callable[..., Any]) -> None:
     found = {fault: rank for fault, rank in ranks("cpu").items() if fault not in GPU_ONLY}

@@ -134,7 +134,6 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
     assert (f"OPENED {notebook.name}" in shown) == opens
 
 
-@pytest.mark.thorough
 def test_a_right_answer_passes(paceline: Callable[..., Any]) -> None:
     reference = SOURCES / "paceline_course" / "notebooks" / "assessment" / "reference.py"
     right = paceline("labs", "grade", reference, timeout=280)

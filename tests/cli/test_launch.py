@@ -111,7 +111,6 @@ def test_the_command_of_several_hosts(paceline_here: Call) -> None:
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_torchrun_trains_on_this_host(paceline: Call, tmp_path: Path, tiny: tuple[str, ...]) -> None:
@@ -152,7 +151,6 @@ def test_a_job_of_several_pods(paceline_here: Call) -> None:
     assert memory["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])

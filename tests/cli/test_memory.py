@@ -57,7 +57,6 @@ def test_a_size_without_its_unit_is_refused(paceline_here: Callable[..., Any], s
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_a_found_batch_can_be_applied(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "found.yaml"

@@ -191,7 +191,6 @@ def test_a_mistake_in_a_plan_costs_one_sentence(paceline_here: Callable[..., Any
     _refused(paceline_here(*PLAN, *words), *said)
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_predicted_beside_measured_here(paceline: Callable[..., Any]) -> None:
     words = ("--world-sizes", "1,2", "--strategy", "ddp", "--measure", "--rounds", "2", "--json")

@@ -407,7 +407,6 @@ def test_five_hundred_requests_at_once_and_no_memory(service: Serving) -> None:
     assert grown < 12 * 2**20, f"{grown / 2**20:.1f} MiB after 512 requests more"
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_schemathesis_finds_nothing(service: Serving, tmp_path: Path) -> None:
     """Everything that the service's own description allows, and much that it does not: no 5xx, nothing undescribed."""

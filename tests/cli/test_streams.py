@@ -77,7 +77,6 @@ def test_a_run_that_cannot_print_ends_as_if_it_could(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
 
 
-@pytest.mark.thorough
 def test_nor_do_several_ranks_need_streams(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
     command = ("train", "digits", *tiny, "--processes", "2", "--run-dir", "run")
     assert in_shell('"$@" >&- 2>/dev/full', *command) == (0, "")

@@ -10,7 +10,6 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("exact", ["false", "true"])
 def test_both_save_after_the_same_steps(

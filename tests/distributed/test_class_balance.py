@@ -166,7 +166,6 @@ def test_the_loss_is_the_weighted_mean_over_the_global_batch(
     assert furthest(weights(train(ground, "without", **{"train.class_weights": {"dog": 3}})), reference) > 0.01
 
 
-@pytest.mark.thorough
 def test_two_processes_compute_what_one_does(ground: Path, train_in_ranks: Callable[..., dict[str, list[Any]]]) -> None:
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -302,7 +301,6 @@ def test_each_draw_of_an_image_is_varied_anew(ground: Path) -> None:
         assert sum(rare) > 15, "of 20 draws of five images few are alike by chance"
 
 
-@pytest.mark.thorough
 def test_two_processes_draw_what_one_does(ground: Path, train_in_ranks: Callable[..., dict[str, list[Any]]]) -> None:
     cases = {"plain": DRAWN, "exact": {**DRAWN, "parallel.exact": True}}
     alone = train_in_ranks(ground, RECIPE, 1, *cases.items())

@@ -84,7 +84,6 @@ def test_killed_with_two_processes_and_resumed_with_one(
     assert run_here("audit", run_dir).code == 0
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_four_processes_have_the_same_bits_and_figures(
@@ -97,7 +96,6 @@ def test_four_processes_have_the_same_bits_and_figures(
     assert summary(run_dir)["metrics"] == alone["metrics"]
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_sparse_gradients_over_three_processes_that_score_as_one_does(

@@ -94,7 +94,6 @@ def test_killed_and_resumed_to_the_bit_with_nothing_left(
     assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_an_exact_run_is_the_same_on_two_processes(
@@ -110,7 +109,6 @@ def test_an_exact_run_is_the_same_on_two_processes(
     assert together["metrics"] == alone["metrics"]
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(1)
 def test_a_model_scores_alike_whoever_reads(jpegs: Path, run_here: Callable[..., Any]) -> None:

@@ -42,7 +42,6 @@ def recipe(studio: Path) -> Path:
     return path
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("several", [2, 3])
 def test_exact_runs_of_one_two_and_three_processes_are_the_same(
     several: int,

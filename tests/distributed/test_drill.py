@@ -44,7 +44,6 @@ def _trials(done: Any) -> dict[str, dict[str, Any]]:
     return {trial["fault"]: trial for trial in document["trials"]}
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("processes", "only"), [(1, _OF_ONE), (2, _OF_SEVERAL)])
@@ -71,7 +70,6 @@ def test_every_kind_of_fault_is_survived(run: Callable[..., Any], tmp_path: Path
 
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(600)
-@pytest.mark.thorough
 def test_images_and_loader_processes(run: Callable[..., Any], studio: Path) -> None:
     before = {path: path.read_bytes() for path in (studio / "photos").rglob("*.png")}
     only = "kill-worker,half-images,broken-images"
@@ -91,7 +89,6 @@ def _plant(package: Path, module: str, line: str, instead: str) -> None:
     source.write_text(text.replace(line, instead))
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(400)
 def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -111,7 +108,6 @@ def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_pat
     assert "weights_sha256" in trials["kill-all"]["lost"]
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(400)
 def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Callable[..., Any], tmp_path: Path) -> None:

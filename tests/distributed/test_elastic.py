@@ -66,7 +66,6 @@ def kill_rank(steps_recorded: Callable[[Path], int], records: Callable[..., Any]
     return kill
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_torchrun_starts_killed_workers_again(
     studio: Path,
@@ -86,7 +85,6 @@ def test_torchrun_starts_killed_workers_again(
     launched.seconds_until_alone()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option",
     [
@@ -144,7 +142,6 @@ def test_our_launcher_starts_a_killed_rank_again(
     assert launched.leftovers() == []
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 @pytest.mark.real_processes
@@ -192,7 +189,6 @@ CRASHING = (
 )
 
 
-@pytest.mark.thorough
 def test_a_failure_that_comes_again_is_reported(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
     """A fault of the program comes again at the same step: more of the same would not help."""
     (tmp_path / "crashes.py").write_text(CRASHES)
@@ -258,7 +254,6 @@ KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=6
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
-@pytest.mark.thorough
 def test_nodes_come_and_go(
     patient: tuple[object, ...],
     training_world: Callable[[Path], int],

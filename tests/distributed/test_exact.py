@@ -44,7 +44,6 @@ def alone(studio: Path, run_here: Callable[..., Any], outcome: Callable[[Path], 
     return train
 
 
-@pytest.mark.thorough  # two processes are killed and compared below
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_any_number_of_processes_gives_the_same_bits(
@@ -60,7 +59,6 @@ def test_any_number_of_processes_gives_the_same_bits(
     assert outcome(run_dir) == alone("exact-1")
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_numbers_that_are_no_power_of_two(
@@ -112,7 +110,6 @@ GROWING = ("batch.growth={1: 32, 2: 48}", "train.duration=3 epochs", "evaluate.e
 GROWING_LONGER = ("batch.growth={2: 32, 4: 48}", "train.duration=6 epochs", "checkpoint.every=0.5 epochs", *SCALED)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_a_batch_that_grows_gives_the_same_bits_in_any_world(
@@ -127,7 +124,6 @@ def test_a_batch_that_grows_gives_the_same_bits_in_any_world(
     assert [each["step"] for each in records if each["event"] == "evaluation"] == [6, 6, 9, 9, 11, 11]
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_a_batch_that_grows_is_resumed_in_any_world(
@@ -184,7 +180,6 @@ AWKWARD_MODEL = (
 )
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_buffers_of_every_kind_are_the_same_on_all_processes_and_after_a_resume(

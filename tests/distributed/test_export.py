@@ -32,7 +32,6 @@ print(json.dumps("done"))
 """
 
 
-@pytest.mark.thorough
 def test_parts_are_exported_as_the_run_ended(
     on_two_ranks: Callable[..., list[Any]], tiny_recipe: Path, tmp_path: Path
 ) -> None:

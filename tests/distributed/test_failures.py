@@ -73,7 +73,6 @@ def frail(studio: Path, start: Callable[..., Any]) -> Callable[..., Any]:
     return trainer
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_exception_on_one_rank(
     studio: Path,
@@ -156,7 +155,6 @@ def test_a_mistake_is_told_once(
     assert not list(tmp_path.rglob("step-*"))
 
 
-@pytest.mark.thorough
 def test_a_broken_image_is_told_once(
     studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], tmp_path: Path
 ) -> None:

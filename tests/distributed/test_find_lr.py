@@ -36,7 +36,6 @@ class Spoiled(nn.Module):
 """
 
 
-@pytest.mark.thorough
 def test_two_processes_find_what_one_finds(studio: Path, run: Callable[..., Any], run_here: Callable[..., Any]) -> None:
     """Exact, so that the numbers are those of one process to the bit."""
     exact = ("parallel.exact=true", "parallel.logical_ranks=4", "batch.micro_size=auto")

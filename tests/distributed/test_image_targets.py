@@ -19,7 +19,6 @@ TINY = (
 )
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize(("name", "headline"), [("discs", "mae"), ("figures", "map")])

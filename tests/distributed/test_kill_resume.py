@@ -71,7 +71,6 @@ def kill_one(launched: Any, victim: int) -> None:
     assert launched.leftovers() == []
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.real_processes
 def test_killed_again_and_again(
@@ -178,7 +177,6 @@ def test_skipped_steps_are_recorded_once(
     assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_three_ranks_sum_in_the_same_order_after_a_resume(

@@ -78,7 +78,6 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [each for each in events if each["event"] == "step"]
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_sharding_changes_nothing(
     ground: Path, train_together: Callable[..., Any], run_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,6 @@ def together(on_two_ranks: Callable[..., Any], tmp_path: Path) -> Callable[..., 
     return train
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cut", "measured"),
     [
@@ -105,13 +104,11 @@ def test_each_process_gives_its_own_norm(
     assert last["gradient_square"] == pytest.approx(averages.mean_square, rel=1e-4)
 
 
-@pytest.mark.thorough
 def test_measuring_changes_no_weight(together: Callable[..., Any]) -> None:
     (_, watched), (_, alone) = together("watched", NOISE), together("alone", {})
     assert watched[0]["weights"] == alone[0]["weights"]
 
 
-@pytest.mark.thorough
 def test_exact_runs_record_the_same_with_any_number_of_processes(
     together: Callable[..., Any], tmp_path: Path, course: Callable[..., Any]
 ) -> None:

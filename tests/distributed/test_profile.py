@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 RECIPE = """
 model: {name: small_resnet, options: {width: 4, stages: 1, depth: 1}}
 data: {dataset: digits}
@@ -23,7 +21,6 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-@pytest.mark.thorough
 def test_all_ranks_or_the_first_write_their_own(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
     asked = {"telemetry.profile.steps": 2, "telemetry.profile.after": "2 steps"}
     runs = [("plain", {}), ("first", asked), ("all", {**asked, "telemetry.profile.ranks": "all"})]

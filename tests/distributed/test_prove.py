@@ -69,7 +69,6 @@ def _checks(done: Any) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in json.loads(done.out)["checks"]}
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[..., Any], tmp_path: Path) -> None:
     done = run("prove", *DIGITS, "--json")
@@ -81,7 +80,6 @@ def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[...
     assert {path.suffix for path in tmp_path.iterdir()} == {".out", ".err"}
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_what_only_several_processes_get_wrong(run: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)
@@ -96,7 +94,6 @@ def test_what_only_several_processes_get_wrong(run: Callable[..., Any], tmp_path
     assert "they differ after step 3" in checks["buffers"]["found"]
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_exact_processes(run: Callable[..., Any]) -> None:
     done = run("prove", *DIGITS, "parallel.exact=true", "--processes", "2", "--json", timeout=200)

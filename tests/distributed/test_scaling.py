@@ -47,7 +47,6 @@ def test_a_sum_over_a_slow_link_takes_what_the_model_says(size: int, tmp_path: P
     assert 0.5 * measured < fabric.all_reduce_seconds(message) < 1.1 * measured
 
 
-@pytest.mark.thorough
 def test_steps_over_a_slow_link_are_predicted(tmp_path: Path) -> None:
     (found,) = shaped.compare((4,), MEGABITS, tmp_path, steps=10, rounds=2)
     print(f"{found.prediction.seconds:.3f} s predicted, {found.measured_seconds:.3f} s measured")

@@ -151,7 +151,6 @@ def test_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) ->
     assert [is_in_parts(path) for path in saved] == [False, True]
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what no_dist asks for
 def test_going_on_with_other_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) -> None:
@@ -189,7 +188,6 @@ def read_by_torch(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_sharded_micro_batches_are_one_big_batch(
     ground: Path, together: Callable[..., None], alone: Callable[..., None]
@@ -222,7 +220,6 @@ def test_sharded_micro_batches_are_one_big_batch(
                 assert found == pytest.approx(expected, rel=1e-9), (name, run)
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., None]) -> None:
     # A loss that is no number, and saves by the clock; views, with more batches for one process than for the other.
@@ -257,7 +254,6 @@ def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., No
         assert mine[weights] == pytest.approx(theirs[weights], rel=1e-9)
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(4)
 def test_copies_in_groups(ground: Path, together: Callable[..., None], alone: Callable[..., None]) -> None:
     # Hybrid: two groups of two; more processes than validation batches and than a last step's samples, too.
@@ -275,7 +271,6 @@ def test_copies_in_groups(ground: Path, together: Callable[..., None], alone: Ca
         )
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) -> None:
     together({"damaged": DOUBLE | FSDP | {"train.until": "8 steps"}})
@@ -294,7 +289,6 @@ def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) ->
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.thorough
 def test_killed_while_parts_are_written(
     ground: Path,
     start: Callable[..., Any],

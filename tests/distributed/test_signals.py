@@ -111,7 +111,6 @@ OUR_LAUNCHER = (
 )
 
 
-@pytest.mark.thorough
 @pytest.mark.real_processes
 def test_stopped_again_and_again(
     studio: Path,
@@ -145,7 +144,6 @@ def test_stopped_again_and_again(
     same_outcome(run_dir)
 
 
-@pytest.mark.thorough
 @pytest.mark.real_processes
 @pytest.mark.world_size(1)
 def test_a_single_process_with_its_workers(
@@ -169,7 +167,6 @@ def test_a_single_process_with_its_workers(
     assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
 
 
-@pytest.mark.thorough
 @pytest.mark.real_processes
 def test_under_torchrun(
     studio: Path,

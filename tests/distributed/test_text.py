@@ -140,7 +140,6 @@ def test_exact_runs_have_the_same_bits_in_any_world(train: Callable[..., Path], 
     assert summary(together)["metrics"] == summary(alone)["metrics"]
 
 
-@pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_killed_and_resumed_it_ends_with_the_same_bits(
     library: Path,

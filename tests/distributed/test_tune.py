@@ -13,7 +13,6 @@ import pytest
 pytestmark = pytest.mark.needs("optuna")
 
 
-@pytest.mark.thorough
 def test_killed_it_goes_on_with_the_run_that_was_under_way(
     start: Callable[..., Any], run: Callable[..., Any], summary: Callable[[Path], Any], tmp_path: Path
 ) -> None:

@@ -137,7 +137,6 @@ def end_well(*launches: Any) -> None:
         each.seconds_until_alone()
 
 
-@pytest.mark.thorough
 def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]) -> None:
     """Names that the hosts find one another by are all that torchrun and gloo need."""
     two_hosts.hurry()
@@ -145,7 +144,6 @@ def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: C
     ends_like_one(two_hosts.run_dir)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("nodes", "store", "lost"),
     [
@@ -176,7 +174,6 @@ def test_a_link_that_is_cut_costs_some_steps(
     ends_like_one(two_hosts.run_dir)
 
 
-@pytest.mark.thorough
 def test_a_host_that_dies_may_come_back(two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]) -> None:
     first, second = two_hosts.start("host1"), two_hosts.start("host2")
     two_hosts.wait_until_trained_by(2, first)
@@ -190,7 +187,6 @@ def test_a_host_that_dies_may_come_back(two_hosts: TwoHosts, ends_like_one: Call
     ends_like_one(two_hosts.run_dir)
 
 
-@pytest.mark.thorough
 def test_all_end_with_the_host_of_the_store_and_the_same_commands_go_on(
     two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]
 ) -> None:
@@ -209,7 +205,6 @@ def test_all_end_with_the_host_of_the_store_and_the_same_commands_go_on(
     ends_like_one(two_hosts.run_dir)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [

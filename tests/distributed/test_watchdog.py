@@ -156,7 +156,6 @@ def test_a_rank_that_hangs_is_named(faulty: Callable[..., Any], how: str, phase:
     assert seconds > 0.5 * TIMEOUT_SECONDS
 
 
-@pytest.mark.thorough
 def test_torchrun_ends_with_it(faulty: Callable[..., Any]) -> None:
     done, _ = faulty("forward", launcher=(), torchrun=2)
     assert done.code != 0
@@ -220,7 +219,6 @@ def trapped(
     assert "resumed from step-00000004" in again.out
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_that_never_comes_is_named(trapped: Callable[[int], tuple[Any, Path]], workers: int) -> None:
     launched, image = trapped(workers)
@@ -232,7 +230,6 @@ def test_a_file_that_never_comes_is_named(trapped: Callable[[int], tuple[Any, Pa
     assert launched.leftovers() == []
 
 
-@pytest.mark.thorough
 def test_a_worker_that_dies_is_told_with_its_file_and_its_rank(
     trapped: Callable[[int], tuple[Any, Path]], tmp_path: Path
 ) -> None:

@@ -126,7 +126,6 @@ def test_fewer_samples_than_processes(
     assert answer["top1_accuracy"] == pytest.approx(100 * answer["top1_correct"] / 3)
 
 
-@pytest.mark.thorough
 @linux
 @pytest.mark.world_size(3)
 @pytest.mark.slow
@@ -177,7 +176,6 @@ def test_two_processes_train_as_one_does(
         assert (document["epochs_complete"], document["duplicates"], document["missing"]) == (6, 0, 0)
 
 
-@pytest.mark.thorough
 @linux
 @pytest.mark.world_size(2)
 @pytest.mark.slow
@@ -333,7 +331,6 @@ def test_contradictions_are_named(variables: dict[str, str], named: str) -> None
     assert str(caught.value).count("\n") == 0
 
 
-@pytest.mark.thorough
 @linux
 @pytest.mark.world_size(2)
 def test_compressed_gradients_are_nearly_the_same(studio: Path, train: Callable[..., Any]) -> None:

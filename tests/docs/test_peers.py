@@ -28,7 +28,6 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             sys.modules.pop(name)
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw-tuned", "timm", "paceline"])
 def test_a_contender_does_the_steps_it_is_asked_for(peers: Any, tmp_path: Path, name: str) -> None:

@@ -80,7 +80,6 @@ def check_tidy(address: str, keep: int = 2) -> None:
             assert there[piece.name].size_bytes == piece.size_bytes
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_killed_while_requests_fail_and_the_server_is_started_again(
     s3: Any, variables: dict[str, str], tmp_path: Path, secret: str
@@ -102,7 +101,6 @@ def test_killed_while_requests_fail_and_the_server_is_started_again(
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_parts_of_several_processes(s3: Any, variables: dict[str, str], tmp_path: Path) -> None:
     overrides = ["parallel.strategy=fsdp", "train.ema=off"]

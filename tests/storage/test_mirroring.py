@@ -182,7 +182,6 @@ ARGUMENTS = (
 )
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
     s3: Any, put: Any, variables: dict[str, str], tmp_path: Path, secret: str

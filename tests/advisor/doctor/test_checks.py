@@ -223,7 +223,6 @@ def test_environment_variables_for_debugging(examined: Examined, monkeypatch: py
     assert named(examined(device="cpu")) == {}
 
 
-@pytest.mark.thorough
 def test_without_data_images_of_the_usual_size_stand_in(examined: Examined) -> None:
     files = {"data": "{dataset: image_folder, image_size: 224}", "model": "{name: resnet18}", "model.options": "{}"}
     diagnosis = examined(files, device="a100")

@@ -57,7 +57,6 @@ def test_intervals_hold_known_constants_as_often_as_they_say() -> None:
     assert 0.93 <= examples <= 0.97
 
 
-@pytest.mark.thorough
 def test_runs_that_were_ended_do_not_spoil_the_interval() -> None:
     ended = [sweep(seed, most_examples=2.5 * STEPS * KNEE) for seed in range(40)]
     assert all(not each.reached for each in ended[0] if each.batch > 512)

@@ -218,7 +218,6 @@ def test_points_that_are_no_numbers_are_told_and_left_out_of_charts(trained: Tra
     json.loads(encode_json(report.to_json()))
 
 
-@pytest.mark.thorough
 def test_two_processes_find_what_one_does(
     trained: Trained, on_two_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -40,7 +40,6 @@ def ground(memory: int | None, processes: int = 1) -> TrialGround:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_a_trial_fits_with_enough_memory_and_not_with_little(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(runs))
     free = ground(None)
@@ -67,7 +66,6 @@ def test_all_ranks_of_a_trial_are_held_to_their_limit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_what_fails_for_another_reason_is_no_answer() -> None:
     asked = ground(None)
     asked.recipe = replace(asked.recipe, model=replace(asked.recipe.model, name="no_such_network", options={}))
@@ -87,7 +85,6 @@ def test_a_trial_is_the_recipe_s_step_and_learns_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_the_global_batch_and_the_rate_stay() -> None:
     asked = ("model.options={width: 8, stages: 1}", "parallel.device=cpu")
     small = load_recipe("digits", asked)
@@ -104,7 +101,6 @@ def test_the_global_batch_and_the_rate_stay() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     words = ["find-batch", "digits", "parallel.device=cpu", "batch.global_size=1024", "--processes", "1"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -165,7 +165,6 @@ def _estimated(gpus: int, micro: int) -> MemoryEstimate:
     return estimate_memory(loaded, "t4", gpus)
 
 
-@pytest.mark.thorough
 def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:
     plan = _plan_on(t4s, throughput=1000, one_gpu_batch=1024)
     assert {each.gpus: (each.row.passes, each.has_room) for each in plan.choices} == {

@@ -60,7 +60,6 @@ def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float
     return row
 
 
-@pytest.mark.thorough
 def test_eight_gpus_are_predicted_from_one() -> None:
     errors = [_predicted(*row[:5]).prediction.rate / row[5] - 1 for row in ROWS]
     assert sum(map(abs, errors)) / len(errors) <= 0.05

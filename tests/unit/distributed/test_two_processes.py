@@ -143,7 +143,6 @@ class Task(ImageClassification):
 """
 
 
-@pytest.mark.thorough
 def test_a_buffer_of_training_is_the_same_whatever_the_evaluations_and_saves_and_the_callers_group_stays(
     both: Both, tmp_path: Path
 ) -> None:

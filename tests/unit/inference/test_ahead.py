@@ -288,7 +288,6 @@ def onnx_file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return write
 
 
-@pytest.mark.thorough
 def test_onnx_runtime_says_the_same(trained: Path, pictures: Path, onnx_file: Callable[..., Path]) -> None:
     paths = sorted(pictures.iterdir())
     device = torch.device("cpu")

@@ -234,7 +234,6 @@ def test_rounded_to_bf16(digits: Path, tmp_path: Path) -> None:
     near(answers(timms(hub)[0], normalised(images, saved)), expected)
 
 
-@pytest.mark.thorough
 def test_in_whole_numbers(digits: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     path, whole = tmp_path / "small.onnx", tmp_path / "whole.onnx"
@@ -257,7 +256,6 @@ def test_in_whole_numbers(digits: Path, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".")] == []
 
 
-@pytest.mark.thorough
 def test_text(tiny_recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     (tmp_path / "books").mkdir()
@@ -277,7 +275,6 @@ def test_text(tiny_recipe: Path, tmp_path: Path) -> None:
         written(tmp_path / "run", tmp_path / "hub", "timm")
 
 
-@pytest.mark.thorough
 def test_clicks(tiny_recipe: Path, tmp_path: Path) -> None:
     overrides = {
         "task": "recommendation",

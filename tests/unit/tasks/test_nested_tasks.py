@@ -141,7 +141,6 @@ def test_a_run_goes_on_where_it_was_stopped(name: str) -> None:
     assert again.metrics["last"] == whole.metrics["last"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_and_score_like_one(name: str) -> None:
     alone = train(name, "one", parallel__exact=True, train__duration="10 steps")

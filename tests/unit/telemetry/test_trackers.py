@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -108,3 +110,19 @@ def test_one_that_is_not_installed_is_told_with_its_extra(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"'wandb', which is not installed: run pip install 'paceline\[wandb\]'"):
         build_trackers(["wandb"], tmp_path)
+
+
+@pytest.mark.needs("mlflow", "sqlalchemy", "alembic")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries
+def test_a_database_that_was_never_whole_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.telemetry.mlflow_tracker import MlflowTracker
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("create table spans (name text)")
+    tracker = MlflowTracker(tmp_path, "name", {"seed": 0}, {})
+    tracker.write([step_event(10, 1.5)])
+    tracker.close("stopped")
+    MlflowTracker(tmp_path, "name", {"seed": 0}, {})
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        assert ("train/loss",) in database.execute("select distinct key from metrics").fetchall()

@@ -76,7 +76,6 @@ def test_rare_sizes_run_uncompiled(train_tiny: Callable[..., Any], tiny_task: Ca
     assert compiled_graphs() == 3  # training at 16, evaluation at 8 for two sets of weights
 
 
-@pytest.mark.thorough
 def test_images_that_grow_are_compiled_size_by_size(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
     growing = {"data.progressive.start_size": 4, "data.progressive.multiple": 2, "data.progressive.end": 2}
     result = train_tiny(
@@ -235,14 +234,12 @@ def test_checkpoints_have_the_network_s_own_keys(train_shared: Callable[..., Any
     assert set(weights(compiled, "ema")) == set(weights(plain, "ema"))
 
 
-@pytest.mark.thorough
 def test_an_exact_run_may_be_compiled(train_tiny: Callable[..., Any]) -> None:
     exact = {**ALL, "parallel.exact": True, "parallel.logical_ranks": 4}
     plain, compiled = train_tiny("plain", exact), train_tiny("compiled", {**exact, **EAGER})
     assert compiled.summary.weights_sha256 == plain.summary.weights_sha256
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_inductor_computes_what_the_network_does(
     train_tiny: Callable[..., Any],

@@ -109,7 +109,6 @@ def test_a_run_that_is_asked_to_stop_does_not_wait(recipe: Callable[..., Recipe]
     assert not list((cache / "paceline" / "feeding").iterdir())
 
 
-@pytest.mark.thorough
 def test_why_it_failed_is_told(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding, "_overrides", lambda _: {"model.name": "no_such_network", "model.options": None})
     said = Said()
@@ -121,7 +120,6 @@ def test_why_it_failed_is_told(recipe: Callable[..., Recipe], monkeypatch: pytes
     assert said == []
 
 
-@pytest.mark.thorough
 def test_it_ends_if_the_run_was_killed_while_it_started(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(to_yaml(stored_recipe(to_tree(recipe()), "", {})))
@@ -132,7 +130,6 @@ def test_it_ends_if_the_run_was_killed_while_it_started(recipe: Callable[..., Re
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starts loader processes")
 def test_a_long_run_is_measured_once(recipe: Callable[..., Recipe], cache: Path) -> None:
     said = Said()

@@ -37,7 +37,6 @@ def test_digits() -> None:
     assert "8x8" in dataset.reasons["image_size"]
 
 
-@pytest.mark.thorough
 def test_digits_are_scikit_learns() -> None:
     code = (
         "import sys; from paceline.data.image.sets.digits import read_digits; source = read_digits();"

@@ -56,7 +56,6 @@ def private_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024
 
 
-@pytest.mark.thorough
 def test_loader_processes_do_not_grow(million: FileSource) -> None:
     view = View(image_size=8, channels=3, augment=Augment(crop="random_resized", flip=0.5), seed=1)
     before = children()

@@ -58,7 +58,6 @@ def members_of(group: int) -> list[int]:
     return found
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[..., Path], runs: Path) -> None:
     source, root = make_photos(runs / "photos", count=30), runs / "dest"
