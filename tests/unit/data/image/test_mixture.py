@@ -190,6 +190,11 @@ def test_a_mixture_that_cannot_be_opened_is_refused(sets: Path, mixture: dict[st
         open_dataset(data(sets, mixture))
 
 
+def test_images_of_several_labels_are_refused(sets: Path) -> None:
+    with pytest.raises(RecipeError, match="joins images of one class each"):
+        open_dataset(data(sets, {"photos": 1, "more": 1}), several_labels=True)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
