@@ -113,6 +113,14 @@ def test_the_document(paceline_here: Callable[..., Any], photos: Path) -> None:
     assert set(found["cost"]["slowest"][0]) == {"path", "cpu_ms", "width", "height", "file_bytes"}
 
 
+def test_what_was_moved_is_said_where_something_else_is_wrong(paceline_here: Callable[..., Any], photos: Path) -> None:
+    (photos / "cat" / "empty.jpg").touch()
+    (photos / "dog" / "of-a-cat.jpg").write_bytes((photos / "cat" / "03.jpg").read_bytes())
+    done = paceline_here("check-data", "photos", "--quarantine", "aside")
+    assert done.code == 1
+    assert done.out.splitlines()[-1].startswith("failed: 1 breaks, moved away, 1 spoils")
+
+
 def test_a_mistake_is_one_sentence_and_exit_code_2(paceline_here: Callable[..., Any]) -> None:
     for words, said in (
         (("nowhere",), "paceline: 'nowhere' is no folder or archive of images"),

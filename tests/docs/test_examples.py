@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.thorough
+def test_the_first_evening_comes_to_scores_for_each_class(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    own = {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "first_evening.sh"), "80"],
+        env={**os.environ, **own, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\n$ paceline ") == 6
+    assert "failed: 5 breaks, moved away, 3 spoils" in done.stdout
+    assert re.search(r"^arrow_up +4 ", done.stdout, re.MULTILINE)
+    assert list(tmp_path.glob("tmp.*")) == []
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_another_packages_data_set_is_one_of_ours() -> None:
 
 
 def test_keys_and_names() -> None:
-    assert list(DatasetsUsing("split_column", "other")) == ["csv", "parquet", "other"]
+    assert list(DatasetsUsing("split_column", "other")) == ["csv", "mixture", "parquet", "other"]
     assert "torchvision:EMNIST" in DatasetsUsing("options")
     assert "digits" not in DatasetsUsing("path")
     assert find_dataset("nobody") is None

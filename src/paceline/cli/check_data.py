@@ -131,7 +131,8 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
         if report.unusable:
             yield one_line(f"but what is left cannot be trained on: {report.unusable}")
     found = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
-    if report.quarantine is not None and report.passed:
+    breaking = {each.kind.name for each in report.findings if each.kind.severity == "breaks"}
+    if report.quarantine is not None and breaking <= report.quarantine.kinds:
         found = found.replace(" breaks", " breaks, moved away")
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
     processes = f"{report.workers} process{'es' * (report.workers != 1)}"

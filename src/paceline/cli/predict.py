@@ -296,5 +296,6 @@ def _to_file(
         told = {"images": images, "unreadable": unreadable, "left_out": left_out.told()}
         print_json({"output": str(output), **told})
     else:
-        echo(f"{images:,} images, {len(unreadable):,} of them unreadable: {output}")
+        broken = f", {len(unreadable):,} of them unreadable" if unreadable else ""
+        echo(f"{images:,} images{broken}: {output}")
     return code

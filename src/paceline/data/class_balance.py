@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -18,19 +20,22 @@ SampleClasses = NDArray[np.int64]
 """The class of each training sample, [samples]."""
 _NAMED = 6
 _PURPOSE = 0x64726177  # "draw": a stream of its own, beside the permutation's
+_PURPOSE_IN_TURN = 0x7475726E  # "turn"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClassDraws:
-    """How often samples are drawn with replacement, by their class.
+    """How often samples are drawn with replacement, by their class or by the data set that they are of.
 
     Attributes:
-        classes: The class of each sample, int64 [samples].
+        classes: The class of each sample, or its data set in a mixture, int64 [samples].
         weights: How often a sample of each class is drawn, relative to one of another.
+        counts: How many samples of each data set an epoch has; empty if samples are drawn by their class.
     """
 
     classes: SampleClasses
-    weights: tuple[float, ...]
+    weights: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -42,9 +47,8 @@ class ClassDraws:
 def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> SampleIds:
     """Draw as many samples as there are, with replacement; return the keys of the draws, int64 [samples], read-only.
 
-    Every class has its share of the epoch, and every sample its share of the draws, exact to one: of shares that are no
-    whole numbers, a random start decides (systematic sampling). Then the draws are shuffled. The key of a draw is
-    ``id + samples * (earlier draws of the id in this epoch)``: no two draws of an epoch have the same key.
+    The key of a draw is ``id + samples * (earlier draws of the id in this epoch)``: no two draws of an epoch have the
+    same key.
 
     Args:
         seed: The run's seed.
@@ -53,13 +57,7 @@ def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> S
         repeats: How often each draw follows itself, as another of the ids that are one image (see ``epoch_order``).
     """
     different = len(draws.classes)
-    words = np.random.Philox(key=[seed_of(seed, _PURPOSE), epoch]).random_raw(2 * different + 1)
-    by_class = np.lexsort((words[:different], draws.classes))
-    ends = np.cumsum(np.array(draws.weights)[draws.classes[by_class]])
-    start = float(words[-1] >> np.uint64(11)) * 2.0**-53
-    marks = (np.arange(different) + start) * (ends[-1] / different)
-    drawn = by_class[np.minimum(np.searchsorted(ends, marks, side="right"), different - 1)]
-    drawn = drawn[np.argsort(words[different : 2 * different], kind="stable")]
+    drawn = _mixed(seed, epoch, draws) if draws.counts else _drawn_by_class(seed, epoch, draws)
     sorted_places = np.argsort(drawn, kind="stable")
     ids = drawn[sorted_places]
     earlier = np.empty_like(drawn)
@@ -68,6 +66,70 @@ def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> S
     keys: SampleIds = (first[:, None] + different * np.arange(repeats)).reshape(-1)
     keys.flags.writeable = False
     return keys
+
+
+def _drawn_by_class(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
+    """Draw samples by the weights of their classes, in random order.
+
+    Every class has its share of the epoch, and every sample its share of the draws, exact to one: of shares that are no
+    whole numbers, a random start decides (systematic sampling).
+    """
+    different = len(draws.classes)
+    words = np.random.Philox(key=[seed_of(seed, _PURPOSE), epoch]).random_raw(2 * different + 1)
+    by_class = np.lexsort((words[:different], draws.classes))
+    ends = np.cumsum(np.array(draws.weights)[draws.classes[by_class]])
+    start = float(words[-1] >> np.uint64(11)) * 2.0**-53
+    marks = (np.arange(different) + start) * (ends[-1] / different)
+    drawn = by_class[np.minimum(np.searchsorted(ends, marks, side="right"), different - 1)]
+    shuffled: SampleIds = drawn[np.argsort(words[different : 2 * different], kind="stable")]
+    return shuffled
+
+
+def _mixed(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
+    """Draw an epoch's share of each data set, the sets evenly interleaved.
+
+    A set is passed through in one fresh permutation after another, from where the epoch before ended: no sample comes
+    again before all of the set have come. The j-th of n draws of a set has its place at (j + 1/2) / n of the epoch.
+    """
+    drawn, places = [], []
+    for number, count in enumerate(draws.counts):
+        members = np.flatnonzero(draws.classes == number)
+        before, size = epoch * count, len(members)
+        passes = range(before // size, -(-(before + count) // size))
+        seed_of_set = seed_of(seed, _PURPOSE_IN_TURN, number)
+        words = (np.random.Philox(key=[seed_of_set, each]).random_raw(size) for each in passes)
+        turns = np.concatenate([members[np.argsort(each, kind="stable")] for each in words])
+        drawn.append(turns[before % size :][:count])
+        places.append((np.arange(count) + 0.5) / count)
+    mixed: SampleIds = np.concatenate(drawn)[np.argsort(np.concatenate(places), kind="stable")]
+    return mixed
+
+
+def counts_by_ratio(ratios: Mapping[str, float], sets: SampleClasses) -> tuple[int, ...]:
+    """Return how many samples of each data set an epoch has: as many in all as there are, by largest remainders.
+
+    Args:
+        ratios: The ratio of each set, by its name.
+        sets: The number of the set that each training sample is of.
+
+    Raises:
+        RecipeError: If a set has no training samples, or no share of an epoch.
+    """
+    sizes, total = np.bincount(sets, minlength=len(ratios)), sum(map(Fraction, ratios.values()))
+    exact = [Fraction(ratio) * len(sets) / total for ratio in ratios.values()]
+    counts = [math.floor(each) for each in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda each: counts[each] - exact[each])
+    for each in by_remainder[: len(sets) - sum(counts)]:
+        counts[each] += 1
+    for (name, ratio), size, count in zip(ratios.items(), sizes.tolist(), counts, strict=True):
+        if size == 0:
+            raise RecipeError(f"data.mixture names {name!r}, of which no training images are left; leave it out.")
+        if count == 0:
+            raise RecipeError(
+                f"data.mixture gives {name!r} the ratio {ratio:g}, which is less than one of the {len(sets):,} samples "
+                "of an epoch; give it more, or leave it out."
+            )
+    return tuple(counts)
 
 
 def weights_by_class(

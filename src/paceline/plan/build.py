@@ -393,6 +393,7 @@ _ALWAYS_TOLD = (
     "data.subset",
     "data.only_classes",
     "data.sampling",
+    "data.mixture",
     "train.class_weights",
     "parallel.exact",
     "parallel.affinity",

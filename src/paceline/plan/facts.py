@@ -39,7 +39,8 @@ class TaskFacts:
         class_weights: Weight of each class in the loss (``train.class_weights``); empty: all the same.
         sampling: How often a sample of each class is drawn, relative to one of another (``data.sampling``); empty: each
             is used once an epoch.
-        classes_sha256: Of the samples' classes, by which they are drawn; None if they are not.
+        mixture: How many samples of each data set an epoch has (``data.mixture``); empty: there is one set.
+        classes_sha256: Of the samples' classes or sets, by which they are drawn; None if they are not.
         lengths_sha256: Of the samples' lengths by which steps are balanced (``batch.balance``); None if they are not.
     """
 
@@ -50,6 +51,7 @@ class TaskFacts:
     lengths_sha256: str | None = None
     class_weights: tuple[float, ...] = ()
     sampling: tuple[float, ...] = ()
+    mixture: tuple[int, ...] = ()
     classes_sha256: str | None = None
 
 

@@ -66,6 +66,8 @@ _Columns = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     AfterValidator(_each_once),
 ]
+# Sorted: samples are numbered by set, and their order must not depend on that of the keys.
+_Ratios = Annotated[dict[str, PositiveFloat], AfterValidator(lambda ratios: dict(sorted(ratios.items())))]
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
 
 
@@ -342,14 +344,19 @@ class Data:
 
     dataset: str = "image_folder"
     """`digits`, `discs` and `figures` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables
-    of images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), the archives `cifar10`, `cifar100`,
-    `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs` (Python's documentation),
-    `text_folder`, `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what `save_to_disk` wrote, or
-    parquet); of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for detection `coco` or
-    `shapes`, which are drawn; or `package.module:factory`."""
+    of images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), `mixture` (of folders and tables),
+    the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs`
+    (Python's documentation), `text_folder`, `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what
+    `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for
+    detection `coco` or `shapes`, which are drawn; or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
-    `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt."""
+    `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder that
+    its sets lie in."""
+    mixture: Annotated[_Ratios, Applies("dataset", DatasetsUsing("mixture"))] = Field(default_factory=dict)
+    """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
+    `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one
+    class. An epoch has as many samples as all sets; a set is used up before one of its samples comes again."""
     image_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("image_column"))] = "auto"
     """Which column of a table holds the images, or their paths; `auto`: the one that is usual."""
     label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column"))] = "auto"

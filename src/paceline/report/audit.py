@@ -51,8 +51,8 @@ class Audit:
         epochs: The count of each epoch.
         objections: What is wrong, one sentence each; empty if every promise was kept.
         left_out: What of the data never became a sample, as the run's plan counts it: wrong lines, by name.
-        is_drawn: Whether samples were drawn with replacement (``data.sampling``): duplicates and missing ones are then
-            counted against the recipe's draws.
+        is_drawn: Whether samples were drawn with replacement (``data.sampling``, ``data.mixture``): duplicates and
+            missing ones are then counted against the recipe's draws.
     """
 
     run_dir: Path
@@ -89,7 +89,7 @@ class Audit:
             lines.append(f"left out: {format_count(count)} {words}, of which no sample was made")
         lines += [f"objection: {objection}" for objection in self.objections]
         if self.passed:
-            what = "draws with replacement (data.sampling)" if self.is_drawn else "samples"
+            what = "draws with replacement (data.sampling, data.mixture)" if self.is_drawn else "samples"
             lines.append(
                 f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {what} "
                 f"was used{', or found broken,' * any(one.broken for one in self.epochs)} exactly once per "
@@ -149,7 +149,7 @@ def audit_run(run_dir: Path) -> Audit:
         epochs=epochs,
         objections=tuple(objections),
         left_out=_left_out(plan),
-        is_drawn=bool(plan.get("sampling")),
+        is_drawn=bool(plan.get("sampling") or plan.get("mixture")),
     )
 
 
@@ -203,9 +203,10 @@ def _draws(directory: RunDirectory, plan: Mapping[str, Any]) -> ClassDraws | Non
     Raises:
         RunDirectoryError: If their classes are not there any more, or others.
     """
-    if not plan.get("sampling"):
+    weights, counts = tuple(plan.get("sampling", ())), tuple(plan.get("mixture", ()))
+    if not weights and not counts:
         return None
-    draws = ClassDraws(classes=read_lengths(directory.sample_classes), weights=tuple(plan["sampling"]))
+    draws = ClassDraws(classes=read_lengths(directory.sample_classes), weights=weights, counts=counts)
     if draws.sha256 != plan.get("classes_sha256"):
         raise RunDirectoryError(
             f"'{directory.sample_classes}' holds other classes than the samples were drawn by: their order cannot be "

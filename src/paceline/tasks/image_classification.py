@@ -32,7 +32,7 @@ from paceline.data.image.pipeline import (
     measure,
     open_backend,
 )
-from paceline.data.image.source import encoded_source, repeated
+from paceline.data.image.source import encoded_source, part_numbers, repeated
 from paceline.data.image.transforms import Mixing, View, first_images
 from paceline.data.pipeline import Normalize, Pipeline, Placement
 from paceline.data.slices import SampleShapes
@@ -156,6 +156,11 @@ class ImageTask(Task):
     @abstractmethod
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
         """What the plan says of the targets; ``reasons`` takes why."""
+
+    def sample_sets(self) -> SampleClasses | None:
+        """The part of a mixture that each image is of, as often as it is repeated."""
+        numbers = part_numbers(self.dataset.train)
+        return None if numbers is None else np.tile(numbers, self.recipe.data.augment.repeats)
 
     def description(self) -> dict[str, Any]:
         """What prediction needs."""

@@ -82,6 +82,13 @@ class Task(ABC):
         """
         return None
 
+    def sample_sets(self) -> SampleClasses | None:
+        """The data set of each training sample, int64 [samples], numbered as the keys of `data.mixture`.
+
+        By default None: there is one set, and each sample is used once an epoch. Known after :meth:`data_facts`.
+        """
+        return None
+
     def weights_by_class(self, key: str) -> tuple[float, ...]:
         """The weight of each class by `train.class_weights` or `data.sampling`; empty: all samples are alike.
 

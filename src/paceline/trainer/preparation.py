@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
-from paceline.data.class_balance import ClassDraws, in_words
+from paceline.data.class_balance import ClassDraws, counts_by_ratio, in_words
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
@@ -50,6 +50,7 @@ from paceline.tasks.task import Task, check_used_by, task_name
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.meta_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.trainer.precision import set_float32_matmul
+from paceline.units import format_count
 from paceline.world import World
 
 
@@ -214,7 +215,7 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     classes, data = _about_classes(task, data)
     best_metric(task)
     lengths = task.sample_lengths()
-    is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1 and "sampling" not in classes
+    is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1 and "classes_sha256" not in classes
     facts = TaskFacts(
         higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
         headline=headline_of(task).name,
@@ -239,17 +240,36 @@ def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFac
             found[name] = weights
             reasons[key] = in_words(weights, labels, task.description()["class_names"])
     if draws := draws_of(task):
-        found["classes_sha256"] = draws.sha256
-        reasons["data.sampling"] = f"drawn with replacement, {reasons['data.sampling']}"
+        found |= {"classes_sha256": draws.sha256, "mixture": draws.counts}
+        if draws.counts:
+            each = zip(task.recipe.data.mixture, draws.counts, np.bincount(draws.classes).tolist(), strict=True)
+            reasons["data.mixture"] = "per epoch " + ", ".join(
+                f"{format_count(count)} samples of {name!r} ({format_count(size)} images)" for name, count, size in each
+            )
+        else:
+            reasons["data.sampling"] = f"drawn with replacement, {reasons['data.sampling']}"
     return found, replace(data, unused={**unused, **data.unused}, reasons={**data.reasons, **reasons})
 
 
 def draws_of(task: Task) -> ClassDraws | None:
-    """How a task's samples are drawn, if not each once: each image once, however often it is repeated."""
-    classes, weights = task.sample_classes(), task.weights_by_class("data.sampling")
+    """How a task's samples are drawn, if not each once: each image once, however often it is repeated.
+
+    Raises:
+        RecipeError: If they are to be drawn by class and by data set, or a set has no share of an epoch.
+    """
+    classes, sets, data = task.sample_classes(), task.sample_sets(), task.recipe.data
+    weights = task.weights_by_class("data.sampling")
+    if sets is not None:
+        if weights:
+            raise RecipeError(
+                "data.sampling draws samples by class, but data.dataset=mixture draws them by data set; leave it out: "
+                "train.class_weights can weigh classes in the loss."
+            )
+        sets = sets[: len(sets) // data.augment.repeats]
+        return ClassDraws(classes=sets, counts=counts_by_ratio(data.mixture, sets))
     if classes is None or not weights:
         return None
-    return ClassDraws(classes=classes[: len(classes) // task.recipe.data.augment.repeats], weights=weights)
+    return ClassDraws(classes=classes[: len(classes) // data.augment.repeats], weights=weights)
 
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:

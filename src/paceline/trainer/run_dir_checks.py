@@ -258,7 +258,7 @@ _FIXED_NUMBERS = {
     "steps_per_epoch": "batch.global_size",
     # Otherwise a longer run would freeze again what it trains already.
     "lengths_sha256": "the samples' lengths, by which batch.balance shares them out",
-    "classes_sha256": "the samples' classes, by which data.sampling draws them",
+    "classes_sha256": "the samples' classes or sets, by which data.sampling or data.mixture draws them",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
     "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
 }

@@ -141,10 +141,12 @@ class Problems:
 
     Attributes:
         bad: Files and folders that can be left out.
+        allows_one_class: Whether a folder may have one class only, as a part of a mixture.
     """
 
     def __init__(self) -> None:
         self.bad: list[Bad] = []
+        self.allows_one_class = False
         self._stopping: dict[str, list[tuple[str, ...]]] = {}
         self._rows: dict[str, list[tuple[str, ...]]] = {}
 

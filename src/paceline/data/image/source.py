@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
@@ -153,6 +153,9 @@ def announce(source: SampleSource, samples: Ids) -> None:
     if isinstance(source, SubsetSource):
         ids = source.ids[samples]
         announce(source.base, np.unique(ids) if isinstance(source, RepeatedSource) else ids)
+    elif isinstance(source, JoinedSource):
+        for part, ids in source.samples_by_part(samples):
+            announce(part, ids)
     elif isinstance(source, ForeseeingSource):
         source.will_read(samples)
 
@@ -268,6 +271,62 @@ class SubsetSource:
         return self.base.path(int(self.ids[sample]))
 
 
+class JoinedSource:
+    """The samples of several sources, one source after another."""
+
+    def __init__(self, parts: Mapping[str, SampleSource], labels: Ids) -> None:
+        """Take the sources by their names, and the labels of all samples."""
+        self.parts = dict(parts)
+        self.labels = labels
+        self.part_numbers: Ids = np.repeat(np.arange(len(parts)), [len(each) for each in parts.values()])
+        self._names, self._sources = list(parts), list(parts.values())
+        self._starts = np.searchsorted(self.part_numbers, np.arange(len(parts))).tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def find(self, sample: int) -> tuple[str, SampleSource, int]:
+        """Return the name of the part that a sample is in, the part, and the sample's number there."""
+        part = int(self.part_numbers[sample])
+        return self._names[part], self._sources[part], sample - self._starts[part]
+
+    def read(self, sample: int) -> Image:
+        """Read the part's sample; raises BrokenImageError."""
+        _, source, number = self.find(sample)
+        return source.read(number)
+
+    def encoded(self, sample: int) -> Content:
+        """Return the part's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
+        _, source, number = self.find(sample)
+        files = encoded_source(source)
+        if files is None:
+            raise TypeError("this source has no files")
+        return files.encoded(number)
+
+    def size(self, sample: int) -> tuple[int, int] | None:
+        """Return the part's (height, width), if it knows it."""
+        _, source, number = self.find(sample)
+        return source.size(number) if isinstance(source, MeasuredSource) else None
+
+    def path(self, sample: int) -> str:
+        """Return the part's name of the sample."""
+        _, source, number = self.find(sample)
+        return source.path(number)
+
+    def samples_by_part(self, samples: Ids) -> list[tuple[SampleSource, Ids]]:
+        """Return each part with those of the samples that are in it, by their numbers there."""
+        numbers = self.part_numbers[samples]
+        return [(source, samples[numbers == part] - self._starts[part]) for part, source in enumerate(self._sources)]
+
+
+def part_numbers(source: SampleSource) -> Ids | None:
+    """The number of the part that each sample of a joined source, or of some of its samples, is in; None for others."""
+    if isinstance(source, SubsetSource):
+        below = part_numbers(source.base)
+        return None if below is None else below[source.ids]
+    return source.part_numbers if isinstance(source, JoinedSource) else None
+
+
 class RepeatedSource(SubsetSource):
     """Every sample of another source several times: ids ``i``, ``i + n``, ``i + 2n``, … of ``n`` are the same image."""
 
@@ -289,6 +348,8 @@ def encoded_source(source: SampleSource) -> EncodedSource | None:
     """The source as one that hands files over undecoded, or None where it, or what lies under it, has no files."""
     if isinstance(source, SubsetSource):
         return None if encoded_source(source.base) is None else source
+    if isinstance(source, JoinedSource):
+        return None if None in map(encoded_source, source.parts.values()) else source
     return source if isinstance(source, EncodedSource) and _decodes_as_we_do(type(source)) else None
 
 
@@ -302,6 +363,9 @@ def files_of(source: SampleSource, samples: Ids) -> Sequence[str] | None:
     """Paths of the files that samples lie in; None if the source does not know."""
     if isinstance(source, SubsetSource):
         return files_of(source.base, np.unique(source.ids[samples]))
+    if isinstance(source, JoinedSource):
+        found = [files_of(part, ids) for part, ids in source.samples_by_part(samples)]
+        return None if None in found else [path for each in found for path in each or ()]
     return source.files(samples) if isinstance(source, FiledSource) else None
 
 
@@ -382,6 +446,9 @@ def hashed_names(names: list[bytes], salt: bytes) -> Hashes:
 def _name(source: SampleSource, sample: int) -> bytes:
     if isinstance(source, SubsetSource):
         return _name(source.base, int(source.ids[sample]))
+    if isinstance(source, JoinedSource):
+        part, within, number = source.find(sample)
+        return part.encode("utf-8", "backslashreplace") + b"/" + _name(within, number)
     names = source.names if isinstance(source, _NamedSource) else None
     if isinstance(names, Names) and not isinstance(source, FileSource):
         text = names.text(sample)  # UTF-8 within files, whatever this system's encoding of file names is

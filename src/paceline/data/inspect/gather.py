@@ -39,7 +39,7 @@ from paceline.references import is_reference
 _OF_IMAGES = ("image_classification", "image_multilabel", "image_regression", "distillation")
 # How samples are shown, which is not looked at; a source of one's own may ask for any key.
 _WITHOUT_EFFECT = (
-    *("data.augment", "data.mix", "data.progressive", "data.interpolation", "data.evaluation_"),
+    *("data.augment", "data.mix.", "data.progressive", "data.interpolation", "data.evaluation_"),
     *("data.backend", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
 )
 

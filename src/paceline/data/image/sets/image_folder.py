@@ -137,7 +137,7 @@ def _list_classes(
             repr(str(folder)),
             folder.name,
         )
-    elif len(classes) == 1:
+    elif len(classes) == 1 and not problems.allows_one_class:
         problems.add(_ONE_CLASS, repr(str(folder)), repr(classes[0]))
     prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
     names: list[bytes] = []
