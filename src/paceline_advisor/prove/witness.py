@@ -99,6 +99,10 @@ class Witness(Task):
         """The task's, of the samples that there are."""
         return _first(self.task.sample_classes(), self._orders.samples)
 
+    def sample_sets(self) -> SampleClasses | None:
+        """The task's, of the samples that there are."""
+        return _first(self.task.sample_sets(), self._orders.samples)
+
     def sample_lengths(self) -> SampleLengths | None:
         """The task's, of the samples that there are."""
         return _first_lengths(self.task.sample_lengths(), self._orders.samples)
