@@ -48,6 +48,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "mse": "torch.nn:MSELoss",
         "l1": "torch.nn:L1Loss",
         "huber": "torch.nn:HuberLoss",
+        "cross_entropy_dice": "paceline.tasks.segmentation:pixel_losses",
     },
     "tasks": {
         "image_classification": "paceline.tasks.image_classification:ImageClassification",
@@ -57,6 +58,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
         "recommendation": "paceline.tasks.recommendation:Recommendation",
         "detection": "paceline.tasks.detection:Detection",
+        "segmentation": "paceline.tasks.segmentation:Segmentation",
     },
     "datasets": {},  # ours register themselves: paceline.dataset_registry
     "commands": {},

@@ -76,7 +76,12 @@ class Predict:
         "Most answers for each image or hidden token (default: 3), or objects (default: all); to write, choose among "
         "so many tokens only.",
     ] = None
-    draw: Annotated[Path | None, Shape(metavar="DIR", path="folder"), "Of a detector: draw what it finds."] = None
+    draw: Annotated[
+        Path | None,
+        Shape(metavar="DIR", path="folder"),
+        "Of a detector: draw what it finds. Of "
+        "segmentation: write label maps, PNG files whose values are class indices.",
+    ] = None
     output: Annotated[
         Path | None,
         Shape(metavar="FILE", path="file"),
@@ -210,8 +215,8 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
     left_out = LeftOut()
     pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
     predictor = open_predictor(asked.target, **where)
-    if asked.draw is not None and not predictor.finds_boxes:
-        raise click.UsageError("--draw draws the objects that a detector finds, and these weights find none.")
+    if asked.draw is not None and not predictor.draws:
+        raise click.UsageError("--draw draws the objects or classes of pixels found, and these weights find none.")
     if asked.top_k is not None and predictor.number_names:
         raise click.UsageError("--top-k has no effect: an answer of these weights has all their numbers. Leave it out.")
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:

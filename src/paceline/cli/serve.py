@@ -92,6 +92,11 @@ class Serve:
                 trust_code=self.trust_code,
             )
 
+            if predictor.draws and not predictor.finds_boxes:
+                raise PacelineError(
+                    f"{self.target} labels pixels, which is not served; use paceline predict --draw DIR."
+                )
+
             def ready() -> None:
                 if not address.is_loopback:
                     echo(f"paceline: {address.url} {_OPEN}", err=True)

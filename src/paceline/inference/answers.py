@@ -112,6 +112,11 @@ class ImagePredictor(Protocol):
         ...
 
     @property
+    def draws(self) -> bool:
+        """Whether answers can be drawn."""
+        ...
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the weights, in hexadecimal."""
         ...

@@ -120,6 +120,7 @@ class DetectionPredictor:
     largest_batch: int | None = 1
     number_names: tuple[str, ...] = ()
     finds_boxes = True
+    draws = True
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         where = str(saved.path)

@@ -18,12 +18,19 @@ from paceline.errors import ModelError, NotFiniteError, RecipeError
 from paceline.inference.clicks import ClickPredictor
 from paceline.inference.labelling import Outputs
 from paceline.inference.predict import Predictor, trained_task
+from paceline.inference.segmentation import SegmentationPredictor
 from paceline.inference.text import TextPredictor, is_text_model
 
 OUTPUT = "logits"
 TOLERANCE = 1e-4  # of the largest answer; what other arithmetic in fp32 may come to
 _MEAN_OVER_STD = 10_000.0  # above it, fp32 holds less than three digits of what the numbers vary by
 
+# By what the weights' description has.
+_NOT_ONE_LABEL = {
+    "targets": "predicts numbers",
+    "thresholds": "gives an image any number of labels",
+    "segments": "labels pixels",
+}
 _CPU = torch.device("cpu")
 _TRIED = (1, 2, 5)
 
@@ -62,7 +69,7 @@ class Exportable:
         inputs: What it takes.
         longest: The largest size of each dimension that changes, where there is a largest.
         saved: Its weights and their description.
-        kind: What its inputs are: ``images``, ``tokens`` or ``clicks``.
+        kind: What it is about: ``images``, ``pixels``, ``tokens`` or ``clicks``.
         outputs: What the outputs stand for, of images.
     """
 
@@ -204,12 +211,13 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
             f"{saved.path} holds a detector: it takes pictures of any sizes and answers with as many boxes as it "
             f"finds, which --format {wanted} cannot say; use --format safetensors."
         )
+    if "segments" in data and wanted != "timm":
+        return _pixels(saved, data, trust_code=trust_code)
     if is_text_model(saved):
         return _tokens(saved, data, trust_code=trust_code)
     if "table_rows" in data:
         return _clicks(saved, data, trust_code=trust_code)
-    if data.keys() & {"targets", "thresholds"} and wanted == "timm":
-        what = "predicts numbers" if "targets" in data else "gives an image any number of labels"
+    if wanted == "timm" and (what := next((said for key, said in _NOT_ONE_LABEL.items() if key in data), None)):
         raise RecipeError(
             f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
             "torch-export."
@@ -234,6 +242,22 @@ def _images(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> E
         saved=saved,
         kind="images",
         outputs=predictor.outputs,
+    )
+
+
+def _pixels(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
+    predictor = SegmentationPredictor(saved, _CPU, trust_code=trust_code)
+    mean, std = (", ".join(f"{each:g}" for each in data[key]) for key in ("mean", "std"))
+    says = (
+        f"RGB, float32: resize the longer side to {predictor.size} pixels ({data['interpolation']}, antialiased) and "
+        f"pad at the right and below; (value / 255 - mean) / std with mean {mean} and std {std}"
+    )
+    return Exportable(
+        network=_still(predictor.network),
+        inputs=(Input("images", ("batch", 3, predictor.size, predictor.size), None, says),),
+        longest={},
+        saved=saved,
+        kind="pixels",
     )
 
 

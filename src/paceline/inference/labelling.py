@@ -185,6 +185,7 @@ class ImageLabeller(ABC):
     usual_top_k = 3
     largest_batch: int | None = None
     finds_boxes = False
+    draws = False
 
     outputs: Outputs
     shown: Shown
@@ -299,7 +300,7 @@ class OnnxPredictor(ImageLabeller):
         self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
         data = self._saved.described("data")
         outputs = Outputs.described(data)
-        if outputs is None or "detects" in data:
+        if outputs is None or "detects" in data or "segments" in data:
             raise DataError(f"'{path}' labels no images, so it cannot predict them.")
         self.outputs = replace(outputs, is_in_units=True)
         self.shown = Shown.described(data, str(path))

@@ -20,6 +20,7 @@ from paceline.errors import CheckpointError, DataError, RecipeError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, Shown
+from paceline.inference.segmentation import SegmentationPredictor
 from paceline.models.build import check_takes
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
@@ -173,10 +174,9 @@ def load_predictor(
     """
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.described("data")
-    if "detects" in described:
-        raise DataError(
-            f"{saved.path} holds a detector, which finds objects and labels no images; use paceline predict."
-        )
+    if "detects" in described or "segments" in described:
+        found = "a detector, which finds objects" if "detects" in described else "a network that labels pixels"
+        raise DataError(f"{saved.path} holds {found} and labels no images; use paceline predict.")
     return _labeller(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
 
 
@@ -191,7 +191,7 @@ def _labeller(saved: SavedWeights, device: torch.device, make_task: TaskMaker) -
 def open_predictor(
     target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
 ) -> ImagePredictor:
-    """Load weights that label images, or find objects in them; arguments as for :func:`load_predictor`.
+    """Load weights that label images or pixels, or find objects; arguments as for :func:`load_predictor`.
 
     Besides, the target may be an ONNX file as ``paceline export --format onnx`` writes it.
     """
@@ -204,4 +204,6 @@ def open_predictor(
     saved = read_weights(target, weights, best=best)
     if "detects" in saved.described("data"):
         return DetectionPredictor(saved, device, trust_code=trust_code)
+    if "segments" in saved.described("data"):
+        return SegmentationPredictor(saved, device, trust_code=trust_code)
     return _labeller(saved, device, trained_task(saved, trust_code=trust_code))

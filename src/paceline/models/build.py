@@ -50,8 +50,8 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
 
 
 @torch.no_grad()
-def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: int, name: str) -> None:
-    """Find out whether a network takes images of a size, or of a height and width; some are built for one.
+def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: int, name: str) -> Any:
+    """Find out whether a network takes images of a size, or of a height and width; return its answer to a blank one.
 
     Raises:
         ModelError: If it does not; says what to change.
@@ -59,7 +59,7 @@ def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: in
     height, width = (size, size) if isinstance(size, int) else size
     try:
         # A copy: a network of one's own may write into its buffers even in evaluation.
-        copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
+        return copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
     except Exception as error:  # whatever a network of one's own raises
         if torch.are_deterministic_algorithms_enabled() and "deterministic implementation" in str(error):
             raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
@@ -93,12 +93,14 @@ def model_names(pattern: str = "*") -> list[str]:
 
     from paceline.models.detectors import detector_names
     from paceline.models.recommendation import CLICK_MODELS
+    from paceline.models.segmentation import segmenter_names
 
     names = [
         *OWN_MODELS,
         *OWN_LANGUAGE_MODELS,
         *CLICK_MODELS,
         *detector_names(),
+        *segmenter_names(),
         *timm.list_models(),
         *(f"{_TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
     ]

@@ -177,7 +177,7 @@ OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
     "small_retinanet": small_retinanet,
 }
 
-_TORCHVISION = "torchvision:"
+TORCHVISION = "torchvision:"
 # Those that take pictures of any size. Its SSDs take one, and its keypoint networks learn other things.
 _FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos")
 _SIZES = ("min_size", "max_size")
@@ -203,7 +203,7 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
             "data.detection.long_side, which say how large pictures are shown."
         )
     factory = named_factory(model, OWN_DETECTORS)
-    if factory is None and not model.name.startswith(_TORCHVISION):
+    if factory is None and not model.name.startswith(TORCHVISION):
         known = detector_names()
         raise ModelError(
             f"unknown detector '{model.name}'.{did_you_mean(model.name, known)} Detectors: {', '.join(known)}, or "
@@ -233,7 +233,7 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
 
 def detector_names() -> list[str]:
     """All detectors that have a name; imports torchvision."""
-    return [*OWN_DETECTORS, *(f"{_TORCHVISION}{name}" for name in _published())]
+    return [*OWN_DETECTORS, *(f"{TORCHVISION}{name}" for name in _published())]
 
 
 def says_masks(name: str) -> bool:
@@ -248,16 +248,26 @@ def _published() -> list[str]:
 
 
 def _torchvision(model: Model, classes: int) -> nn.Module:
-    from torchvision.models import get_model
-
-    name = model.name.removeprefix(_TORCHVISION)
+    name = model.name.removeprefix(TORCHVISION)
     known = _published()
     if name not in known:
         raise ModelError(
             f"unknown detector '{model.name}'.{did_you_mean(name, known)} Torchvision's are {', '.join(known)}."
         )
-    # Published are a whole detector for COCO's classes and a backbone for ImageNet's; training begins with the latter.
+    return build_published(model, classes)
+
+
+def build_published(model: Model, classes: int) -> nn.Module:
+    """Build a network of torchvision's; ``model.pretrained`` loads ImageNet's weights into its backbone.
+
+    Raises:
+        ModelError: If these cannot be had.
+    """
+    from torchvision.models import get_model
+
+    # Published are a whole network for COCO's classes and a backbone for ImageNet's; training begins with the latter.
     backbone = "DEFAULT" if model.pretrained else None
+    name = model.name.removeprefix(TORCHVISION)
     try:
         network: nn.Module = get_model(
             name, weights=None, weights_backbone=backbone, num_classes=classes, **model.options

@@ -73,11 +73,11 @@ Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending
 
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
 # Of sets of images, each says what it uses, where it is registered (``paceline.dataset_registry``).
-_WITH_PATH = DatasetsUsing("path", "text_folder", "tokens", "huggingface_text", "criteo", "coco")
+_WITH_PATH = DatasetsUsing("path", "text_folder", "tokens", "huggingface_text", "criteo", "coco", "masks")
 _SUBSET = DatasetsUsing("subset")
 _CLASSES = DatasetsUsing("only_classes")
 _SAMPLES = DatasetsUsing("samples", "synthetic_clicks")
-_SPLIT_OFF = DatasetsUsing("validation_fraction", "docs", "text_folder", "huggingface_text", "criteo")
+_SPLIT_OFF = DatasetsUsing("validation_fraction", "docs", "text_folder", "huggingface_text", "criteo", "masks")
 
 _MIXED = Needs(("data.mix.mixup", "data.mix.cutmix"), "nothing is mixed (data.mix.mixup, data.mix.cutmix)")
 _MIXUP = Needs(("data.mix.mixup",), "there is one kind of mixing")
@@ -348,7 +348,8 @@ class Data:
     the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs`
     (Python's documentation), `text_folder`, `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what
     `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for
-    detection `coco` or `shapes`, which are drawn; or `package.module:factory`."""
+    detection `coco` or `shapes`, which are drawn; for segmentation these or `masks` (a label map for each image); or
+    `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder that

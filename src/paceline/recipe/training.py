@@ -103,7 +103,8 @@ class Train:
     installed package registers, or `package.module:factory` of your own. Of several labels: `bce`, the default there,
     `asl`, which counts easy negatives less (Ridnik et al. 2021), or your own. Of image regression, whose targets have a
     mean of 0 and a standard deviation of 1: `mse`, `l1`, or `huber`, which is half of `mse` up to an error of 1, and
-    then grows as `l1`."""
+    then grows as `l1`. Of segmentation: `cross_entropy` of each image's pixels, or `cross_entropy_dice`, which adds the
+    Dice loss of the classes in the image."""
     loss_options: Annotated[Options, Applies("loss", ("asl", "focal")), Belongs("loss")] = Field(default_factory=dict)
     """Keyword arguments of the loss: `gamma` for `focal` (default 2); `gamma_negative` (4), `gamma_positive` (1) and
     `clip` (0.05) for `asl`; or those of your own factory."""

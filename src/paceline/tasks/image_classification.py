@@ -241,8 +241,8 @@ class ImageTask(Task):
 
     def _check_targets(self) -> None:
         loss, data = self.recipe.train.loss, self.recipe.data
-        is_of_numbers = loss in _NUMBER_LOSSES
-        if is_of_numbers != (self.learns == "numbers") or (self.learns == "labels" and loss in _CLASS_LOSSES):
+        is_of_others = (loss in _NUMBER_LOSSES) != (self.learns == "numbers") or loss == "cross_entropy_dice"
+        if is_of_others or (self.learns == "labels" and loss in _CLASS_LOSSES):
             raise RecipeError(
                 f"train.loss={loss} is not a loss of task={self.recipe.task}; use {_LOSSES[self.learns]}."
             )

@@ -143,7 +143,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             network = convert_to_fp8(network)
         task.prepare_training(placement)
         plan = plan_network(make_plan, network, recipe)
-        of_data = (plan.reasons[key] for key in ("batch.global_size", "data.classes") if key in plan.reasons)
+        told = {"batch.global_size", "data.classes"} & plan.reasons.keys() - plan.unused.keys()
+        of_data = (plan.reasons[key] for key in sorted(told))
         prepared = Prepared(
             recipe=recipe,
             plan=plan,

@@ -1,0 +1,249 @@
+"""A folder of images and label maps: PATH/{train,val}/images/NAME.jpg and PATH/{train,val}/masks/NAME.png.
+
+A mask is a palette or 8-bit grey PNG whose values are class indices; 255 is ignored. All masks are read once when the
+folder is opened; what they hold is cached for as long as no mask changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image as Pillow
+
+from paceline.data.disk_cache import recall_arrays, remember_arrays, stamp_of
+from paceline.data.image.dataset import stratified_split
+from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
+from paceline.data.image.source import EXTENSIONS, Image
+from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
+from paceline.errors import DataError, did_you_mean
+from paceline.files import LeftOut, files_below, has_ending, is_folder, visible
+from paceline.machine import cache_folder
+from paceline.recipe.data import Data
+
+_SPLITS = ("train", "val", "test")
+_INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's names of pixels whose values it does not change
+_READERS = 8
+_SHOWN = 5  # faults in a message
+_FORMAT = "a mask must be a palette or 8-bit grey PNG whose values are class indices"
+
+
+@dataclass(frozen=True)
+class FolderSource:
+    """The images of one split, and the mask of each.
+
+    Attributes:
+        images: Paths of the images.
+        masks: Paths of their masks.
+        classes: How many classes there are.
+    """
+
+    images: tuple[str, ...]
+    masks: tuple[str, ...]
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, sample: int) -> tuple[Image, LabelMap]:
+        """Decode both, the image turned as EXIF says; raises BrokenImageError."""
+        image, labels = decode(self.images[sample], 3), read_mask(self.masks[sample])
+        # The files may have changed since they were checked.
+        if fault := _fault(self.images[sample], image.shape[:2], labels.shape, _highest(labels), self.classes):
+            raise BrokenImageError(self.masks[sample], fault)
+        return image, labels
+
+    def path(self, sample: int) -> str:
+        """The image's file."""
+        return self.images[sample]
+
+    def chosen(self, samples: Sequence[int]) -> FolderSource:
+        """Return a source of some of the images."""
+        images, masks = (tuple(each[sample] for sample in samples) for each in (self.images, self.masks))
+        return FolderSource(images, masks, self.classes)
+
+
+def read_mask(path: str) -> LabelMap:
+    """Decode a mask to class indices.
+
+    Raises:
+        BrokenImageError: If it cannot be read, or its values are not class indices.
+    """
+    content = read_file(path)
+    try:
+        with Pillow.open(io.BytesIO(content), formats=("PNG",)) as mask:
+            if mask.width * mask.height > LARGEST_PIXELS:
+                raise BrokenImageError(path, f"{mask.width}x{mask.height} pixels; at most {LARGEST_PIXELS:,} are read")
+            if mask.tile[0][3] not in _INDICES:
+                raise BrokenImageError(path, f"its pixels are {mask.mode}, but {_FORMAT}")
+            return np.asarray(mask)
+    except (OSError, SyntaxError, ValueError, IndexError, Pillow.DecompressionBombError) as error:
+        raise BrokenImageError(path, f"{_FORMAT} ({error})") from error
+
+
+def open_masks(data: Data) -> MaskDataset:
+    """Open the folder of a recipe's `data` section.
+
+    Raises:
+        DataError: If it is laid out in another way, or masks do not fit their images or classes; names the files.
+    """
+    root, left_out = _existing(data), LeftOut()
+    folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
+    if folders and folders[0].name != "train":
+        raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
+    found = [_paired(folder, left_out) for folder in (folders or [root])]
+    _tell_unread(root, folders, left_out)
+    images, masks = (tuple(path for pairs in found for path in pairs[side]) for side in (0, 1))
+    highest, sizes, unreadable = _contents(masks)
+    names = _class_names(root, highest)
+    faults = {}
+    for at, image in enumerate(images):
+        shape = (int(sizes[at, 0]), int(sizes[at, 1]))
+        if fault := unreadable.get(at) or _fault(image, upright_size(image), shape, int(highest[at]), len(names)):
+            faults[at] = f"{masks[at]!r}: {fault}"
+            left_out.add("images whose mask does not fit", os.path.relpath(image, root), faults[at])
+    if faults and data.on_bad == "refuse":
+        listed = "; ".join(list(faults.values())[:_SHOWN])
+        more = f"{len(faults):,} masks do not fit, first {_SHOWN}: " if len(faults) > _SHOWN else ""
+        raise DataError(f"{more}{listed}. Correct or remove them, or leave them out with data.on_bad=skip.")
+    whole = FolderSource(images, masks, len(names))
+    count = len(found[0][0])
+    kept = [[at for at in part if at not in faults] for part in (range(count), range(count, len(images)))]
+    split = f"the folder {folders[1].name}/" if len(folders) > 1 else ""
+    if not split:
+        ids = np.array(kept[0], dtype=np.int64)
+        parts = stratified_split(np.zeros(len(ids), dtype=np.int64), data.validation_fraction)
+        kept = [ids[part].tolist() for part in parts]
+        split = f"{100 * data.validation_fraction:.4g}% of the images, always the same (data.validation_fraction)"
+    if not kept[0]:
+        raise DataError(f"{str(root)!r} has no image with a mask to train on: put NAME.png into masks/ for each image.")
+    digest = hashlib.sha256(repr(names).encode())
+    for at in sorted(at for part in kept for at in part):
+        for path in (images[at], masks[at]):
+            digest.update(os.fsencode(f"{os.path.relpath(path, root)}\0{os.stat(path).st_size}\n"))
+    return MaskDataset(
+        name="masks",
+        train=whole.chosen(kept[0]),
+        validation=whole.chosen(kept[1]),
+        classes=names,
+        digest=digest.hexdigest(),
+        files=(*images, *masks),
+        split=split,
+        left_out=left_out.told(),
+    )
+
+
+def _existing(data: Data) -> Path:
+    if data.path is None:
+        raise DataError("data.dataset=masks needs data.path: the folder that holds images/ and masks/.")
+    root = Path(data.path).expanduser()
+    if not root.is_dir():
+        raise DataError(f"data.path={data.path} is not a folder; give the one that holds images/ and masks/.")
+    return root
+
+
+def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
+    """Images and masks of one split with the same path but for the ending; what has no partner is left out."""
+    by_stem: dict[str, dict[str, str]] = {"images": {}, "masks": {}}
+    for kind, endings in (("images", EXTENSIONS), ("masks", ("png",))):
+        if not (folder / kind).is_dir():
+            near = did_you_mean(kind, [each.name for each in visible(folder)])
+            raise DataError(f"{str(folder)!r} has no folder {kind}/, which task=segmentation reads.{near}")
+        for name in files_below(folder / kind, left_out):
+            stem, path = os.path.splitext(name)[0], os.path.join(folder, kind, name)
+            if not has_ending(name, endings):
+                left_out.add(f"files in {kind}/ with other endings", path)
+            elif stem in by_stem[kind]:
+                left_out.add(f"{kind} that are called as another one", path)
+            else:
+                by_stem[kind][stem] = path
+    images, masks = by_stem["images"], by_stem["masks"]
+    for reason, paths, others in (("images without a mask", images, masks), ("masks without an image", masks, images)):
+        for stem in paths.keys() - others.keys():
+            left_out.add(reason, paths[stem])
+    both = sorted(images.keys() & masks.keys())
+    return [images[stem] for stem in both], [masks[stem] for stem in both]
+
+
+def _tell_unread(root: Path, folders: Sequence[Path], left_out: LeftOut) -> None:
+    """Report what lies beside the folders of images and masks."""
+    read = {"classes.txt", *(each.name for each in folders or [root / "images", root / "masks"])}
+    for folder, known in [(root, read), *((each, {"images", "masks"}) for each in folders)]:
+        for entry in visible(folder):
+            if entry.name not in known:
+                kind = "folders" if is_folder(entry) else "files"
+                left_out.add(f"{kind} that are not read", os.path.relpath(entry.path, root))
+
+
+def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """Read all masks: the highest class of each, int64 [N], their sizes, int64 [N, 2], and why some are not masks."""
+
+    def look(path: str) -> tuple[int, int, int] | str:
+        try:
+            labels = read_mask(path)
+        except BrokenImageError as error:
+            return error.reason
+        return (_highest(labels), *labels.shape)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        try:
+            state = hashlib.sha256(repr(list(pool.map(stamp_of, masks))).encode()).hexdigest()
+        except OSError as error:
+            raise DataError(f"{error.filename!r} cannot be read ({error.strerror}); correct it.") from error
+        memory = cache_folder() / "masks" / f"{hashlib.sha256(os.fsencode(repr(masks))).hexdigest()[:32]}.npz"
+        known = recall_arrays(memory)
+        if known is not None and str(known.get("state")) == state:
+            return known["seen"][:, 0], known["seen"][:, 1:], {}
+        looks = list(pool.map(look, masks))
+    reasons = {at: each for at, each in enumerate(looks) if isinstance(each, str)}
+    seen = np.array([(0, 0, 0) if isinstance(each, str) else each for each in looks], dtype=np.int64).reshape(-1, 3)
+    if not reasons:
+        remember_arrays(memory, {"seen": seen, "state": np.array(state)})
+    return seen[:, 0], seen[:, 1:], reasons
+
+
+def _highest(labels: LabelMap) -> int:
+    """The highest class of a mask; 0 where all of it is ignored."""
+    return int(np.where(labels == IGNORED, 0, labels).max(initial=0))
+
+
+def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], highest: int, classes: int) -> str | None:
+    """Why a mask does not fit its image or the classes; None if it does."""
+    if size is None:
+        return f"its image {image!r} cannot be read"
+    if size != mask:
+        return f"it has {mask[1]}x{mask[0]} pixels, and its image {size[1]}x{size[0]}; both must have the same"
+    if highest >= classes:
+        return (
+            f"it has the value {highest}, but there are {classes} classes: values are 0 to {classes - 1}, or {IGNORED}"
+        )
+    return None
+
+
+def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
+    """The lines of classes.txt; without it, a number for each class up to the highest one of all masks."""
+    file = root / "classes.txt"
+    if not file.exists():
+        names = tuple(str(number) for number in range(int(highest.max(initial=0)) + 1))
+        where = f"the masks of {str(root)!r} hold"
+    else:
+        try:
+            names = tuple(file.read_text(encoding="utf-8").rstrip().splitlines())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{str(file)!r} cannot be read as class names, one a line ({error}); correct it."
+            ) from error
+        where = f"{str(file)!r} has"
+    names = tuple(name.strip() for name in names)
+    if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
+        raise DataError(
+            f"{where} {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to {IGNORED}, "
+            "each with a name of its own."
+        )
+    return names

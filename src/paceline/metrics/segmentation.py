@@ -1,0 +1,78 @@
+"""Intersection over union of classes of pixels, from whole numbers: exact over any number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.metrics.accumulator import Metric
+from paceline.metrics.regression import plain_names
+
+_MOST_CLASSES = 20  # of which each has a metric of its own
+
+
+def pixel_metrics(classes: Sequence[str]) -> tuple[Metric, ...]:
+    """Mean IoU and pixel accuracy in percent, and the IoU of each class where there are at most 20."""
+    each = plain_names(classes) if len(classes) <= _MOST_CLASSES else ()
+    names = ("miou", "pixel_accuracy", *(f"iou_{name}" for name in each))
+    return tuple(Metric(name=name, higher_is_better=True, is_collected=True) for name in names)
+
+
+class PixelConfusion:
+    """Counts pixels by class and answer; satisfies :class:`paceline.metrics.accumulator.DetailedCollector`.
+
+    Args:
+        classes: Their names.
+        ignored: The value of pixels that are not scored.
+    """
+
+    def __init__(self, classes: Sequence[str], ignored: int) -> None:
+        self._classes, self._ignored = tuple(classes), ignored
+        self._counts: Tensor | None = None
+
+    def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
+        """Take ``target`` and ``predicted``, whole numbers [N, H, W]."""
+        wanted, size = values["target"].flatten().long(), len(self._classes)
+        cells = torch.where(wanted == self._ignored, size**2, wanted * size + values["predicted"].flatten())
+        if self._counts is None:
+            self._counts = torch.zeros(size**2 + 1, dtype=torch.int64, device=cells.device)
+        self._counts.index_add_(0, cells, torch.ones_like(cells))
+
+    def part(self) -> NDArray[np.int64]:
+        """Pixels by class (rows) and answer (columns), int64 [classes, classes]; waits for the device."""
+        size = len(self._classes)
+        if self._counts is None:
+            return np.zeros((size, size), dtype=np.int64)
+        return self._counts[:-1].reshape(size, size).cpu().numpy()
+
+    def results(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, float]:
+        """The metrics in percent. A class that neither masks nor answers hold is no part of the mean, and is NaN."""
+        counts = sum(parts[1:], start=parts[0])
+        ious = _ious(counts)
+        known = [each for each in ious if not math.isnan(each)]
+        pixels = int(counts.sum())
+        means = {
+            "miou": math.fsum(known) / len(known) if known else math.nan,
+            "pixel_accuracy": 100 * int(np.trace(counts)) / pixels if pixels else math.nan,
+        }
+        names = [each.name for each in pixel_metrics(self._classes)[len(means) :]]
+        return means | dict(zip(names, ious, strict=False))
+
+    def details(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+        """The IoU of each class, None where there is none, and how many pixels it has."""
+        counts = sum(parts[1:], start=parts[0])
+        ious = [None if math.isnan(each) else round(each, 4) for each in _ious(counts)]
+        return {"classes": list(self._classes), "iou": ious, "pixels": counts.sum(axis=1).tolist()}
+
+
+def _ious(counts: NDArray[np.int64]) -> list[float]:
+    """Intersection over union of each class, in percent; NaN where the union is empty."""
+    both = np.diag(counts)
+    either = counts.sum(axis=0) + counts.sum(axis=1) - both
+    return [100 * one / all_ if all_ else math.nan for one, all_ in zip(both.tolist(), either.tolist(), strict=True)]

@@ -1,0 +1,265 @@
+"""Segmentation: the class of each pixel; mean intersection over union."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.data.batch import Batch
+from paceline.data.boxes.coco import open_coco
+from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
+from paceline.data.image.datasets import MOST_IMAGES, TOO_LARGE, content_digest
+from paceline.data.image.decode import read_file
+from paceline.data.masks.folder import open_masks
+from paceline.data.masks.pipeline import IGNORED, MaskDataset, MaskPipeline, MaskView, from_objects
+from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
+from paceline.errors import ModelError, RecipeError, did_you_mean
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.segmentation import PixelConfusion, pixel_metrics
+from paceline.models.build import check_takes
+from paceline.models.segmentation import build_segmenter, pixel_logits
+from paceline.plan import DataFacts
+from paceline.recipe.data import GeneratedBoxes
+from paceline.recipe.schema import Recipe
+from paceline.recipe.unused import all_but
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+LOSSES = ("cross_entropy", "cross_entropy_dice")
+
+_DATASETS = ("masks", "shapes", "coco")
+_USED = (
+    *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
+    *("data.image_size", "data.evaluation_size", "data.interpolation", "data.mean", "data.std"),
+    *("data.validation_fraction", "data.detection.generated"),
+    *(f"data.augment.{key}" for key in ("crop", "scale", "ratio", "flip", "alternate_flip")),
+)
+_AUXILIARY = 0.4  # what an auxiliary answer counts for, as in torchvision's training script
+_SMOOTHING = 1.0  # pixels, in the Dice coefficient
+_USUAL_SIZE = 256
+# Of ImageNet's images, which published backbones expect.
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Segmentation(Task):
+    """Finds the class of each pixel.
+
+    The loss of an image is the mean over its own pixels but the ignored ones, and that of a step the mean over its
+    images. So it is the same for any number of processes and micro-batches.
+    """
+
+    headline = "miou"
+    unit = "images"
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._threads = 0
+
+    @cached_property
+    def dataset(self) -> MaskDataset:
+        """The images, opened when first asked for."""
+        data = self.recipe.data
+        if data.dataset == "masks":
+            return open_masks(data)
+        if data.dataset == "shapes":
+            return from_objects(open_shapes(data.detection.generated))
+        if data.dataset == "coco":
+            return from_objects(open_coco(data.path, masks=True, keep_empty=True))
+        if data.dataset == REFERENCE:
+            return from_objects(stand_in())
+        raise RecipeError(
+            f"data.dataset={data.dataset} has no masks, which task=segmentation learns; use {', '.join(_DATASETS)}."
+            f"{did_you_mean(data.dataset, _DATASETS)}"
+        )
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Height and width at which images are shown in training, and in evaluation."""
+        data = self.recipe.data
+        usual = data.detection.generated.largest_side if data.dataset == "shapes" else _USUAL_SIZE
+        size = usual if data.image_size == "auto" else data.image_size
+        return size, size if data.evaluation_size == "auto" else data.evaluation_size
+
+    @property
+    def scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation by which images are normalised."""
+        data = self.recipe.data
+        mean, std = _MEAN if data.mean == "auto" else data.mean, _STD if data.std == "auto" else data.std
+        for key, numbers in (("mean", mean), ("std", std)):
+            if len(numbers) != 3:
+                raise RecipeError(f"data.{key} has {len(numbers)} numbers, but images have 3 channels: give 3.")
+        return mean, std
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the images.
+
+        Raises:
+            RecipeError: If something is asked for that the task does not do.
+        """
+        recipe, found = self.recipe, self.dataset
+        if recipe.train.loss not in LOSSES:
+            raise RecipeError(
+                f"train.loss={recipe.train.loss} is not a loss of task=segmentation; use {' or '.join(LOSSES)}."
+            )
+        if recipe.data.augment.crop == "pad":
+            raise RecipeError(
+                "data.augment.crop=pad is not for task=segmentation; use random_resized, which scales and crops, or "
+                "none."
+            )
+        (size, evaluation_size), (mean, std) = self.sizes, self.scale
+        self._threads, why = reading_threads(recipe.data.workers, world)
+        if recipe.data.workers == "auto" and found.name == "shapes":
+            self._threads, why = 0, "nothing is read"
+        self.metrics = (Metric(name="loss"), *pixel_metrics(found.classes))
+        content, told = None, ""
+        if found.files:
+            content, told = None, TOO_LARGE
+            if len(found.files) <= 2 * MOST_IMAGES:
+                files = found.files
+                content, told = content_digest(files, len(files), lambda at: read_file(files[at]), found.digest)
+        return DataFacts(
+            train_samples=len(found.train),
+            evaluation_samples=len(found.validation),
+            description={
+                "dataset": found.name,
+                "digest": found.digest,
+                **({} if content is None else {"content_digest": content}),
+                "classes": len(found.classes),
+                "channels": 3,
+                "image_size": size,
+                "evaluation_size": evaluation_size,
+                "mean": list(mean),
+                "std": list(std),
+                "workers": self._threads,
+            },
+            reasons={
+                "data.workers": why,
+                "data.image_size": "as large as the largest picture drawn" if found.name == "shapes" else "usual",
+                "data.evaluation_size": "as data.image_size",
+                **dict.fromkeys(("data.mean", "data.std"), "ImageNet's"),
+                **({"data.validation": found.split} if found.split else {}),
+                **({"data.content_digest": told} if told else {}),
+            },
+            unused=self._unused(),
+            left_out=found.left_out,
+        )
+
+    def description(self) -> dict[str, Any]:
+        """What prediction needs, and that each class is a pixel's."""
+        return {
+            "class_names": list(self.dataset.classes),
+            "segments": True,
+            "interpolation": self.recipe.data.interpolation,
+        }
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Images, each with its label map."""
+        data, (mean, std) = self.recipe.data, self.scale
+        views = {
+            training: MaskView(
+                self.sizes[0 if training else 1],
+                data.augment if training else None,
+                seed=self.recipe.seed,
+                mean=mean,
+                interpolation=data.interpolation,
+            )
+            for training in (True, False)
+        }
+        normalize = Normalize(mean, std, placement)
+        return MaskPipeline(
+            self.dataset, views, normalize, placement=placement, threads=self._threads, prefetch=data.prefetch
+        )
+
+    def build_model(self) -> nn.Module:
+        """The recipe's network, with an output for each class."""
+        return build_segmenter(self.recipe.model, num_classes=len(self.dataset.classes))
+
+    def check_network(self, network: nn.Module) -> None:
+        """See whether it takes images of both sizes and answers for each pixel and class."""
+        name, classes = self.recipe.model.name, len(self.dataset.classes)
+        for size in sorted(set(self.sizes)):
+            found = pixel_logits(check_takes(network, size, channels=3, name=name))
+            if (wanted := (1, classes, size, size)) != getattr(found, "shape", None):
+                raise ModelError(
+                    f"model.name={name} answers an image of {size} pixels with {_shape_of(found)}, but it must be "
+                    f"logits of shape {list(wanted)}: a score for each class and pixel."
+                )
+
+    def loss(self, model: Model, batch: Batch) -> Tensor:
+        """The recipe's loss; an auxiliary answer counts for 0.4 of it."""
+        answer = model(batch.inputs)
+        loss = self._losses(pixel_logits(answer), batch.targets, self.recipe.train.label_smoothing)
+        if isinstance(answer, dict) and "aux" in answer:
+            loss = loss + _AUXILIARY * self._losses(answer["aux"], batch.targets, self.recipe.train.label_smoothing)
+        return loss.mean()
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """The loss of each image without smoothing and auxiliary answer, and what is found beside what is there."""
+        logits = pixel_logits(model(batch.inputs))
+        losses = self._losses(logits, batch.targets, 0.0)
+        return {"loss": losses, "predicted": logits.argmax(dim=1), "target": batch.targets}
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
+        """The share of each image's pixels that each class has, [N, classes], the padded ones left out."""
+        logits = pixel_logits(model(batch.inputs))
+        found = F.one_hot(logits.argmax(dim=1), logits.shape[1]) * (batch.targets != IGNORED)[..., None]
+        return {"shares": found.sum(dim=(1, 2)) / (batch.targets != IGNORED).sum(dim=(1, 2)).clamp(min=1)[:, None]}
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Intersection over union and pixel accuracy."""
+        return (PixelConfusion(self.dataset.classes, IGNORED),)
+
+    def pictures(self, inputs: Tensor) -> Tensor:
+        """The images as they were before they were normalised."""
+        mean, std = (torch.tensor(each, device=inputs.device).view(1, -1, 1, 1) for each in self.scale)
+        return ((inputs * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+
+    def _losses(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        dice = self.recipe.train.loss == "cross_entropy_dice"
+        return pixel_losses(logits, targets, dice=dice, smoothing=smoothing)
+
+    def _unused(self) -> dict[str, str]:
+        found = all_but(_USED, "masks follow their images through data.image_size, data.augment.crop and flip alone")
+        found |= dict.fromkeys(("train.loss_options", "train.target_threshold"), "the losses of pixels have none")
+        found["train.class_weights"] = "it weighs images by their class, and here each pixel has one"
+        found["evaluate.top_k"] = "segmentation has no top-k accuracy"
+        if self.dataset.name != "masks":
+            found["data.validation_fraction"] = f"data.dataset={self.dataset.name} has held-out pictures"
+        if self.dataset.name != "shapes":
+            why = "it says how data.dataset=shapes is generated"
+            found |= {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}
+        return found
+
+
+def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: float = 0.0) -> Tensor:
+    """The loss of each image, [N], in nats: the mean cross-entropy of its pixels but the ignored ones.
+
+    With ``dice`` one is added, less the mean over classes of (2 |p t| + 1) / (|p| + |t| + 1), where p are an image's
+    probabilities of a class and t is 1 at its pixels (Milletari et al. 2016). Of an image without pixels, the
+    cross-entropy is 0.
+
+    Args:
+        logits: Scores, [N, classes, H, W].
+        targets: Class indices, or ``IGNORED``, [N, H, W].
+        dice: Whether it is added.
+        smoothing: Share of each target that is spread over all classes, in the cross-entropy.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    targets, is_known = targets.long(), targets != IGNORED
+    each = F.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=smoothing, reduction="none")
+    losses = each.sum(dim=(1, 2)) / is_known.sum(dim=(1, 2)).clamp(min=1)
+    if not dice:
+        return losses
+    found = logits.softmax(dim=1) * is_known[:, None]
+    wanted = F.one_hot(targets.masked_fill(~is_known, 0), logits.shape[1]).movedim(-1, 1) * is_known[:, None]
+    common, total = (found * wanted).sum(dim=(2, 3)), (found + wanted).sum(dim=(2, 3))
+    return losses + 1 - ((2 * common + _SMOOTHING) / (total + _SMOOTHING)).mean(dim=1)
+
+
+def _shape_of(answer: object) -> str:
+    return f"shape {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
