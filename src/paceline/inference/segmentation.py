@@ -120,9 +120,12 @@ class SegmentationPredictor:
     @torch.inference_mode()
     def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Segments]:
         """One answer for each image, in order, without paths; shown as in evaluation."""
-        shown = [fitted(as_tensor(each), self.size, self._fill, interpolation=self._interpolation) for each in prepared]
+        shown = [fitted(as_tensor(each), self.size, self._fill, self._interpolation) for each in prepared]
         logits = self.network(self._normalize(torch.stack(shown).to(self._device))).float()
-        return [self._read(each, (pixels.shape[0], pixels.shape[1]), top_k) for each, pixels in zip(logits, prepared, strict=True)]
+        return [
+            self._read(each, (pixels.shape[0], pixels.shape[1]), top_k)
+            for each, pixels in zip(logits, prepared, strict=True)
+        ]
 
     def unreadable(self, path: Path, reason: str) -> Segments:
         """The answer for an image that cannot be read."""

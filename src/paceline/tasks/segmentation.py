@@ -239,9 +239,9 @@ class Segmentation(Task):
 def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: float = 0.0) -> Tensor:
     """The loss of each image, [N], in nats: the mean cross-entropy of its pixels but the ignored ones.
 
-    With ``dice`` one is added, less the mean over classes of (2 |p t| + 1) / (|p| + |t| + 1), where p are an image's
-    probabilities of a class and t is 1 at its pixels (Milletari et al. 2016). Of an image without pixels, the
-    cross-entropy is 0.
+    With ``dice`` the mean over the classes that an image holds of 1 - (2 |p t| + 1) / (|p| + |t| + 1) is added, where p
+    are the image's probabilities of a class and t is 1 at its pixels (Milletari et al. 2016). The loss of an image
+    without pixels is 0.
 
     Args:
         logits: Scores, [N, classes, H, W].
@@ -257,8 +257,10 @@ def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: floa
         return losses
     found = logits.softmax(dim=1) * is_known[:, None]
     wanted = F.one_hot(targets.masked_fill(~is_known, 0), logits.shape[1]).movedim(-1, 1) * is_known[:, None]
-    common, total = (found * wanted).sum(dim=(2, 3)), (found + wanted).sum(dim=(2, 3))
-    return losses + 1 - ((2 * common + _SMOOTHING) / (total + _SMOOTHING)).mean(dim=1)
+    sizes, common = wanted.sum(dim=(2, 3)), (found * wanted).sum(dim=(2, 3))
+    missed = 1 - (2 * common + _SMOOTHING) / (found.sum(dim=(2, 3)) + sizes + _SMOOTHING)
+    is_there = sizes > 0
+    return losses + (missed * is_there).sum(dim=1) / is_there.sum(dim=1).clamp(min=1)
 
 
 def _shape_of(answer: object) -> str:

@@ -52,6 +52,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "evaluate.batch_size": 2,
         },
     ),
+    "segmentation": (
+        "shapes-segmentation",
+        {
+            "model.options": {"width": 2, "stages": 1},
+            "data.image_size": 16,
+            "data.detection.generated": {"samples": 16, "evaluation_samples": 4},
+            "batch.global_size": 4,
+            "evaluate.batch_size": 2,
+        },
+    ),
 }
 # What is image classification with another network beside it.
 VARIANTS = {"distillation"}

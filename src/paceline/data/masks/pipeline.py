@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.boxes.pipeline import BoxDataset, BoxSource
@@ -111,21 +112,23 @@ def from_objects(boxes: BoxDataset) -> MaskDataset:
     )
 
 
-def fitted(image: Tensor, size: int, fill: float | Sequence[float], *, interpolation: str = "bilinear") -> Tensor:
+def fitted(image: Tensor, size: int, fill: Sequence[int], interpolation: str) -> Tensor:
     """Resize until the longer side is ``size`` and pad at the right and below; [C, size, size].
 
     Args:
         image: uint8 [C, H, W].
         size: Height and width of the result.
-        fill: What is padded with, of each channel.
-        interpolation: ``nearest-exact`` for label maps, whose values are no amounts.
+        fill: What each channel is padded with.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest-exact`` for label maps, whose values are no amounts.
     """
-    from torchvision.transforms.v2 import InterpolationMode, functional
-
     height, width = fitted_size(image.shape[1], image.shape[2], size)
-    resized = functional.resize(image, [height, width], InterpolationMode(interpolation), antialias=True)
-    padded: Tensor = functional.pad(resized, [0, 0, size - width, size - height], fill=fill)
+    padded = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, size, size)
+    padded[:, :height, :width] = _resized(image, (height, width), interpolation)
     return padded
+
+
+def _resized(image: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+    return interpolate(image[None], size, mode=mode, antialias=mode != "nearest-exact")[0]
 
 
 def fitted_size(height: int, width: int, size: int) -> tuple[int, int]:
@@ -165,18 +168,15 @@ class MaskView:
 
     def __call__(self, image: Image, labels: LabelMap, drawn: Draws | None) -> tuple[Tensor, Tensor]:
         """Return uint8 [3, S, S] and [S, S]; ``drawn`` holds the sample's row."""
-        from torchvision.transforms.v2 import InterpolationMode, functional
-
         pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
         classes = torch.from_numpy(np.array(labels))[None]
+        both = ((pixels, self._fill, self._interpolation), (classes, [IGNORED], "nearest-exact"))
         if drawn is None or drawn.attempts is None or self._augment is None:
-            pixels = fitted(pixels, self.size, self._fill, interpolation=self._interpolation)
-            classes = fitted(classes, self.size, IGNORED, interpolation="nearest-exact")
+            pixels, classes = (fitted(each, self.size, fill, mode) for each, fill, mode in both)
         else:
             box = random_resized_box(drawn.attempts[0], labels.shape, self._augment.scale, self._augment.ratio)
-            cut = partial(functional.resized_crop, size=[self.size, self.size], antialias=True)
-            pixels = cut(pixels, *box, interpolation=InterpolationMode(self._interpolation))
-            classes = cut(classes, *box, interpolation=InterpolationMode.NEAREST_EXACT)
+            rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
+            pixels, classes = (_resized(each[:, rows, columns], (self.size,) * 2, mode) for each, _, mode in both)
         if drawn is not None and drawn.flip[0]:
             pixels, classes = pixels.flip(2), classes.flip(2)
         return pixels, classes[0]

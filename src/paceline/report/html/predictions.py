@@ -32,6 +32,8 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         if details is not None and "per_class" in details:
             yield _bars(details["per_class"], whose)
             yield _thresholds(details, whose)
+        if details is not None and "iou" in details:
+            yield _overlaps(details, whose)
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
 
@@ -217,6 +219,40 @@ def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
                 (each["class"], each["count"], *(f"{each[key]:.2f}" for key in ("precision", "recall", "f1")))
                 for each in scores
             ],
+            caption="Figures of all classes",
+            folded=True,
+        ),
+    )
+
+
+def _overlaps(details: Mapping[str, Any], whose: str) -> Chart:
+    """A bar for each class of pixels, the lowest first; none for a class that occurs nowhere."""
+    found = zip(details["classes"], details["iou"], details["pixels"], strict=True)
+    known = sorted(((str(name), iou, pixels) for name, iou, pixels in found if iou is not None), key=lambda row: row[1])
+    worst = known[:_MOST_BARS]
+    names = [name for name, *_ in worst]
+    return Chart(
+        title=f"{whose}Intersection over union by class",
+        traces=[
+            {
+                "type": "bar",
+                "orientation": "h",
+                "y": list(range(len(worst))),
+                "x": [round(iou, 2) for _, iou, _ in worst],
+                "customdata": names,
+                "hovertemplate": "%{customdata}: %{x} %<extra></extra>",
+                "marker": {"color": "var(--series-1)"},
+            }
+        ],
+        layout={
+            "height": 130 + 30 * max(len(worst), 6),
+            "xaxis": {"title": "%", "range": [0, 100]},
+            "yaxis": {**_class_axis("", names), "autorange": "reversed"},
+        },
+        description=f"The {len(worst)} lowest of {len(details['classes'])} classes; {_when(details)}.",
+        table=Table(
+            columns=("class", "pixels", "IoU, %"),
+            rows=[(name, pixels, f"{iou:.2f}") for name, iou, pixels in known],
             caption="Figures of all classes",
             folded=True,
         ),
