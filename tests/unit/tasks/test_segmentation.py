@@ -430,5 +430,5 @@ def test_a_folder_of_masks_is_trained_on(train: Callable[..., Any], runs: Path) 
     assert any("masks without an image: 1 left out" in each for each in plan.left_out)
     assert {"iou_left", "iou_right"} <= train("folder", changes).summary.metrics.keys()
     Image.new("RGB", (30, 20)).save(runs / "set/train/images/0.png")
-    with pytest.raises(PacelineError, match="holds other data"):
+    with pytest.raises(PacelineError, match="has changed since it began"):
         train("folder", {**changes, "train.duration": "6 steps"})
