@@ -65,10 +65,11 @@ class PixelConfusion:
         return means | dict(zip(names, ious, strict=False))
 
     def details(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-        """The IoU of each class, None where there is none, and how many pixels it has."""
+        """The IoU of each class that there is, the lowest first, and how many pixels it has."""
         counts = sum(parts[1:], start=parts[0])
-        ious = [None if math.isnan(each) else round(each, 4) for each in _ious(counts)]
-        return {"classes": list(self._classes), "iou": ious, "pixels": counts.sum(axis=1).tolist()}
+        rows = zip(self._classes, counts.sum(axis=1).tolist(), _ious(counts), strict=True)
+        known = [{"class": name, "count": count, "iou": iou} for name, count, iou in rows if not math.isnan(iou)]
+        return {"iou": sorted(known, key=lambda row: row["iou"])}
 
 
 def _ious(counts: NDArray[np.int64]) -> list[float]:

@@ -186,12 +186,40 @@ def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], whose:
 
 def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
     """Two bars for each class, one full and one an outline, the class of the lowest F1 first."""
+    some = f"The {_MOST_BARS} worst of {len(scores)} classes" if len(scores) > _MOST_BARS else "The worst class"
+    return _by_class(
+        scores,
+        title=f"{whose}Precision and recall by class",
+        bars={"precision": ("var(--series-1)", "var(--series-1)"), "recall": ("var(--series-2)", "var(--band-2)")},
+        columns={"count": "samples", "precision": "precision, %", "recall": "recall, %", "f1": "F1, %"},
+        description=f"{some} first, by F1. Precision: right among those predicted; recall: found among the actual.",
+    )
+
+
+def _overlaps(details: Mapping[str, Any], whose: str) -> Chart:
+    """A bar for each class of pixels, the lowest first; none for a class that occurs nowhere."""
+    return _by_class(
+        details["iou"],
+        title=f"{whose}Intersection over union by class",
+        bars={"iou": ("var(--series-1)", "var(--series-1)")},
+        columns={"count": "pixels", "iou": "IoU, %"},
+        description=f"The lowest first; {_when(details)}.",
+    )
+
+
+def _by_class(
+    scores: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    bars: Mapping[str, tuple[str, str]],
+    columns: Mapping[str, str],
+    description: str,
+) -> Chart:
+    """Bars for the first classes, by the figure's key with its colours, and the figures of all."""
     worst = scores[:_MOST_BARS]
     names = [str(each["class"]) for each in worst]
-    looks = {"precision": ("var(--series-1)", "var(--series-1)"), "recall": ("var(--series-2)", "var(--band-2)")}
-    some = f"The {len(worst)} worst of {len(scores)} classes" if len(worst) < len(scores) else "The worst class"
     return Chart(
-        title=f"{whose}Precision and recall by class",
+        title=title,
         traces=[
             {
                 "type": "bar",
@@ -203,7 +231,7 @@ def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
                 "hovertemplate": f"%{{customdata}}: {key} %{{x}} %<extra></extra>",
                 "marker": {"color": fill, "line": {"color": colour, "width": 1.5}},
             }
-            for key, (colour, fill) in looks.items()
+            for key, (colour, fill) in bars.items()
         ],
         layout={
             "height": 130 + 30 * max(len(worst), 6),
@@ -212,47 +240,13 @@ def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
             "yaxis": {**_class_axis("", names), "autorange": "reversed"},
             "legend": {"traceorder": "normal"},
         },
-        description=f"{some} first, by F1. Precision: right among those predicted; recall: found among the actual.",
+        description=description,
         table=Table(
-            columns=("class", "samples", "precision, %", "recall, %", "F1, %"),
+            columns=("class", *columns.values()),
             rows=[
-                (each["class"], each["count"], *(f"{each[key]:.2f}" for key in ("precision", "recall", "f1")))
+                (each["class"], *(each[key] if key == "count" else f"{each[key]:.2f}" for key in columns))
                 for each in scores
             ],
-            caption="Figures of all classes",
-            folded=True,
-        ),
-    )
-
-
-def _overlaps(details: Mapping[str, Any], whose: str) -> Chart:
-    """A bar for each class of pixels, the lowest first; none for a class that occurs nowhere."""
-    found = zip(details["classes"], details["iou"], details["pixels"], strict=True)
-    known = sorted(((str(name), iou, pixels) for name, iou, pixels in found if iou is not None), key=lambda row: row[1])
-    worst = known[:_MOST_BARS]
-    names = [name for name, *_ in worst]
-    return Chart(
-        title=f"{whose}Intersection over union by class",
-        traces=[
-            {
-                "type": "bar",
-                "orientation": "h",
-                "y": list(range(len(worst))),
-                "x": [round(iou, 2) for _, iou, _ in worst],
-                "customdata": names,
-                "hovertemplate": "%{customdata}: %{x} %<extra></extra>",
-                "marker": {"color": "var(--series-1)"},
-            }
-        ],
-        layout={
-            "height": 130 + 30 * max(len(worst), 6),
-            "xaxis": {"title": "%", "range": [0, 100]},
-            "yaxis": {**_class_axis("", names), "autorange": "reversed"},
-        },
-        description=f"The {len(worst)} lowest of {len(details['classes'])} classes; {_when(details)}.",
-        table=Table(
-            columns=("class", "pixels", "IoU, %"),
-            rows=[(name, pixels, f"{iou:.2f}") for name, iou, pixels in known],
             caption="Figures of all classes",
             folded=True,
         ),
