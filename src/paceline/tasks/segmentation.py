@@ -214,11 +214,6 @@ class Segmentation(Task):
         """Intersection over union and pixel accuracy."""
         return (PixelConfusion(self.dataset.classes, IGNORED),)
 
-    def pictures(self, inputs: Tensor) -> Tensor:
-        """The images as they were before they were normalised."""
-        mean, std = (torch.tensor(each, device=inputs.device).view(1, -1, 1, 1) for each in self.scale)
-        return ((inputs * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
-
     def _losses(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         dice = self.recipe.train.loss == "cross_entropy_dice"
         return pixel_losses(logits, targets, dice=dice, smoothing=smoothing)
