@@ -13,18 +13,26 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 TINY = (
-    *("data.samples=150", "batch.global_size=24", "evaluate.batch_size=4", "model.options={channels: 2}"),
-    *("train.duration=3 epochs", "checkpoint.every=2 steps", "telemetry.log_every=1 steps", "telemetry.trackers=[]"),
+    *("batch.global_size=24", "evaluate.batch_size=4", "train.duration=3 epochs"),
+    *("checkpoint.every=2 steps", "telemetry.log_every=1 steps", "telemetry.trackers=[]"),
     *("parallel.exact=true", "parallel.logical_ranks=6", "parallel.device=cpu"),
+)
+_DRAWN = ("data.samples=150", "model.options={channels: 2}")
+_SHAPES = (
+    *("data.detection.generated={samples: 150, evaluation_samples: 50}", "data.augment.crop=random_resized"),
+    *("data.image_size=16", "model.options={width: 2, stages: 1}", "evaluate.every=3 epochs"),
 )
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
-@pytest.mark.parametrize(("name", "headline"), [("discs", "mae"), ("figures", "map")])
+@pytest.mark.parametrize(
+    ("headline", "recipe"),
+    [("mae", ("discs", *_DRAWN)), ("map", ("figures", *_DRAWN)), ("miou", ("shapes-segmentation", *_SHAPES))],
+)
 def test_one_two_and_three_processes_and_a_killed_run_come_to_the_same(
-    name: str,
     headline: str,
+    recipe: tuple[str, ...],
     tmp_path: Path,
     start: Callable[..., Any],
     run: Callable[..., Any],
@@ -39,16 +47,16 @@ def test_one_two_and_three_processes_and_a_killed_run_come_to_the_same(
         return found["weights_sha256"], found["metrics"], details
 
     alone = tmp_path / "alone"
-    assert run_here("train", name, *TINY, "--run-dir", alone).code == 0
+    assert run_here("train", *recipe, *TINY, "--run-dir", alone).code == 0
     together = tmp_path / "together"
-    done = run("train", name, *TINY, "--processes", 2, "--run-dir", together, where=tmp_path)
+    done = run("train", *recipe, *TINY, "--processes", 2, "--run-dir", together, where=tmp_path)
     assert done.code == 0, done.err
     assert outcome(together) == outcome(alone)
     killed = tmp_path / "killed"
-    launched = start("train", name, *TINY, "--processes", 3, "--run-dir", killed, where=tmp_path)
+    launched = start("train", *recipe, *TINY, "--processes", 3, "--run-dir", killed, where=tmp_path)
     launched.wait_for(lambda: steps_recorded(killed) >= 5)
     launched.kill()
-    done = run("train", name, *TINY, "--processes", 3, "--run-dir", killed, where=tmp_path)
+    done = run("train", *recipe, *TINY, "--processes", 3, "--run-dir", killed, where=tmp_path)
     assert done.code == 0, done.err
     assert outcome(killed) == outcome(alone)
     scored = run("evaluate", alone, "--json", "--processes", 3, where=tmp_path)

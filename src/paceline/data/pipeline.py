@@ -256,6 +256,7 @@ class SimplePipeline:
         threads: How many read ahead, for samples that come from a disk or take time to make; 0, for what is in memory,
             makes a batch when it is asked for.
         prefetch: Micro-batches that are begun ahead for each thread.
+        normalize: Makes of inputs on the device what the network takes.
     """
 
     def __init__(
@@ -267,12 +268,14 @@ class SimplePipeline:
         name: str = "sample",
         threads: int = 0,
         prefetch: int = 2,
+        normalize: Callable[[Nested], Nested] = as_they_are,
     ) -> None:
         self._read = read
         self._evaluation_samples = evaluation_samples
         self._placement = placement
         self._name = name
         self._threads, self._prefetch = threads, prefetch
+        self._normalize = normalize
         self._moving: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def start(self, *, training: bool, evaluation: bool) -> None:
@@ -303,7 +306,7 @@ class SimplePipeline:
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         make = partial(self._batch, training=training)
         batches = made_ahead(make, slices, threads=self._threads, prefetch=self._prefetch)
-        return to_device(batches, as_they_are, self._placement, moving=self._moving if training else nullcontext)
+        return to_device(batches, self._normalize, self._placement, moving=self._moving if training else nullcontext)
 
     def _batch(self, part: SampleSlice, *, training: bool) -> Batch:
         try:

@@ -162,8 +162,8 @@ class Segmentation(Task):
         data, (mean, std) = self.recipe.data, self.scale
         views = {
             training: MaskView(
-                self.sizes[0 if training else 1],
-                data.augment if training else None,
+                size=self.sizes[0 if training else 1],
+                augment=data.augment if training else None,
                 seed=self.recipe.seed,
                 mean=mean,
                 interpolation=data.interpolation,

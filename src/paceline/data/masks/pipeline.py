@@ -6,10 +6,8 @@ there is nothing to learn. Image and label map get the same crop, flip and size,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +21,7 @@ from paceline.data.boxes.pipeline import BoxDataset, BoxSource
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
-from paceline.data.pipeline import Normalize, Placement, SimplePipeline, made_ahead, to_device
+from paceline.data.pipeline import Normalize, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment
 
@@ -142,10 +140,11 @@ def fill_of(mean: Sequence[float]) -> list[int]:
     return [round(255 * each) for each in mean]
 
 
+@dataclass(frozen=True, kw_only=True)
 class MaskView:
     """Shows an image and its label map at one size: in training as drawn, in evaluation whole.
 
-    Args:
+    Attributes:
         size: Height and width that the network sees.
         augment: The recipe's section, for training; None shows the whole image.
         seed: Keys the draws.
@@ -153,28 +152,25 @@ class MaskView:
         interpolation: How images are resized.
     """
 
-    def __init__(
-        self, size: int, augment: Augment | None, *, seed: int, mean: Sequence[float], interpolation: str
-    ) -> None:
-        self.size = size
-        self._augment = augment
-        self._seed = seed
-        self._fill = fill_of(mean)
-        self._interpolation = interpolation
+    size: int
+    augment: Augment | None
+    seed: int
+    mean: tuple[float, ...]
+    interpolation: str
 
     def draws(self, part: SampleSlice) -> Draws | None:
         """What is drawn for the samples of a slice."""
-        return None if self._augment is None else draw(self._augment, self._seed, part.epoch, part.variation_keys)
+        return None if self.augment is None else draw(self.augment, self.seed, part.epoch, part.variation_keys)
 
     def __call__(self, image: Image, labels: LabelMap, drawn: Draws | None) -> tuple[Tensor, Tensor]:
         """Return uint8 [3, S, S] and [S, S]; ``drawn`` holds the sample's row."""
         pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
         classes = torch.from_numpy(np.array(labels))[None]
-        both = ((pixels, self._fill, self._interpolation), (classes, [IGNORED], "nearest-exact"))
-        if drawn is None or drawn.attempts is None or self._augment is None:
+        both = ((pixels, fill_of(self.mean), self.interpolation), (classes, [IGNORED], "nearest-exact"))
+        if drawn is None or drawn.attempts is None or self.augment is None:
             pixels, classes = (fitted(each, self.size, fill, mode) for each, fill, mode in both)
         else:
-            box = random_resized_box(drawn.attempts[0], labels.shape, self._augment.scale, self._augment.ratio)
+            box = random_resized_box(drawn.attempts[0], labels.shape, self.augment.scale, self.augment.ratio)
             rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
             pixels, classes = (_resized(each[:, rows, columns], (self.size,) * 2, mode) for each, _, mode in both)
         if drawn is not None and drawn.flip[0]:
@@ -206,20 +202,18 @@ class MaskPipeline(SimplePipeline):
     ) -> None:
         self._sources: dict[bool, MaskSource] = {True: dataset.train, False: dataset.validation}
         self._views = views
-        self._normalize = normalize
-        held_out = len(dataset.validation)
         super().__init__(
-            self._shown, evaluation_samples=held_out, placement=placement, threads=threads, prefetch=prefetch
+            self._shown,
+            evaluation_samples=len(dataset.validation),
+            placement=placement,
+            threads=threads,
+            prefetch=prefetch,
+            normalize=normalize,
         )
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         """The sample's file, or its set and number."""
         return self._sources[training].path(sample_id)
-
-    def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
-        make = partial(self._batch, training=training)
-        batches = made_ahead(make, slices, threads=self._threads, prefetch=self._prefetch)
-        return to_device(batches, self._normalize, self._placement, moving=self._moving if training else nullcontext)
 
     def _shown(self, part: SampleSlice, training: bool) -> Batch:
         view, source = self._views[training], self._sources[training]

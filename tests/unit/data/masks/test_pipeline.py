@@ -47,7 +47,7 @@ def batches(
     epoch: int = 0, training: bool = True,
 ) -> list[Any]:  # fmt: skip
     data = MaskDataset(name="blocks", train=source, validation=source, classes=tuple("abcde"), digest="")
-    view = MaskView(48, augment, seed=1, mean=(0.5, 0.5, 0.5), interpolation="bilinear")
+    view = MaskView(size=48, augment=augment, seed=1, mean=(0.5, 0.5, 0.5), interpolation="bilinear")
     as_pixels = Normalize((0.0,) * 3, (1 / 255,) * 3, CPU)
     pipeline = MaskPipeline(data, {True: view, False: view}, as_pixels, placement=CPU, threads=threads)
     if not training:
