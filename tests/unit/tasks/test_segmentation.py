@@ -143,6 +143,13 @@ def test_a_step_counts_images_alike_in_any_micro_batches(loss: str) -> None:
     assert whole.item() == pytest.approx(task.score(Answers(logits), of(targets))["loss"].mean().item())
 
 
+def test_targets_are_smoothed_in_training_only() -> None:
+    task, (logits, targets) = made({"train.label_smoothing": 0.2, "train.loss": "cross_entropy"}), scores()
+    smoothed, plain = (pixel_losses(logits, targets, dice=False, smoothing=each) for each in (0.2, 0.0))
+    assert torch.equal(task.loss(Answers(logits), of(targets)), smoothed.mean())
+    assert torch.equal(task.score(Answers(logits), of(targets))["loss"], plain)
+
+
 def test_an_auxiliary_answer_counts_for_two_fifths_in_training_only() -> None:
     task, (logits, targets) = made(), scores()
     aux = logits.flip(0)
@@ -337,15 +344,16 @@ def test_label_maps_are_written_and_read_as_masks(trained: Path, tmp_path: Path)
     assert table.read_text().splitlines()[0] == "path,rank,label,probability,error"
 
 
-def test_a_label_map_is_that_of_evaluation(trained: Path) -> None:
-    """A picture of the size that is shown needs neither resizing nor padding."""
+@pytest.mark.parametrize("height", [24, 10])
+def test_a_label_map_is_that_of_evaluation(height: int, trained: Path) -> None:
+    """A picture of the size that is shown is not resized; a lower one is padded, and its padding cut off."""
     predictor: Any = open_predictor(trained, trust_code=True, device=CPU)
     task = made({"model.name": f"{__name__}:two_answers", "model.options": {}, "data.evaluation_size": 24})
-    image = np.random.default_rng(0).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (height, 24, 3), dtype=np.uint8)
     task.dataset = replace(task.dataset, validation=_One(image))
     (batch,) = task.open_pipeline(Placement(device=CPU)).evaluation_batches(1, World())
     scored = task.score(predictor.network, batch)["predicted"][0]
-    assert np.array_equal(predictor.answer([image], 9)[0].classes, scored.numpy())
+    assert np.array_equal(predictor.answer([image], 9)[0].classes, scored[:height].numpy())
 
 
 class _One:
