@@ -155,13 +155,14 @@ def parse_bytes(text: str) -> int:
 
 def metric_title(name: str) -> str:
     """What a metric is called for people: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``."""
-    return re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
+    found = re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
+    return re.sub(r"^(m?)iou\b", r"\1IoU", found)
 
 
 def metric_unit(name: str) -> str:
-    """What its figures are in, as far as its name tells: ``%`` of accuracies, mean average precision and F1."""
+    """What its figures are in, as far as its name tells: ``%`` of accuracies, IoU, mean average precision and F1."""
     is_error = re.match(r"(mae|rmse|r2)_", name)  # of a column of numbers, which may be called anything
-    return "%" if not is_error and re.search(r"(^|_)(accuracy|map\d*|(macro|micro)_f1)$", name) else ""
+    return "%" if not is_error and re.search(r"(^|_)(accuracy|map\d*|(macro|micro)_f1)$|^m?iou(_|$)", name) else ""
 
 
 def format_metric(name: str, value: float) -> str:

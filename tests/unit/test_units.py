@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.units import Duration, TimeSpan, format_bytes, format_count, format_seconds, metric_unit
+from paceline.units import Duration, TimeSpan, format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,7 @@ def test_what_is_no_time_is_refused_with_the_rule(found: object) -> None:
 
 
 def test_only_accuracies_and_precisions_are_in_percent() -> None:
-    names = ("top1_accuracy", "accuracy", "box_map50", "map", "loss", "mae_accuracy", "rmse_map", "r2_map50")
-    assert [metric_unit(each) for each in names] == ["%"] * 4 + [""] * 4
+    percents = ("top1_accuracy", "accuracy", "box_map50", "map", "miou", "iou_sky")
+    assert {metric_unit(each) for each in percents} == {"%"}
+    assert not any(map(metric_unit, ("loss", "mae_accuracy", "rmse_map", "r2_map50", "mae_iou", "miou2")))
+    assert [metric_title(each) for each in ("miou", "iou_sky", "box_map50")] == ["mIoU", "IoU sky", "box mAP50"]

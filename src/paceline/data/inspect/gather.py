@@ -148,7 +148,7 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     # A task of the user's own may show the images of the data section.
     if recipe.task not in _OF_IMAGES and not is_reference(recipe.task):
         raise DataError(
-            f"task={recipe.task} trains on no images, and check-data looks at images only; nothing was checked."
+            f"task={recipe.task} does not label images, which is all that check-data looks at; nothing was checked."
         )
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
