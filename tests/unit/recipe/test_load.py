@@ -305,7 +305,8 @@ def test_groups_by_pattern_are_written_and_read_back(tmp_path: Path) -> None:
             "data.path",
             (
                 "data.dataset=cifar10, cifar100, csv, fashion_mnist, huggingface, image_folder, mixture, mnist, "
-                "packed, parquet, torchvision:NAME, webdataset, text_folder, tokens, huggingface_text, criteo, coco or masks"
+                "packed, parquet, torchvision:NAME, webdataset, text_folder, tokens, huggingface_text, criteo, coco or "
+                "masks"
             ),
         ),
         (["data.samples=4"], "data.samples", "data.dataset=discs, figures, synthetic or synthetic_clicks"),
