@@ -82,7 +82,7 @@ class SegmentationPredictor:
     """
 
     usual_top_k = IGNORED
-    largest_batch: int | None = None
+    largest_batch: int | None = 4  # images wait at their full size
     number_names: tuple[str, ...] = ()
     finds_boxes = False
     draws = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -18,21 +19,26 @@ from paceline.data.image.decode import read_file
 from paceline.data.masks.folder import open_masks
 from paceline.data.masks.pipeline import IGNORED, MaskDataset, MaskPipeline, MaskView, from_objects
 from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
-from paceline.errors import ModelError, RecipeError, did_you_mean
+from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.segmentation import PixelConfusion, pixel_metrics
 from paceline.models.build import check_takes
 from paceline.models.segmentation import build_segmenter, pixel_logits
 from paceline.plan import DataFacts
-from paceline.recipe.data import GeneratedBoxes
+from paceline.recipe.data import Data, GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
+from paceline.registry import open_dataset
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
 LOSSES = ("cross_entropy", "cross_entropy_dice")
 
-_DATASETS = ("masks", "shapes", "coco")
+_DATASETS: dict[str, Callable[[Data], MaskDataset]] = {
+    "masks": open_masks,
+    "shapes": lambda data: from_objects(open_shapes(data.detection.generated)),
+    "coco": lambda data: from_objects(open_coco(data.path, masks=True, keep_empty=True)),
+}
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
     *("data.image_size", "data.evaluation_size", "data.interpolation", "data.mean", "data.std"),
@@ -64,18 +70,9 @@ class Segmentation(Task):
     def dataset(self) -> MaskDataset:
         """The images, opened when first asked for."""
         data = self.recipe.data
-        if data.dataset == "masks":
-            return open_masks(data)
-        if data.dataset == "shapes":
-            return from_objects(open_shapes(data.detection.generated))
-        if data.dataset == "coco":
-            return from_objects(open_coco(data.path, masks=True, keep_empty=True))
         if data.dataset == REFERENCE:
             return from_objects(stand_in())
-        raise RecipeError(
-            f"data.dataset={data.dataset} has no masks, which task=segmentation learns; use {', '.join(_DATASETS)}."
-            f"{did_you_mean(data.dataset, _DATASETS)}"
-        )
+        return open_dataset(data.dataset, _DATASETS, MaskDataset, data)
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -116,12 +113,9 @@ class Segmentation(Task):
         if recipe.data.workers == "auto" and found.name == "shapes":
             self._threads, why = 0, "nothing is read"
         self.metrics = (Metric(name="loss"), *pixel_metrics(found.classes))
-        content, told = None, ""
-        if found.files:
-            content, told = None, TOO_LARGE
-            if len(found.files) <= 2 * MOST_IMAGES:
-                files = found.files
-                content, told = content_digest(files, len(files), lambda at: read_file(files[at]), found.digest)
+        content, told = None, TOO_LARGE if found.files else ""
+        if found.files and len(files := found.files) <= 2 * MOST_IMAGES:
+            content, told = content_digest(files, len(files), lambda at: read_file(files[at]), found.digest)
         return DataFacts(
             train_samples=len(found.train),
             evaluation_samples=len(found.validation),
@@ -139,7 +133,9 @@ class Segmentation(Task):
             },
             reasons={
                 "data.workers": why,
-                "data.image_size": "as large as the largest picture drawn" if found.name == "shapes" else "usual",
+                "data.image_size": "as large as the largest picture drawn"
+                if found.name == "shapes"
+                else "the task's own choice",
                 "data.evaluation_size": "as data.image_size",
                 **dict.fromkeys(("data.mean", "data.std"), "ImageNet's"),
                 **({"data.validation": found.split} if found.split else {}),
@@ -207,8 +203,9 @@ class Segmentation(Task):
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """The share of each image's pixels that each class has, [N, classes], the padded ones left out."""
         logits = pixel_logits(model(batch.inputs))
-        found = F.one_hot(logits.argmax(dim=1), logits.shape[1]) * (batch.targets != IGNORED)[..., None]
-        return {"shares": found.sum(dim=(1, 2)) / (batch.targets != IGNORED).sum(dim=(1, 2)).clamp(min=1)[:, None]}
+        known = (found[labels != IGNORED] for found, labels in zip(logits.argmax(dim=1), batch.targets, strict=True))
+        counts = torch.stack([torch.bincount(each, minlength=logits.shape[1]) for each in known])
+        return {"shares": counts / counts.sum(dim=1, keepdim=True).clamp(min=1)}
 
     def collectors(self) -> tuple[Collector, ...]:
         """Intersection over union and pixel accuracy."""
@@ -223,8 +220,8 @@ class Segmentation(Task):
         found |= dict.fromkeys(("train.loss_options", "train.target_threshold"), "the losses of pixels have none")
         found["train.class_weights"] = "it weighs images by their class, and here each pixel has one"
         found["evaluate.top_k"] = "segmentation has no top-k accuracy"
-        if self.dataset.name != "masks":
-            found["data.validation_fraction"] = f"data.dataset={self.dataset.name} has held-out pictures"
+        if not self.dataset.is_split_off:
+            found["data.validation_fraction"] = "the data set has held-out images of its own"
         if self.dataset.name != "shapes":
             why = "it says how data.dataset=shapes is generated"
             found |= {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}
@@ -251,7 +248,7 @@ def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: floa
     if not dice:
         return losses
     found = logits.softmax(dim=1) * is_known[:, None]
-    wanted = F.one_hot(targets.masked_fill(~is_known, 0), logits.shape[1]).movedim(-1, 1) * is_known[:, None]
+    wanted = targets[:, None] == torch.arange(logits.shape[1], device=targets.device)[:, None, None]
     sizes, common = wanted.sum(dim=(2, 3)), (found * wanted).sum(dim=(2, 3))
     missed = 1 - (2 * common + _SMOOTHING) / (found.sum(dim=(2, 3)) + sizes + _SMOOTHING)
     is_there = sizes > 0

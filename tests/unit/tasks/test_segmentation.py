@@ -213,6 +213,11 @@ def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(train: Ca
     assert audit_run(done.run_dir).passed
 
 
+def no_masks(data: Any) -> Any:
+    """A data set of one's own that is none."""
+    return {}
+
+
 def constant_answer(num_classes: int) -> nn.Module:
     """A network of one's own that says one class for an image."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, num_classes))
@@ -240,7 +245,7 @@ def two_answers(num_classes: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"data.dataset": "digits", "data.detection": None}, "has no masks"),
+        ({"data.dataset": "digits", "data.detection": None}, "is not a MaskDataset"),
         ({"data.dataset": "masks", "data.detection": None}, "needs data.path"),
         (
             {"train.loss": "bce"},
@@ -252,6 +257,7 @@ def two_answers(num_classes: int) -> nn.Module:
         ({"data.mix.mixup": 0.2}, "data.mix.mixup.*masks follow"),
         ({"data.mean": [0.5]}, "data.mean has 1 numbers, but images have 3 channels"),
         ({"data.validation_fraction": 0.1}, "validation_fraction"),
+        ({"data.dataset": f"{__name__}:no_masks", "data.detection": None}, "gave a dict, not a MaskDataset"),
         ({"data.detection.flip": 0.1}, "data.detection.flip"),
         ({"model.name": "small_unett"}, "Did you mean 'small_unet'"),
         ({"model.name": "torchvision:resnet18", "model.options": {}}, "unknown segmentation network"),
@@ -423,6 +429,8 @@ def test_a_folder_of_masks_is_trained_on(train: Callable[..., Any], runs: Path) 
     plan = plan_only(load_recipe("shapes-segmentation", TINY | changes))
     assert any("masks without an image: 1 left out" in each for each in plan.left_out)
     assert {"iou_left", "iou_right"} <= train("folder", changes).summary.metrics.keys()
+    with pytest.raises(PacelineError, match="held-out images of its own"):
+        train("other", {**changes, "data.validation_fraction": 0.1})
     Image.new("RGB", (30, 20)).save(runs / "set/train/images/0.png")
     with pytest.raises(PacelineError, match="has changed since it began"):
         train("folder", {**changes, "train.duration": "6 steps"})

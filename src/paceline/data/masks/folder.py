@@ -115,8 +115,9 @@ def open_masks(data: Data) -> MaskDataset:
     whole = FolderSource(images, masks, len(names))
     count = len(found[0][0])
     kept = [[at for at in part if at not in faults] for part in (range(count), range(count, len(images)))]
-    split = f"the folder {folders[1].name}/" if len(folders) > 1 else ""
-    if not split:
+    if len(folders) > 1:
+        split = f"the folder {folders[1].name}/"
+    else:
         ids = np.array(kept[0], dtype=np.int64)
         parts = stratified_split(np.zeros(len(ids), dtype=np.int64), data.validation_fraction)
         kept = [ids[part].tolist() for part in parts]
@@ -135,6 +136,7 @@ def open_masks(data: Data) -> MaskDataset:
         digest=digest.hexdigest(),
         files=(*images, *masks),
         split=split,
+        is_split_off=len(folders) < 2,
         left_out=left_out.told(),
     )
 
@@ -165,7 +167,7 @@ def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
                 by_stem[kind][stem] = path
     images, masks = by_stem["images"], by_stem["masks"]
     for reason, paths, others in (("images without a mask", images, masks), ("masks without an image", masks, images)):
-        for stem in paths.keys() - others.keys():
+        for stem in sorted(paths.keys() - others.keys()):
             left_out.add(reason, paths[stem])
     both = sorted(images.keys() & masks.keys())
     return [images[stem] for stem in both], [masks[stem] for stem in both]

@@ -62,6 +62,7 @@ class MaskDataset:
         digest: Says which data they are.
         files: Paths of all files; empty if the images are drawn.
         split: Where the held-out images come from, for people.
+        is_split_off: Whether they were split off the training images.
         left_out: What is there and not used, a sentence for each kind.
     """
 
@@ -72,6 +73,7 @@ class MaskDataset:
     digest: str
     files: tuple[str, ...] = ()
     split: str = ""
+    is_split_off: bool = False
     left_out: tuple[str, ...] = ()
 
 
