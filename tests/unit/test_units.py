@@ -122,4 +122,6 @@ def test_only_accuracies_and_precisions_are_in_percent() -> None:
     percents = ("top1_accuracy", "accuracy", "box_map50", "map", "miou", "iou_sky")
     assert {metric_unit(each) for each in percents} == {"%"}
     assert not any(map(metric_unit, ("loss", "mae_accuracy", "rmse_map", "r2_map50", "mae_iou", "miou2")))
-    assert [metric_title(each) for each in ("miou", "iou_sky", "box_map50")] == ["mIoU", "IoU sky", "box mAP50"]
+    assert [metric_title(each) for each in ("miou", "iou_sky", "box_map50", "micro_f1")] == [
+        *("mIoU", "IoU sky", "box mAP50", "micro F1"),
+    ]

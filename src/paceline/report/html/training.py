@@ -35,8 +35,8 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield from curves(title, _unit_of_loss(runs), _losses(runs), runs, _told_of_loss(runs))
     for metric in _metrics(runs):
         unit = metric_unit(metric)
-        title = metric_title(metric)
-        name = "Held-out loss" if metric == "loss" else title[:1].upper() + title[1:]
+        title = "held-out loss" if metric == "loss" else metric_title(metric)
+        name = title if title[1:2].isupper() else title[:1].upper() + title[1:]
         yield from curves(name, unit, _evaluated(runs, metric), runs, "Of held-out samples, each counted once.")
     yield from curves("Learning rate", "learning rate", of_runs(runs, "step", "lr", "learning rate"), runs)
     for key, (title, unit, told) in _GRADIENT.items():
