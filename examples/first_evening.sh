@@ -115,8 +115,8 @@ from pathlib import Path
 with open("answers.csv") as file:
     rows = list(csv.DictReader(file))
 recall = {}
-for number, folder in enumerate(sorted(Path("photos/train").iterdir())):
-    own = [row["prediction"] == row["target"] for row in rows if row["target"] == str(number)]
+for folder in sorted(Path("photos/train").iterdir()):
+    own = [row["prediction"] == row["target"] for row in rows if row["target_class"] == folder.name]
     recall[folder.name] = 100 * sum(own) / len(own)
 mean = sum(recall.values()) / len(recall)
 worst = min(recall, key=recall.get)

@@ -442,11 +442,13 @@ def test_predictions_file(paceline_here: Callable[..., Any], finished: Path, tmp
     answer = strict_json(paceline_here("evaluate", finished, "--json", "--predictions", file).out)
     lines = file.read_text().splitlines()
     if suffix == "csv":
-        assert lines.pop(0) == "id,sample,prediction,probability,target"
+        assert lines.pop(0) == "id,sample,prediction,probability,target,prediction_class,target_class"
         pairs = [line.split(",")[2:5:2] for line in lines]
     else:
         rows = [strict_json(line) for line in lines]
-        assert rows[0].keys() == {"id", "sample", "prediction", "probability", "target"}
+        names = {"prediction_class", "target_class"}
+        assert rows[0].keys() == {"id", "sample", "prediction", "probability", "target", *names}
+        assert all(str(row["target"]) == row["target_class"] for row in rows)  # the classes of digits
         pairs = [[row["prediction"], row["target"]] for row in rows]
     assert len(pairs) == 359
     assert sum(left == right for left, right in pairs) == answer["top1_correct"]

@@ -192,7 +192,7 @@ def _score(
     request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, data: Data
 ) -> EvaluationReport:
     started = time.perf_counter()
-    lines = _Predictions(evaluator.pipeline)
+    lines = _Predictions(evaluator.pipeline, evaluator.task.description().get("class_names", ()))
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
     most = data.most_unread(evaluation.samples + len(evaluation.broken))
@@ -422,10 +422,11 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: fl
 
 
 class _Predictions:
-    """Collects one line per sample on this process."""
+    """Collects one line per sample on this process, with the names of classes beside their numbers."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, classes: Sequence[str]) -> None:
         self._pipeline = pipeline
+        self._classes = classes
         self.lines: list[dict[str, Any]] = []
 
     def add(self, _: str, batch: Batch, values: dict[str, Nested]) -> None:
@@ -433,6 +434,9 @@ class _Predictions:
         for row, sample in enumerate(batch.ids.tolist()):
             name = self._pipeline.sample_name(sample, training=False)
             line = {"id": sample, "sample": name, **{key: column[row] for key, column in columns.items()}}
+            numbers: dict[str, Any] = {key: line.get(key) for key in ("prediction", "target")}
+            if self._classes and all(isinstance(number, int) for number in numbers.values()):
+                line |= {f"{key}_class": self._classes[number] for key, number in numbers.items()}
             self.lines.append(line)
 
 
