@@ -84,6 +84,23 @@ def test_exif_orientation_is_applied(orientation: int, file_format: str) -> None
         assert np.abs(pixels[row, column] - colour).max() < 30
 
 
+@pytest.mark.needs("pillow_heif")
+def test_heic_stands_upright_as_its_jpeg_does() -> None:
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    pixels = np.zeros((64, 96, 3), dtype=np.uint8)
+    pixels[:16], pixels[:, :20, 0] = 255, 200
+    turned = Image.Exif()
+    turned[0x112] = 6
+    jpeg, heic = io.BytesIO(), io.BytesIO()
+    Image.fromarray(pixels).save(jpeg, "JPEG", quality=95, exif=turned)
+    Image.open(jpeg).save(heic, "HEIF", quality=95)
+    expected, found = (decode(file.getvalue(), 3).astype(int) for file in (jpeg, heic))
+    assert found.shape == (96, 64, 3)
+    assert abs(found - expected).mean() < 2
+
+
 def test_damaged_exif_does_not_lose_the_picture() -> None:
     image = quadrants()
     data = encoded(image, "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff", quality=95)
