@@ -90,7 +90,10 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz"])
-def test_other_members_are_counted_and_hidden_ones_ignored(tmp_path: Path, name: str) -> None:
+def test_other_members_are_counted_and_hidden_ones_ignored(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "EXTENSIONS", ("png", "jpg", "jpeg"))
     hidden = dict.fromkeys((".h.png", "__MACOSX/._b.png", "a/.ipynb_checkpoints/1.png", "a/Thumbs.db"), b"x")
     other = {"a/7.5_cm.heic": b"x", "README": b"x"}
     write = written_zip if name.endswith("zip") else written_tar

@@ -53,12 +53,13 @@ def test_nothing_is_found_in_a_clean_folder(clean: Path) -> None:
     }
 
 
-def test_every_planted_defect_is_found_by_its_name(
-    bad: tuple[Path, dict[str, set[str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def without_heic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_folder, "EXTENSIONS", tuple(each for each in EXTENSIONS if each != "heic"))
+
+
+def test_every_planted_defect_is_found_by_its_name(bad: tuple[Path, dict[str, set[str]]]) -> None:
     root, planted = bad
-    endings = tuple(each for each in EXTENSIONS if each != "heic")  # as without the extra
-    monkeypatch.setattr(image_folder, "EXTENSIONS", endings)
     before = snapshot(root)
     report = check(root)
     found = named(report)
