@@ -157,3 +157,10 @@ def test_a_folder_without_images_is_refused(tmp_path: Path, paceline_here: Calla
     done = paceline_here("train", "empty", "--plan-only")
     assert done.code == 2
     assert "Traceback" not in done.err
+
+
+def test_images_with_masks_are_no_classes(tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        (tmp_path / "set" / "train" / name).mkdir(parents=True)
+    with pytest.raises(PacelineError, match=r"shapes-segmentation data\.dataset=masks data\.path="):
+        first_recipe.choose_recipe(str(tmp_path / "set"), [])

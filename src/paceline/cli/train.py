@@ -197,7 +197,8 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
     summary, run_dir = result.summary, result.run_dir
     if result.was_complete:
         echo(f"The run in {run_dir} is complete ({format_count(summary.step)} steps): nothing to do.")
-        echo('To train it longer, give a longer train.duration, for example train.duration="20 epochs".')
+        longer = f'train.duration="{max(2 * summary.epoch, 1)} epochs"'
+        echo(f"To train it longer, give a longer train.duration, for example {longer}.")
     echo()
     echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
     plan, trust = _plan_of(result), " --trust-code" * names_code

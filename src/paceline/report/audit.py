@@ -89,7 +89,7 @@ class Audit:
             lines.append(f"left out: {format_count(count)} {words}, of which no sample was made")
         lines += [f"objection: {objection}" for objection in self.objections]
         if self.passed:
-            what = "draws with replacement (data.sampling, data.mixture)" if self.is_drawn else "samples"
+            what = "draws (data.sampling or data.mixture)" if self.is_drawn else "samples"
             lines.append(
                 f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {what} "
                 f"was used{', or found broken,' * any(one.broken for one in self.epochs)} exactly once per "

@@ -120,14 +120,19 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     """
     path = Path(source).expanduser()
     kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
+    if any((path / split / "masks").is_dir() and (path / split / "images").is_dir() for split in ("", "train")):
+        raise RecipeError(
+            f"{source} has folders images and masks, as for segmentation; train on it by `paceline train "
+            f"shapes-segmentation data.dataset=masks data.path={shlex.quote(source)}`."
+        )
     # A user's own task or network says what it needs itself.
     given = set(set_by(asked))
+    where = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
     if named := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
         raise RecipeError(
             f"{source} is data, for which a recipe is chosen, and {sorted(named)[0]} asks for another; name a recipe "
-            f"instead, for example `paceline train image_folder data.path={shlex.quote(source)}`."
+            f"instead, for example `paceline train image_folder {shlex.join(where)}`."
         )
-    where = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
     tried = load_recipe("image_folder", [*where, "data.image_size=auto", *asked]).recipe
     images = open_dataset(tried.data)
     device = choose_device(tried.parallel.device, World())

@@ -55,7 +55,8 @@ class FolderSource:
         """Decode both, the image turned as EXIF says; raises BrokenImageError."""
         image, labels = decode(self.images[sample], 3), read_mask(self.masks[sample])
         # The files may have changed since they were checked.
-        if fault := _fault(self.images[sample], image.shape[:2], labels.shape, _highest(labels), self.classes):
+        highest = int(labels[labels != IGNORED].max(initial=0))
+        if fault := _fault(self.images[sample], image.shape[:2], labels.shape, highest, self.classes):
             raise BrokenImageError(self.masks[sample], fault)
         return image, labels
 
@@ -100,7 +101,9 @@ def open_masks(data: Data) -> MaskDataset:
     found = [_paired(folder, left_out) for folder in (folders or [root])]
     _tell_unread(root, folders, left_out)
     images, masks = (tuple(path for pairs in found for path in pairs[side]) for side in (0, 1))
-    highest, sizes, unreadable = _contents(masks)
+    held, sizes, unreadable = _contents(masks)
+    classes_held = held[:, :IGNORED]
+    highest = np.where(classes_held.any(axis=1), IGNORED - 1 - classes_held[:, ::-1].argmax(axis=1), 0)
     names = _class_names(root, highest)
     faults = {}
     for at, image in enumerate(images):
@@ -124,6 +127,13 @@ def open_masks(data: Data) -> MaskDataset:
         split = f"{100 * data.validation_fraction:.4g}% of the images, always the same (data.validation_fraction)"
     if not kept[0]:
         raise DataError(f"{str(root)!r} has no image with a mask to train on: put NAME.png into masks/ for each image.")
+    missing = [name for number, name in enumerate(names) if not held[kept[0], number].any()]
+    if len(names) - len(missing) < 2:
+        why = f", and {IGNORED}, which means 'ignored': write the pixels of a class as its index, from 0 on"
+        raise DataError(
+            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(held[:, IGNORED].any())}."
+        )
+    empty = f"of {len(missing)} of {len(names)} classes, no training mask has a pixel: {', '.join(missing[:_SHOWN])}"
     digest = hashlib.sha256(repr(names).encode())
     for at in sorted(at for part in kept for at in part):
         for path in (images[at], masks[at]):
@@ -137,7 +147,7 @@ def open_masks(data: Data) -> MaskDataset:
         files=(*images, *masks),
         split=split,
         is_split_off=len(folders) < 2,
-        left_out=left_out.told(),
+        left_out=(*left_out.told(), *([empty] if missing else [])),
     )
 
 
@@ -184,14 +194,14 @@ def _tell_unread(root: Path, folders: Sequence[Path], left_out: LeftOut) -> None
 
 
 def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Read all masks: the highest class of each, int64 [N], their sizes, int64 [N, 2], and why some are not masks."""
+    """Read all masks: which values each holds, bool [N, 256], their sizes, int64 [N, 2], and why some are not masks."""
 
-    def look(path: str) -> tuple[int, int, int] | str:
+    def look(path: str) -> np.ndarray | str:
         try:
             labels = read_mask(path)
         except BrokenImageError as error:
             return error.reason
-        return (_highest(labels), *labels.shape)
+        return np.concatenate([np.bincount(labels.ravel(), minlength=256) > 0, labels.shape]).astype(np.int64)
 
     with ThreadPoolExecutor(_READERS) as pool:
         try:
@@ -201,18 +211,14 @@ def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, s
         memory = cache_folder() / "masks" / f"{hashlib.sha256(os.fsencode(repr(masks))).hexdigest()[:32]}.npz"
         known = recall_arrays(memory)
         if known is not None and str(known.get("state")) == state:
-            return known["seen"][:, 0], known["seen"][:, 1:], {}
+            return known["seen"][:, :256] > 0, known["seen"][:, 256:], {}
         looks = list(pool.map(look, masks))
     reasons = {at: each for at, each in enumerate(looks) if isinstance(each, str)}
-    seen = np.array([(0, 0, 0) if isinstance(each, str) else each for each in looks], dtype=np.int64).reshape(-1, 3)
+    nothing = np.zeros(258, dtype=np.int64)
+    seen = np.array([nothing if isinstance(each, str) else each for each in looks]).reshape(-1, 258)
     if not reasons:
         remember_arrays(memory, {"seen": seen, "state": np.array(state)})
-    return seen[:, 0], seen[:, 1:], reasons
-
-
-def _highest(labels: LabelMap) -> int:
-    """The highest class of a mask; 0 where all of it is ignored."""
-    return int(np.where(labels == IGNORED, 0, labels).max(initial=0))
+    return seen[:, :256] > 0, seen[:, 256:], reasons
 
 
 def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], highest: int, classes: int) -> str | None:
@@ -232,20 +238,15 @@ def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
     """The lines of classes.txt; without it, a number for each class up to the highest one of all masks."""
     file = root / "classes.txt"
     if not file.exists():
-        names = tuple(str(number) for number in range(int(highest.max(initial=0)) + 1))
-        where = f"the masks of {str(root)!r} hold"
-    else:
-        try:
-            names = tuple(file.read_text(encoding="utf-8").rstrip().splitlines())
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{str(file)!r} cannot be read as class names, one a line ({error}); correct it."
-            ) from error
-        where = f"{str(file)!r} has"
+        return tuple(str(number) for number in range(int(highest.max(initial=0)) + 1))
+    try:
+        names = tuple(file.read_text(encoding="utf-8").rstrip().splitlines())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(file)!r} cannot be read as class names, one a line ({error}); correct it.") from error
     names = tuple(name.strip() for name in names)
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
         raise DataError(
-            f"{where} {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to {IGNORED}, "
-            "each with a name of its own."
+            f"{str(file)!r} has {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to "
+            f"{IGNORED}, each with a name of its own."
         )
     return names

@@ -166,3 +166,15 @@ def test_another_layout_is_refused(asked: Callable[[Path], Path | None], said: s
 def test_names_of_classes_must_differ(folder: Folder) -> None:
     with pytest.raises(DataError, match="3 classes, 2 of them different"):
         opened(folder(classes="a\nb\na"))
+
+
+@pytest.mark.parametrize("classes", [None, "sky\nroad\n"])
+def test_masks_of_one_class_are_refused_and_classes_without_pixels_told(folder: Folder, classes: str | None) -> None:
+    root = folder(classes=classes)
+    for number in range(5):
+        write(root, f"{number}", 255 * (np.arange(96).reshape(8, 12) % 2))
+    with pytest.raises(DataError, match=r"fewer than two classes, and 255, which means 'ignored': write the pixels of"):
+        opened(root)
+    if classes is None:
+        write(root, "0", np.full((8, 12), 7))
+        assert "of 6 of 8 classes, no training mask has a pixel: 1, 2, 3" in opened(root).left_out[-1]
