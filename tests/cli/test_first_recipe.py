@@ -58,7 +58,12 @@ def test_what_is_data(photos: Path, tmp_path: Path) -> None:
 
 
 def test_python_takes_the_same_and_resumes(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
+    short = {
+        "train.duration": "2 steps",
+        "parallel.device": "cpu",
+        "parallel.threads": np.int64(1),
+        "telemetry.trackers": [],
+    }
     paceline.train(photos, overrides=short | {"train.until": "1 steps"}, run_dir=tmp_path / "run")
     printed = capsys.readouterr().out
     assert f"{photos}: small_resnet, from scratch" in printed

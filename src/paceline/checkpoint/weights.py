@@ -123,7 +123,7 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
         scales = [entry.get(each) or [] for each in ("target_mean", "target_std")]
         if name == "targets" and any(not _are_numbers(each) or len(each) != len(value) for each in scales):
             raise ValueError(f"found {len(value)} targets, but not as many numbers in target_mean and target_std")
-        if name == "thresholds" and len(value) != len(entry.get("class_names") or ()):
+        if name == "label_thresholds" and len(value) != len(entry.get("class_names") or ()):
             raise ValueError(f"found {len(value)} thresholds, but not as many class_names")
     return entry
 
@@ -148,7 +148,9 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("class_names", "targets"),
         (lambda value: isinstance(value, list) and {*map(type, value)} <= {str}, "a list of names"),
     ),
-    **dict.fromkeys(("mean", "std", "target_mean", "target_std", "thresholds"), (_are_numbers, "a list of numbers")),
+    **dict.fromkeys(
+        ("mean", "std", "target_mean", "target_std", "label_thresholds"), (_are_numbers, "a list of numbers")
+    ),
     "image_size": _SIZE_RULE,
     "evaluation_size": _SIZE_RULE,
     "channels": (lambda value: type(value) is int and value in (1, 3), "1 or 3"),

@@ -163,8 +163,9 @@ def _by_class(report: EvaluationReport) -> dict[str, Any]:
 
 def _class_row(scores: Mapping[str, Any]) -> tuple[str, ...]:
     shares = (f"{scores[key]:.2f} %" for key in ("precision", "recall", "f1", "average_precision") if key in scores)
-    thresholds = (f"{scores[key]:.3g}" if key in scores else "" for key in ("threshold", "best_threshold"))
-    return (one_line(scores["class"]), f"{scores['count']:,}", *shares, *(thresholds if len(scores) > 5 else ()))
+    keys = ("threshold", "best_threshold") if "average_precision" in scores else ()
+    thresholds = (f"{scores[key]:.3g}" if key in scores else "" for key in keys)
+    return (one_line(scores["class"]), f"{scores['count']:,}", *shares, *thresholds)
 
 
 def _of_sizes(sweep: SizeSweep) -> Result:

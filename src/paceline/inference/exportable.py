@@ -28,8 +28,8 @@ _MEAN_OVER_STD = 10_000.0  # above it, fp32 holds less than three digits of what
 # By what the weights' description has.
 _NOT_ONE_LABEL = {
     "targets": "predicts numbers",
-    "thresholds": "gives an image any number of labels",
-    "segments": "labels pixels",
+    "label_thresholds": "gives an image any number of labels",
+    "labels_pixels": "labels pixels",
 }
 _CPU = torch.device("cpu")
 _TRIED = (1, 2, 5)
@@ -211,7 +211,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
             f"{saved.path} holds a detector: it takes pictures of any sizes and answers with as many boxes as it "
             f"finds, which --format {wanted} cannot say; use --format safetensors."
         )
-    if "segments" in data and wanted != "timm":
+    if "labels_pixels" in data and wanted != "timm":
         return _pixels(saved, data, trust_code=trust_code)
     if is_text_model(saved):
         return _tokens(saved, data, trust_code=trust_code)

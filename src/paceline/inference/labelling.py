@@ -163,7 +163,7 @@ class Outputs:
         if "targets" in data:
             return cls(tuple(data["targets"]), tuple(data["target_mean"]), tuple(data["target_std"]))
         names = class_names(data)
-        return None if names is None else cls(names, thresholds=tuple(data.get("thresholds", ())))
+        return None if names is None else cls(names, thresholds=tuple(data.get("label_thresholds", ())))
 
     def read(self, outputs: torch.Tensor) -> torch.Tensor:
         """Probabilities, or numbers in the user's units; of outputs [N, names]."""
@@ -300,7 +300,7 @@ class OnnxPredictor(ImageLabeller):
         self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
         data = self._saved.described("data")
         outputs = Outputs.described(data)
-        if outputs is None or "detects" in data or "segments" in data:
+        if outputs is None or "detects" in data or "labels_pixels" in data:
             raise DataError(f"'{path}' labels no images, so it cannot predict them.")
         self.outputs = replace(outputs, is_in_units=True)
         self.shown = Shown.described(data, str(path))

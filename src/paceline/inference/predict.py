@@ -174,7 +174,7 @@ def load_predictor(
     """
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.described("data")
-    if "detects" in described or "segments" in described:
+    if "detects" in described or "labels_pixels" in described:
         found = "a detector, which finds objects" if "detects" in described else "a network that labels pixels"
         raise DataError(f"{saved.path} holds {found} and labels no images; use paceline predict.")
     return _labeller(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
@@ -204,6 +204,6 @@ def open_predictor(
     saved = read_weights(target, weights, best=best)
     if "detects" in saved.described("data"):
         return DetectionPredictor(saved, device, trust_code=trust_code)
-    if "segments" in saved.described("data"):
+    if "labels_pixels" in saved.described("data"):
         return SegmentationPredictor(saved, device, trust_code=trust_code)
     return _labeller(saved, device, trained_task(saved, trust_code=trust_code))

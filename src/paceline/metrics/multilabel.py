@@ -71,7 +71,7 @@ class LabelScores:
         ``best_threshold`` is where the F1 on these samples is highest: fitted to them, as ``best_f1`` is.
         """
         found = self._of_classes(parts)
-        return {"per_class": sorted(found, key=lambda each: (not each["count"], each["f1"], each["class"]))}
+        return {"label_scores": sorted(found, key=lambda each: (not each["count"], each["f1"], each["class"]))}
 
     def _of_classes(self, parts: Sequence[LabelledPart]) -> list[dict[str, Any]]:
         scores = np.concatenate([scores for scores, _ in parts])

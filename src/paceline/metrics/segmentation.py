@@ -69,7 +69,7 @@ class PixelConfusion:
         counts = sum(parts[1:], start=parts[0])
         rows = zip(self._classes, counts.sum(axis=1).tolist(), _ious(counts), strict=True)
         known = [{"class": name, "count": count, "iou": iou} for name, count, iou in rows if not math.isnan(iou)]
-        return {"iou": sorted(known, key=lambda row: row["iou"])}
+        return {"class_iou": sorted(known, key=lambda row: row["iou"])}
 
 
 def _ious(counts: NDArray[np.int64]) -> list[float]:

@@ -217,11 +217,15 @@ def lay_out(network: nn.Module, *, channels_last: bool) -> nn.Module:
     unsafe = [each for each in network.modules() if isinstance(each, nn.Conv2d) and _overruns(each)]
     kept = {id(each.weight) for each in unsafe}
     for each in unsafe:
-        each.register_forward_pre_hook(lambda _, inputs: tuple(tensor.contiguous() for tensor in inputs))
+        each.register_forward_pre_hook(_contiguous)
     for tensor in chain(network.parameters(), network.buffers()):
         if tensor.ndim == 4 and id(tensor) not in kept:
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
     return network
+
+
+def _contiguous(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.contiguous() for tensor in inputs)
 
 
 def _overruns(layer: nn.Conv2d) -> bool:

@@ -121,7 +121,7 @@ def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
 
 def pixel_logits(answer: Any) -> Tensor:
     """What a network says of each pixel, [N, classes, H, W]: its answer, or the entry `out` as in torchvision's."""
-    logits: Tensor = answer["out"] if isinstance(answer, dict) else answer
+    logits: Tensor = answer["out"] if isinstance(answer, dict) and "out" in answer else answer
     return logits
 
 

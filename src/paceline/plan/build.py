@@ -310,7 +310,7 @@ _SAID_BY_DATA = (
 def unused_in_data(data: DataFacts) -> dict[str, str]:
     """Keys that have no effect on this data, with the reason."""
     reasons = data.unused | data.reasons
-    if "thresholds" not in data.description:
+    if "label_thresholds" not in data.description:
         reasons |= {"evaluate.thresholds": "only image_multilabel has them"}
     return {key: reasons[key] for key in _SAID_BY_DATA if key in reasons}
 

@@ -96,7 +96,7 @@ class ImageMultilabel(ImageTask):
         return {
             "classes": len(found.classes),
             **({"classes_without_images": empty} if empty else {}),
-            "thresholds": list(self.thresholds),
+            "label_thresholds": list(self.thresholds),
         }
 
     def description(self) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Segmentation(Task):
         """What prediction needs, and that each class is a pixel's."""
         return {
             "class_names": list(self.dataset.classes),
-            "segments": True,
+            "labels_pixels": True,
             "interpolation": self.recipe.data.interpolation,
         }
 

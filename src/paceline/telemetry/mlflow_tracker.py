@@ -64,9 +64,10 @@ class MlflowTracker:
         place = hashlib.sha256(server.encode()).hexdigest() if server else _local(note.get("server"))
         folder = directory.resolve()
         self._artifacts = None if server or place == _IN_FILES else (folder / "artifacts").as_uri()
-        if not note:  # a launch that was killed while MLflow made its database has left a part that MLflow cannot open
-            for part in folder.glob("mlflow.db*"):
-                part.unlink()
+        if place == _IN_DATABASE and not note:
+            # A launch that was killed while MLflow made its database has left a part that MLflow cannot open.
+            for part in {*folder.glob("mlflow.db*")} - {*folder.glob("*.incomplete")}:
+                part.replace(part.with_name(f"{part.name}.incomplete"))
         local = f"sqlite:///{folder / 'mlflow.db'}" if place == _IN_DATABASE else folder.as_uri()
         self._client = MlflowClient(tracking_uri=server or local)
         self._last: dict[str, int] = {}

@@ -417,7 +417,7 @@ def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: fl
         confusion=evaluation.kept.confusion,
         no_confusion=evaluation.kept.failure,
         not_finite=not_finite(task, metrics),
-        per_class=(evaluation.kept.details or {}).get("per_class", ()),
+        per_class=(evaluation.kept.details or {}).get("label_scores", ()),
     )
 
 

@@ -95,7 +95,8 @@ def recipe_for_data(
         PacelineError: As :func:`choose_recipe`.
     """
     if isinstance(asked, Mapping):
-        asked = [f"{key}={yaml_line(str(value) if isinstance(value, Path) else value)}" for key, value in asked.items()]
+        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in asked.items()}
+        asked = [f"{key}={yaml_line(str(value) if isinstance(value, Path) else value)}" for key, value in plain.items()]
     if run_dir is not None and (run_dir / "recipe.yaml").is_file():
         trained_on = load_recipe(run_dir).recipe.data.path
         if trained_on == str(Path(source).expanduser().absolute()):

@@ -260,6 +260,8 @@ def draws_of(task: Task) -> ClassDraws | None:
     """
     classes, sets, data = task.sample_classes(), task.sample_sets(), task.recipe.data
     weights = task.weights_by_class("data.sampling")
+    if sets is not None and not data.mixture:
+        raise RecipeError(f"task={task.recipe.task} has sample_sets(), but data.mixture names no ratios; give them.")
     if sets is not None:
         if weights:
             raise RecipeError(

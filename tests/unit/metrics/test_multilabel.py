@@ -27,7 +27,7 @@ def scored(scores: NDArray[Any], labels: NDArray[Any], shares: list[NDArray[Any]
             collector.add(values, batch)
         parts.append(collector.part())
     whole = LabelScores(CLASSES, THRESHOLDS)
-    return whole.results(parts), whole.details(parts)["per_class"]
+    return whole.results(parts), whole.details(parts)["label_scores"]
 
 
 def drawn(count: int = 300) -> tuple[NDArray[Any], NDArray[Any]]:

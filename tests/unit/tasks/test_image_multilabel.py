@@ -157,7 +157,7 @@ def test_a_recipe_for_classes_becomes_one_for_labels(tmp_path: Path) -> None:
     assert with_stand_in_data(replace(loaded.recipe, data=replace(loaded.recipe.data, path=None)))[1] is None
     task = build_task(loaded.recipe)
     facts = task.data_facts(World())
-    assert (facts.description["classes"], facts.description["thresholds"]) == (2, [0.5, 0.5])
+    assert (facts.description["classes"], facts.description["label_thresholds"]) == (2, [0.5, 0.5])
     assert "train.label_smoothing" in facts.unused
     answers, targets = torch.randn(4, 2), torch.ones(4, 2)
     wanted = F.binary_cross_entropy_with_logits(answers, targets)
@@ -293,7 +293,7 @@ def test_evaluation_repeats_and_shows_each_class(trained: Path) -> None:
     kept = json.loads((trained / "summary.json").read_text())["metrics"]
     assert {name: kept[name] for name in ("loss", "map", "macro_f1", "micro_f1")} == report.metrics
     details = json.loads((trained / "evaluation" / "details.json").read_text())
-    assert details["per_class"] == list(report.per_class)
+    assert details["label_scores"] == list(report.per_class)
     shown = run(Evaluate, trained, "--per-class")
     assert "best threshold" in shown.output
     answer = json.loads(run(Evaluate, trained, "--per-class", "--json").output)

@@ -181,7 +181,7 @@ def test_figures_are_those_of_scikit_learn_however_batches_are_shared_out() -> N
     assert results["pixel_accuracy"] == pytest.approx(100 * (wanted == found)[known].mean())
     assert PixelConfusion(names, IGNORED).results(parts[::-1]) == pytest.approx(results, nan_ok=True, abs=0, rel=0)
     assert np.isnan(PixelConfusion(names, IGNORED).results(parts[3:])["miou"])
-    details = PixelConfusion(names, IGNORED).details(parts)["iou"]
+    details = PixelConfusion(names, IGNORED).details(parts)["class_iou"]
     assert [row["iou"] for row in details] == sorted(expected)
     assert {row["class"]: row["count"] for row in details} == {
         name: int((wanted == label).sum()) for label, name in enumerate(names[:3])
@@ -311,7 +311,7 @@ def command(*arguments: Any) -> Result:
 
 def test_each_class_s_iou_is_in_the_report(trained: Path) -> None:
     details = json.loads((trained / "evaluation/details.json").read_text())
-    assert {row["class"] for row in details["iou"]} == {"background", "disc", "rectangle", "triangle"}
+    assert {row["class"] for row in details["class_iou"]} == {"background", "disc", "rectangle", "triangle"}
     page = (trained / "report.html").read_text()
     assert "Intersection over union by class" in page
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image as Pillow
+from PIL import UnidentifiedImageError
 
 from paceline.data.disk_cache import recall_arrays, remember_arrays, stamp_of
 from paceline.data.image.dataset import stratified_split
@@ -85,7 +86,8 @@ def read_mask(path: str) -> LabelMap:
                 raise BrokenImageError(path, f"its pixels are {mask.mode}, but {_FORMAT}")
             return np.asarray(mask)
     except (OSError, SyntaxError, ValueError, IndexError, Pillow.DecompressionBombError) as error:
-        raise BrokenImageError(path, f"{_FORMAT} ({error})") from error
+        why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"  # which names an address
+        raise BrokenImageError(path, f"{_FORMAT}{why}") from error
 
 
 def open_masks(data: Data) -> MaskDataset:
@@ -144,7 +146,7 @@ def open_masks(data: Data) -> MaskDataset:
         validation=whole.chosen(kept[1]),
         classes=names,
         digest=digest.hexdigest(),
-        files=(*images, *masks),
+        files=tuple(path for part in kept for at in part for path in (images[at], masks[at])),
         split=split,
         is_split_off=len(folders) < 2,
         left_out=(*left_out.told(), *([empty] if missing else [])),
@@ -206,17 +208,17 @@ def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, s
     with ThreadPoolExecutor(_READERS) as pool:
         try:
             state = hashlib.sha256(repr(list(pool.map(stamp_of, masks))).encode()).hexdigest()
-        except OSError as error:
-            raise DataError(f"{error.filename!r} cannot be read ({error.strerror}); correct it.") from error
+        except OSError:
+            state = ""  # whichever is not there is found when it is read
         memory = cache_folder() / "masks" / f"{hashlib.sha256(os.fsencode(repr(masks))).hexdigest()[:32]}.npz"
         known = recall_arrays(memory)
-        if known is not None and str(known.get("state")) == state:
+        if known is not None and str(known.get("state")) == state and known["seen"].shape == (len(masks), 258):
             return known["seen"][:, :256] > 0, known["seen"][:, 256:], {}
         looks = list(pool.map(look, masks))
     reasons = {at: each for at, each in enumerate(looks) if isinstance(each, str)}
     nothing = np.zeros(258, dtype=np.int64)
     seen = np.array([nothing if isinstance(each, str) else each for each in looks]).reshape(-1, 258)
-    if not reasons:
+    if not reasons and state:
         remember_arrays(memory, {"seen": seen, "state": np.array(state)})
     return seen[:, :256] > 0, seen[:, 256:], reasons
 
@@ -240,7 +242,7 @@ def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
     if not file.exists():
         return tuple(str(number) for number in range(int(highest.max(initial=0)) + 1))
     try:
-        names = tuple(file.read_text(encoding="utf-8").rstrip().splitlines())
+        names = tuple(file.read_text(encoding="utf-8-sig").rstrip().splitlines())
     except (OSError, ValueError) as error:
         raise DataError(f"{str(file)!r} cannot be read as class names, one a line ({error}); correct it.") from error
     names = tuple(name.strip() for name in names)

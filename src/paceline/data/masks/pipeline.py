@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch, BrokenSample
+from paceline.data.boxes.coco import CocoSource
 from paceline.data.boxes.pipeline import BoxDataset, BoxSource
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
 from paceline.data.pipeline import Normalize, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
+from paceline.errors import DataError
 from paceline.recipe.data import Augment
 
 IGNORED = 255
@@ -101,13 +103,25 @@ class _FromObjects:
 
 
 def from_objects(boxes: BoxDataset) -> MaskDataset:
-    """Return a detection data set as one of label maps; class 0 is the background."""
+    """Return a detection data set as one of label maps; class 0 is the background.
+
+    Raises:
+        DataError: If it has more classes than a label map has values.
+    """
+    if len(boxes.classes) >= IGNORED:
+        raise DataError(f"it has {len(boxes.classes)} classes, but task=segmentation learns {IGNORED - 1} at most.")
     return MaskDataset(
         name=boxes.name,
         train=_FromObjects(boxes.train),
         validation=_FromObjects(boxes.validation),
         classes=("background", *boxes.classes),
         digest=boxes.digest,
+        files=tuple(
+            each.path(sample)
+            for each in (boxes.train, boxes.validation)
+            if isinstance(each, CocoSource)
+            for sample in range(len(each))
+        ),
         left_out=boxes.left_out,
     )
 

@@ -29,10 +29,10 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
         details = run.extra("evaluation/details.json")
         if details is not None and "points" in details:
             yield from _numbers(details, whose)
-        if details is not None and "per_class" in details:
-            yield _bars(details["per_class"], whose)
+        if details is not None and "label_scores" in details:
+            yield _bars(details["label_scores"], whose)
             yield _thresholds(details, whose)
-        if details is not None and "iou" in details:
+        if details is not None and "class_iou" in details:
             yield _overlaps(details, whose)
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
@@ -126,7 +126,7 @@ def _thresholds(details: Mapping[str, Any], whose: str) -> Table:
         columns=("class", "samples", "average precision, %", "F1, %", "threshold", "best F1, %", "its threshold"),
         rows=[
             (each["class"], each["count"], *("" if each[key] is None else f"{each[key]:.4g}" for key in keys))
-            for each in details["per_class"]
+            for each in details["label_scores"]
         ],
         caption=f"{whose}Thresholds: the best are fitted to these samples ({_when(details)})",
     )
@@ -199,7 +199,7 @@ def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
 def _overlaps(details: Mapping[str, Any], whose: str) -> Chart:
     """A bar for each class of pixels, the lowest first; none for a class that occurs nowhere."""
     return _by_class(
-        details["iou"],
+        details["class_iou"],
         title=f"{whose}Intersection over union by class",
         bars={"iou": ("var(--series-1)", "var(--series-1)")},
         columns={"count": "pixels", "iou": "IoU, %"},

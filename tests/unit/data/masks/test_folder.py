@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.data.boxes.generated import open_shapes
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.masks.folder import open_masks
+from paceline.data.masks.pipeline import from_objects
 from paceline.errors import DataError
-from paceline.recipe.data import Data
+from paceline.recipe.data import Data, GeneratedBoxes
 
 Folder = Callable[..., Path]
 
@@ -178,3 +181,22 @@ def test_masks_of_one_class_are_refused_and_classes_without_pixels_told(folder: 
     if classes is None:
         write(root, "0", np.full((8, 12), 7))
         assert "of 6 of 8 classes, no training mask has a pixel: 1, 2, 3" in opened(root).left_out[-1]
+
+
+def test_bad_masks_are_told_alike_by_every_process_and_links_to_nowhere_too(folder: Folder) -> None:
+    root = folder(count=6, classes="\ufeffsky\nroad\ntree\n")
+    (root / "masks/0.png").write_bytes(b"no picture")
+    (root / "masks/1.png").unlink()
+    (root / "masks/1.png").symlink_to(root / "nowhere.png")
+    found = opened(root, on_bad="skip")
+    assert found.classes == ("sky", "road", "tree")
+    told = " ".join(found.left_out)
+    assert "2" in told
+    assert "0x" not in told
+    assert len(found.files) == 2 * 4
+
+
+def test_annotations_of_too_many_classes_are_refused() -> None:
+    boxes = open_shapes(GeneratedBoxes(samples=1, evaluation_samples=1))
+    with pytest.raises(DataError, match="it has 255 classes, but task=segmentation learns 254 at most"):
+        from_objects(replace(boxes, classes=tuple(map(str, range(255)))))
