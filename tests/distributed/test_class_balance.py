@@ -261,7 +261,7 @@ def test_draws_are_the_same_with_any_number_of_workers_and_after_a_stop(ground: 
 
 def test_the_audit_proves_the_draws(ground: Path) -> None:
     run_dir = train(ground, "run", **DRAWN, **{"batch.micro_size": 8})  # one record a step
-    assert "each of 61 draws with replacement" in str(audit_run(run_dir).__paceline__().blocks[-1])
+    assert "each of 61 draws (data.sampling" in str(audit_run(run_dir).__paceline__().blocks[-1])
     path = run_dir / "ledger" / "rank-00000.ids"
     content, entries = path.read_bytes(), list(read_ledger(path))
     swapped = [entries[0].ids.copy(), entries[1].ids.copy()]
