@@ -156,7 +156,7 @@ def answer_file(
         path: The new file.
         boxes: Whether answers have boxes.
         numbers: What the numbers are called of which every answer has all; empty where there are none.
-        multilabel: Whether answers have any number of labels beside them.
+        multilabel: Whether an answer may have several labels, and has a number for every class.
 
     Raises:
         DataError: As :func:`check_output`, or if the disk refuses.

@@ -85,7 +85,7 @@ class Exportable:
         """The same with the user's units in place of standardised numbers, for files that compute.
 
         Raises:
-            ModelError: If float32, which the files answer in, cannot hold what a number varies by beside its mean.
+            ModelError: If a number's standard deviation is lost beside its mean in float32, which files answer in.
         """
         if self.outputs is None or not self.outputs.mean:
             return self

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.regression import plain_names
 
-_MOST_CLASSES = 20  # of which each has a metric of its own
+_MOST_CLASSES = 20  # up to so many, each class is a metric
 
 
 def pixel_metrics(classes: Sequence[str]) -> tuple[Metric, ...]:

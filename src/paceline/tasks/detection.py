@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
-from paceline.data.boxes.coco import content_of_pictures, open_coco
+from paceline.data.boxes.coco import files_of_pictures, open_coco
 from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
 from paceline.data.boxes.pipeline import BoxDataset, BoxPipeline, shown_sizes
+from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import seed_of
 from paceline.errors import ModelError, RecipeError, did_you_mean
@@ -102,7 +103,7 @@ class Detection(Task):
         self._threads, why = reading_threads(workers, world)
         if workers == "auto" and is_generated:
             self._threads, why = 0, "nothing is read"
-        content, content_told = content_of_pictures(found)
+        content, content_told = content_of_files(files_of_pictures(found), found.digest)
         return DataFacts(
             train_samples=len(found.train),
             evaluation_samples=len(found.validation),

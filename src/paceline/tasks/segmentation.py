@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from paceline.data.batch import Batch
 from paceline.data.boxes.coco import open_coco
 from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
-from paceline.data.image.datasets import MOST_IMAGES, TOO_LARGE, content_digest
-from paceline.data.image.decode import read_file
+from paceline.data.image.datasets import MOST_IMAGES, content_of_files
 from paceline.data.masks.folder import open_masks
 from paceline.data.masks.pipeline import IGNORED, MaskDataset, MaskPipeline, MaskView, from_objects
 from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
@@ -113,9 +112,7 @@ class Segmentation(Task):
         if recipe.data.workers == "auto" and found.name == "shapes":
             self._threads, why = 0, "nothing is read"
         self.metrics = (Metric(name="loss"), *pixel_metrics(found.classes))
-        content, told = None, TOO_LARGE if found.files else ""
-        if found.files and len(files := found.files) <= 2 * MOST_IMAGES:
-            content, told = content_digest(files, len(files), lambda at: read_file(files[at]), found.digest)
+        content, told = content_of_files(found.files, found.digest, most=2 * MOST_IMAGES)
         return DataFacts(
             train_samples=len(found.train),
             evaluation_samples=len(found.validation),

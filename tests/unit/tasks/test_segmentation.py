@@ -29,6 +29,7 @@ from paceline.data.slices import SampleSlice
 from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor, open_predictor
+from paceline.inference.segmentation import Segments
 from paceline.metrics.segmentation import PixelConfusion
 from paceline.models.segmentation import build_segmenter
 from paceline.recipe.load import load_recipe
@@ -340,7 +341,9 @@ def test_label_maps_are_written_and_read_as_masks(trained: Path, tmp_path: Path)
     assert (first.shape, second.shape) == ((30, 50), (30, 20))
     predictor = open_predictor(trained, trust_code=True, device=CPU)
     (answer,) = predictor.answer([predictor.prepare((tmp_path / "a/one.png").read_bytes())], 10)
-    assert np.array_equal(answer.classes, first)  # type: ignore[attr-defined]
+    assert isinstance(answer, Segments)
+    assert answer.classes is not None
+    assert np.array_equal(answer.classes, first)
     shares = [float((first == predictor.classes.index(label)).mean()) for label in answer.labels]
     assert shares == pytest.approx(answer.probabilities)
     assert shares == sorted(shares, reverse=True)

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.boxes.pipeline import BoxDataset, Objects
-from paceline.data.image.datasets import MOST_IMAGES, TOO_LARGE, content_digest
-from paceline.data.image.decode import decode, read_file
+from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.errors import DataError
 from paceline.escaping import utf8
@@ -237,15 +236,10 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
     )
 
 
-def content_of_pictures(dataset: BoxDataset) -> tuple[str | None, str]:
-    """Digest the pictures' files, as ``content_digest``; nothing is said of pictures that are drawn."""
+def files_of_pictures(dataset: BoxDataset) -> tuple[str, ...]:
+    """Return the pictures' files; none if they are drawn."""
     splits = [each for each in (dataset.train, dataset.validation) if isinstance(each, CocoSource)]
-    if not splits:
-        return None, ""
-    if sum(map(len, splits)) > MOST_IMAGES:
-        return None, TOO_LARGE
-    paths = [split.path(sample) for split in splits for sample in range(len(split))]
-    return content_digest(paths, len(paths), lambda at: read_file(paths[at]), dataset.digest)
+    return tuple(split.path(sample) for split in splits for sample in range(len(split)))
 
 
 def read_annotations(

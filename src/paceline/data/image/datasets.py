@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.data.disk_cache import TOO_FRESH_NS, remember, stamp_of
 from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages
+from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.dataset_registry import dataset_names, find_dataset
@@ -53,6 +54,13 @@ def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
         return source.encoded(sample)
 
     return content_digest(sorted(paths), len(samples), read, dataset.digest)
+
+
+def content_of_files(files: Sequence[str], which: str, *, most: int = MOST_IMAGES) -> tuple[str | None, str]:
+    """Digest files that are one image each, as :func:`content_digest`; of none, nothing is said."""
+    if len(files) > most:
+        return None, TOO_LARGE
+    return content_digest(files, len(files), lambda at: read_file(files[at]), which) if files else (None, "")
 
 
 def content_digest(

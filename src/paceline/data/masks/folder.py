@@ -186,7 +186,7 @@ def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
 
 
 def _tell_unread(root: Path, folders: Sequence[Path], left_out: LeftOut) -> None:
-    """Report what lies beside the folders of images and masks."""
+    """Report other files and folders in the folder of images and masks."""
     read = {"classes.txt", *(each.name for each in folders or [root / "images", root / "masks"])}
     for folder, known in [(root, read), *((each, {"images", "masks"}) for each in folders)]:
         for entry in visible(folder):
@@ -249,6 +249,6 @@ def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
     if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
         raise DataError(
             f"{str(file)!r} has {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to "
-            f"{IGNORED}, each with a name of its own."
+            f"{IGNORED}, with different names."
         )
     return names

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.boxes.coco import CocoSource
+from paceline.data.boxes.coco import files_of_pictures
 from paceline.data.boxes.pipeline import BoxDataset, BoxSource
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.decode import BrokenImageError
@@ -116,12 +116,7 @@ def from_objects(boxes: BoxDataset) -> MaskDataset:
         validation=_FromObjects(boxes.validation),
         classes=("background", *boxes.classes),
         digest=boxes.digest,
-        files=tuple(
-            each.path(sample)
-            for each in (boxes.train, boxes.validation)
-            if isinstance(each, CocoSource)
-            for sample in range(len(each))
-        ),
+        files=files_of_pictures(boxes),
         left_out=boxes.left_out,
     )
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.boxes.coco import content_of_pictures, mask_of, open_coco, outline_fault
+from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault
+from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
 
 SQUARE = [[2, 2, 6, 2, 6, 8, 2, 8]]
@@ -142,7 +143,8 @@ def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
 
 def test_pictures_have_a_digest_of_their_own(root: Path) -> None:
     def found() -> str | None:
-        return content_of_pictures(open_coco(str(root), masks=False, keep_empty=True))[0]
+        opened = open_coco(str(root), masks=False, keep_empty=True)
+        return content_of_files(files_of_pictures(opened), opened.digest)[0]
 
     before = found()
     Image.new("RGB", (16, 12), "blue").save(root / "val" / "b.png")
