@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 from huggingface_hub import constants
 from PIL import Image
+from safetensors.torch import save_file
 
 import paceline
 from paceline.errors import PacelineError
+from paceline.models import build
 from paceline.recipe.load import is_data
 from paceline.trainer import first_recipe
 
@@ -109,14 +112,34 @@ def test_unequal_classes_are_told_with_what_helps(photos: Path) -> None:
     assert told("train.class_weights=balanced") == []
 
 
+@pytest.mark.everyday
+def test_a_weights_file_is_enough(photos: Path, tmp_path: Path, paceline_here: Callable[..., Any]) -> None:
+    """No weights are fetched, the classifier of other classes begins anew, and small images are enlarged."""
+    weights = timm.create_model("mobilenetv3_small_050", num_classes=7).state_dict()
+    save_file(weights, tmp_path / "weights.safetensors")
+    asked = ("model.name=mobilenetv3_small_050", f"model.initialize_from={tmp_path / 'weights.safetensors'}")
+    for path in photos.rglob("*.jpg"):
+        with Image.open(path) as image:
+            small = image.resize((32, 32))
+        small.save(path)
+    found = first_recipe.choose_recipe(str(photos), asked)
+    assert {"model.pretrained=null", "model.initialize_partly=true", "data.image_size=96"} <= set(found.overrides)
+    done = paceline_here(
+        "train", "photos", *asked, *SHORT, "train.duration=1 steps", "data.workers=0", "--run-dir", "r"
+    )
+    assert done.code == 0, done.err
+    assert "classifier.bias begin anew" in " ".join(done.out.split())
+    assert "dropped" not in done.out
+
+
 def test_the_cache_is_looked_into(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "resnet18" in first_recipe.why_no_weights("resnet18")
+    assert "resnet18" in build.why_no_weights("resnet18")
     folder = tmp_path / "hub" / "models--timm--resnet18.a1_in1k"
     (folder / "snapshots" / "abc").mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("abc")
     (folder / "snapshots" / "abc" / "model.safetensors").write_bytes(b"")
-    assert first_recipe.why_no_weights("resnet18") == ""
+    assert build.why_no_weights("resnet18") == ""
 
 
 @pytest.mark.parametrize("table", ["csv", "tsv"])

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
+from paceline.models.transfer import calm_classifier
 from paceline.recipe.imports.timm import InputSettings
 from paceline.recipe.model import Model
 
@@ -25,6 +28,8 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "lecture_net": lecture_net,
 }
 _TORCHVISION = "torchvision:"
+_HUB_SECONDS = 3.0  # an answer of the hub that takes longer is as good as none
+_WEIGHTS = "model.safetensors"
 _BLOCK = 16  # channels that oneDNN computes at once, at most
 
 
@@ -108,6 +113,34 @@ def model_names(pattern: str = "*") -> list[str]:
     return [name for name in names if fnmatch.fnmatch(name, wanted)]
 
 
+def why_no_weights(name: str) -> str:
+    """Why the published weights of one of timm's networks are not at hand; empty if they are, or may be.
+
+    They are looked for in the local cache, and then, once and for a few seconds, on the hub. Its own client would ask
+    a dozen times.
+    """
+    import timm
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+
+    known = timm.get_pretrained_cfg(name)
+    if known is None or not known.has_weights:
+        return f"timm has no published weights of {name}"
+    hub = known.hf_hub_id
+    if hub is None or isinstance(try_to_load_from_cache(hub, _WEIGHTS), str):
+        return ""
+    why = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            urlopen(Request(hf_hub_url(hub, _WEIGHTS), method="HEAD"), timeout=_HUB_SECONDS).close()
+        except HTTPError:
+            return ""  # the hub is there; what it lacks under this name it may have under another
+        except OSError as error:
+            why = f"the hub does not answer: {getattr(error, 'reason', error)}"
+        else:
+            return ""
+    return f"the published weights of {name} are not on this machine ({why})"
+
+
 def parameter_count(network: nn.Module) -> int:
     """Trainable parameters, shared ones once."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
@@ -128,6 +161,8 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
                 f"model.options.{name}=null has no effect: timm leaves out options without a value; give one, or "
                 "leave it out."
             )
+    if model.pretrained and (why := why_no_weights(model.name)):
+        raise _no_weights(model, why)
     try:
         network: nn.Module = timm.create_model(
             model.name,
@@ -146,6 +181,8 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
             f"model.name={model.name}: model.options {model.options} do not fit: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}."
         ) from error
+    if model.pretrained and num_classes != getattr(network, "pretrained_cfg", {}).get("num_classes"):
+        calm_classifier(network)
     return network
 
 
@@ -170,7 +207,7 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
     return network
 
 
-def _no_weights(model: Model, error: Exception) -> ModelError:
+def _no_weights(model: Model, error: object) -> ModelError:
     return ModelError(
         f"model.pretrained=true: the published weights of {model.name} could not be had "
         f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local file."

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
 from paceline.models.adapters import add_adapters, trained_beside
 from paceline.models.ghost_batch_norm import normalise_in_groups
@@ -49,6 +50,18 @@ def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str
     if unused := [name for name in state if name not in fitting]:
         said += f"; {_some(unused)} of it are not used"
     return said
+
+
+def calm_classifier(network: nn.Module) -> None:
+    """Draw a linear classifier anew, as :class:`torch.nn.Linear` does, where it was drawn more than twice as wide.
+
+    timm draws those of its EfficientNets and MobileNets by the number of classes alone. A pretrained network's features
+    through such numbers give wrong answers that are all but certain, whose gradients overwrite what it knew.
+    """
+    for name in classifier_layers(network):
+        layer = network.get_submodule(name)
+        if isinstance(layer, nn.Linear) and float(layer.weight.detach().std()) > 2 / math.sqrt(3 * layer.in_features):
+            layer.reset_parameters()
 
 
 def with_shared(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

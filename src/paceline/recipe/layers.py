@@ -269,7 +269,7 @@ def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
 
 
 def _either(values: Iterable[object]) -> str:
-    *most, last = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+    *most, last = (str(plain(value)).lower() if isinstance(value, bool | None) else str(value) for value in values)
     return f"{', '.join(most)} or {last}" if most else last
 
 

@@ -67,7 +67,7 @@ class Model:
     """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, of language models `gpt`, `bert`,
     `transformers:NAME` (an architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER`
     (with a config.json), or `package.module:factory`."""
-    pretrained: Switch = False
+    pretrained: Annotated[Switch, Applies("initialize_from", (None,))] = False
     """Start from the library's published weights."""
     initialize_from: Annotated[LocalPath | None, Off] = None
     """Start a new run from these weights: a safetensors file, a checkpoint, a run directory or a hub folder."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.dataset_registry import DatasetsUsing
 from paceline.optimizers import taking
+from paceline.recipe.fields import plain
 
 # The schema's own annotations are read as they stand; only Python's words are translated here.
 WORDS = {"str": "text", "int": "whole number", "float": "number", "bool": "`true` or `false`"}
@@ -160,7 +161,8 @@ class Schema:
                 if isinstance(note, ast.Call) and ast.unparse(note.func) == "Applies":
                     to, values = (_values(self._resolved(argument)) for argument in note.args[:2])
                     more = "".join(f" or {keyword.arg.replace('_', ' ')}" for keyword in note.keywords if keyword.arg)
-                    found.append(f"`{path}{to}` = {_either([f'`{str(value).lower()}`' for value in values])}{more}")
+                    named = [f"`{str(plain(value)).lower()}`" for value in values]
+                    found.append(f"`{path}{to}` = {_either(named)}{more}")
         return "; ".join(found)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -20,14 +19,14 @@ from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
 from paceline.machine import available_cores
+from paceline.models.build import why_no_weights
 from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import TABLES, Overrides, load_recipe, set_by
 from paceline.units import format_count
 from paceline.world import World
 
-_HUB_SECONDS = 3.0  # an answer of the hub that takes longer is as good as none
-_WEIGHTS = "model.safetensors"
 _UNEQUAL = 5  # times as many images as another class has
+_SMALLEST = 96  # pixels at which a network that learned from 224 still sees what it knows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class _Preset:
     Attributes:
         model: ``model.name``.
         options: Overrides that go with it.
-        size: Pixels that it is shown, at most.
+        size: Pixels that it is shown, at most. With published weights smaller images are enlarged to 96.
         images: Images that it is to see in all; more epochs for fewer images.
         epochs: Fewest and most epochs.
     """
@@ -164,9 +163,18 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
             else f"{preset.model}, from scratch: {missing}"
         )
     words = _words(preset, count, images.image_size, pretrained=pretrained)
+    if "model.initialize_from" in given:
+        words |= {"model.pretrained": "null", "model.initialize_partly": "true"}
     chosen = tuple(f"{key}={value}" for key, value in words.items() if key not in given)
     for key, why in (
-        ("data.image_size", f"at most {preset.size} for this network and machine; images are not enlarged"),
+        (
+            "data.image_size",
+            f"at most {preset.size} for this network and machine; "
+            + (
+                f"smaller images are enlarged to {_SMALLEST} for pretrained weights" * pretrained
+                or "images are not enlarged"
+            ),
+        ),
         (
             "train.duration",
             f"about {format_count(preset.images)} images in all, in {preset.epochs[0]} to {preset.epochs[1]} epochs",
@@ -190,7 +198,7 @@ def _words(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dic
     steps = max(1, epochs * count // batch)
     found: dict[str, Any] = {
         "model.name": preset.model,
-        "data.image_size": min(preset.size, max(native, 32)),
+        "data.image_size": min(preset.size, max(native, _SMALLEST if pretrained else 32)),
         "batch.global_size": batch,
         "train.duration": f"{epochs} epochs",
         # The average is over about a twentieth of the run.
@@ -199,29 +207,3 @@ def _words(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dic
     if not pretrained:
         found["optimizer.lr"] = 0.1 * batch / 64
     return found
-
-
-def why_no_weights(name: str) -> str:
-    """Why the published weights of one of timm's networks are not at hand; empty if they are.
-
-    They are looked for in the local cache, and then, once and for a few seconds, on the hub. Its own client would ask
-    a dozen times.
-    """
-    import timm
-    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
-
-    known = timm.get_pretrained_cfg(name)
-    hub = known.hf_hub_id if known is not None else None
-    if hub is None:
-        return f"timm has no published weights of {name}"
-    if isinstance(try_to_load_from_cache(hub, _WEIGHTS), str):
-        return ""
-    why = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            urlopen(Request(hf_hub_url(hub, _WEIGHTS), method="HEAD"), timeout=_HUB_SECONDS).close()
-        except OSError as error:
-            why = f"the hub does not answer: {getattr(error, 'reason', error)}"
-        else:
-            return ""
-    return f"the published weights of {name} are not on this machine ({why})"

@@ -38,7 +38,7 @@ from paceline.models.build import lay_out, parameter_count
 from paceline.models.compiled import check_backend
 from paceline.models.deferred import FirstValues, NotDeferrableError
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
-from paceline.models.transfer import adapt, first_steps, last_steps, load_fitting, with_shared
+from paceline.models.transfer import adapt, calm_classifier, first_steps, last_steps, load_fitting, with_shared
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, Plan, TaskFacts, make
@@ -371,6 +371,7 @@ def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
     state = with_shared(network, plain)
     notices = [f"model.initialize_from: of {saved.path}, {each}" for each in changed]
     if asked.initialize_partly:
+        calm_classifier(network)
         return [*notices, load_fitting(network, state, source=str(saved.path))]
     try:
         check_inventory(network.state_dict(), state, where="model.initialize_from")
