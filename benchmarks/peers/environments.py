@@ -60,6 +60,8 @@ PEERS: Mapping[str, Peer] = {
     "accelerate": Peer("Accelerate", ("accelerate==1.15.0",)),
     "lightning": Peer("Lightning", ("lightning==2.6.6",), launcher=False),
     "fastai": Peer("fastai", ("fastai==2.8.12",)),
+    "fastai-timm": Peer("fastai", ("fastai==2.8.12", "timm==1.0.31")),
+    "ultralytics": Peer("Ultralytics", ("ultralytics==8.4.190",)),
     "composer": Peer(
         "Composer", ("mosaicml==0.32.1", "torch==2.7.0", "torchvision==0.22.0", "setuptools==80.9.0"), alone=True
     ),
