@@ -5,36 +5,21 @@ Fake tensors need it, the plan of a very large network, and processes that each 
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from paceline.errors import ModelError, PacelineError
+from paceline.errors import PacelineError
 from paceline.models.build import lay_out, parameter_count
 from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
-from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import adapt
 from paceline.plan import ParameterNumbers, Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task
-
-
-@contextlib.contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Put Python's, NumPy's and torch's random states back at the end."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the global one, which others may use
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002  # the state that old code shares
+from paceline.trainer.process_settings import restore_random_states
 
 
 def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Module:
@@ -97,10 +82,6 @@ class Faker:
                 if isinstance(held, list) and held and all(isinstance(each, Tensor) for each in held):
                     vars(module)[name] = [self.tensor(each) for each in held]
 
-    def average(self, average: ExponentialMovingAverage) -> None:
-        """The same for a network's average."""
-        self.network(average.module)
-
     def tensor(self, tensor: Tensor) -> Tensor:
         """The fake one: same shape, strides, dtype; a parameter for a parameter."""
         if isinstance(tensor, FakeTensor):
@@ -121,26 +102,8 @@ class Faker:
         return parameter
 
 
-def why_not_fake(error: Exception, where: str, name: str) -> ModelError:
-    """What to say of a network that does not run on fake tensors."""
-    said = " ".join(str(error).split())[:200]
-    at = f" in {where}" if where else ""
-    return ModelError(
-        f"model.name={name} cannot be run without its numbers: {type(error).__name__}{at} ({said}). What it computes "
-        "depends on values, or uses an operator that has no shapes-only form; measure it instead, with "
-        "`paceline find-batch`."
-    )
-
-
 # Parameters of the largest network that is built whole to be planned: four hundred megabytes.
 _TRIED = 100_000_000
-
-
-def may_be_spread(recipe: Recipe, plan: Plan) -> bool:
-    """Whether a plan that knows no network yet may come to weights that are spread over processes."""
-    is_open = plan.strategy == "ddp" and recipe.parallel.strategy == "auto"
-    # Elsewhere processes share the host's memory, and `auto` takes replicas unless they are very large.
-    return plan.strategy == "fsdp" or (is_open and plan.device == "cuda")
 
 
 def numbers_of(network: nn.Module) -> ParameterNumbers:
@@ -191,7 +154,7 @@ def network_to_plan(recipe: Recipe, task: Task, begin: Callable[[nn.Module], obj
     Raises:
         PacelineError: For a mistake in the recipe.
     """
-    with random_states_kept():
+    with restore_random_states("cpu"):
         shapes = build_shapes(recipe, task, channels_last=False)
     if sum(each.numel() for each in shapes.parameters()) > _TRIED:
         return shapes

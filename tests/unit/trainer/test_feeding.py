@@ -19,7 +19,6 @@ from paceline.data.image.feeding import remembered
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
-from paceline.trainer import feeding
 from paceline.trainer.feeding import measure_feeding
 from paceline.world import World
 
@@ -109,14 +108,14 @@ def test_a_run_that_is_asked_to_stop_does_not_wait(recipe: Callable[..., Recipe]
     assert not list((cache / "paceline" / "feeding").iterdir())
 
 
-def test_why_it_failed_is_told(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "_overrides", lambda _: {"model.name": "no_such_network", "model.options": None})
+def test_why_it_failed_is_told(recipe: Callable[..., Recipe]) -> None:
     said = Said()
-    said.ask(recipe())
+    wrong = recipe(model__name="no_such_network", model__options=None)
+    said.ask(wrong)
     assert said[-1].startswith("not measured (unknown model 'no_such_network'"), said
     # What failed a moment ago is not tried again.
     said.clear()
-    said.ask(recipe())
+    said.ask(wrong)
     assert said == []
 
 
