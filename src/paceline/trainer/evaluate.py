@@ -288,9 +288,7 @@ class Evaluator:
     keep: Keep = field(default_factory=Keep)
 
     def __call__(
-        self,
-        models: Mapping[str, nn.Module],
-        observe: Callable[[str, Batch, dict[str, Nested]], None] | None = None,
+        self, models: Mapping[str, nn.Module], observe: Callable[[str, Batch, dict[str, Nested]], None] | None = None
     ) -> Evaluation:
         """Score every set of weights in one pass over the data.
 

@@ -354,11 +354,11 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     known, found = about.get("class_names"), task.description().get("class_names")
     if known is None or found is None or (len(known) == len(found) if about.get(UNNAMED) else known == found):
         return
-    those, advice = f" {_some(known)}", "the same class folders"
+    those, advice = f"the {len(known)} classes {_some(known)}", "the same class folders"
     if about.get(UNNAMED):
-        those, advice = "", "as many, in the order of the weights"
+        those, advice = f"{len(known)} classes", "as many, in the order of the weights"
     raise DataError(
-        f"the weights in {saved.path} know {len(known)} classes{those}, but the data has the {len(found)} classes "
+        f"the weights in {saved.path} know {those}, but the data has the {len(found)} classes "
         f"{_some(found)}; give data with {advice}."
     )
 

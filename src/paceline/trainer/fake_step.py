@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,9 +39,8 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
-from paceline.trainer.meta_network import Faker, build_shapes, unsynced
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import plan_network, planner, without_initial_weights
+from paceline.trainer.preparation import build_shapes, plan_network, planner, without_initial_weights
 from paceline.trainer.process_settings import restore_random_states
 from paceline.world import World
 
@@ -90,6 +90,62 @@ class CudaRules(TorchFunctionMode):
 
 def _float(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
+
+
+class _OwnStatistics(_BatchNorm):
+    """SyncBatchNorm of one process: it exchanges a few numbers for each channel, and otherwise does the same."""
+
+    def _check_input_dim(self, _: Tensor) -> None:
+        """Any shape: whoever built the network knew."""
+
+
+def unsynced(network: nn.Module) -> None:
+    """Let SyncBatchNorm run where there is no GPU, which it asks for."""
+    synced: list[nn.Module] = [each for each in network.modules() if isinstance(each, nn.SyncBatchNorm)]
+    for module in synced:
+        module.__class__ = _OwnStatistics
+
+
+class Faker:
+    """Makes fake tensors of others, one for each: what is shared stays shared.
+
+    A network is built on ``meta`` first: many constructors read a number out of a tensor, which a fake one refuses.
+
+    Args:
+        mode: Whose they are.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def network(self, network: nn.Module) -> None:
+        """Put a fake tensor in the place of each parameter, buffer, and tensor that is an attribute."""
+        for module in network.modules():
+            for held in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` asks for real ones
+                held |= {name: self.tensor(each) for name, each in held.items() if isinstance(each, Tensor)}
+            for name, held in vars(module).items():
+                if isinstance(held, list) and held and all(isinstance(each, Tensor) for each in held):
+                    vars(module)[name] = [self.tensor(each) for each in held]
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """The fake one: same shape, strides, dtype; a parameter for a parameter."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        # The original is kept too, or another could get its id.
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (tensor, self._make(tensor))
+        return self._made[id(tensor)][1]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        with self._mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if not isinstance(tensor, nn.Parameter):
+            return fake.requires_grad_(tensor.requires_grad)
+        parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        for name, value in vars(tensor).items():
+            setattr(parameter, name, value)
+        return parameter
 
 
 class ForwardLayers:

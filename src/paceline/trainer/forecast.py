@@ -22,7 +22,7 @@ from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run import Run
 from paceline.trainer.warmup import GradientProbe
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # A shorter run is over before a forecast is worth its passes.
 _FEWEST_STEPS = 20
@@ -77,9 +77,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     evaluations = _evaluations(run, end)
     seconds = samples * costs.sample * _growth(plan, position, end) + steps * costs.step
     seconds += evaluations * costs.evaluation
-    parts = [f"{format_count(steps)} steps"]
-    if evaluations:
-        parts.append(f"{format_count(evaluations)} evaluation{'s' * (evaluations > 1)}")
+    work = f"{format_count(steps)} steps" + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
     shorter = ""
     if run.device.type == "cpu" and seconds > _LONG_SECONDS:
@@ -91,7 +89,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     return MeasurementEvent(
         **run.progress.here,
         what="forecast",
-        message=f"expected: about {format_seconds(seconds)} for {' and '.join(parts)}{memory}{shorter}",
+        message=f"expected: about {format_seconds(seconds)} for {work}{memory}{shorter}",
         seconds=time.perf_counter() - begun,
         metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory},
     )

@@ -21,13 +21,7 @@ from typing import TypeVar
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
 from paceline.checkpoint.store import CheckpointStore, Choice, step_of
 from paceline.distributed.collectives import Collectives
-from paceline.errors import (
-    CheckpointError,
-    LaunchError,
-    RunDirectoryError,
-    StorageError,
-    UnreadableError,
-)
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
 from paceline.plain_json import load_json
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -45,7 +39,7 @@ from paceline.trainer.run_dir_checks import (
     foreign_checkpoints,
     never_trained,
 )
-from paceline.units import format_seconds
+from paceline.units import counted, format_seconds
 from paceline.world import World
 
 T = TypeVar("T")
@@ -72,12 +66,12 @@ class Mirroring:
         assert checkpoint.mirror is not None
         self._open, self._root, self._address = open_mirror, root, checkpoint.mirror
         self._keep, self._patience = checkpoint.keep, checkpoint.mirror_patience
-        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, told=self._hiccup)
+        self._hiccups: list[str] = []
+        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, told=self._hiccups.append)
         self._changed = threading.Condition()
         self._waiting: dict[int, Sendable] = {}
         self._under_way: int | None = None
         self._news: list[tuple[str, str]] = []
-        self._hiccups, self._last_hiccup = 0, ""
         self._mirror: Mirror | None = None
         self._failing_since: float | None = None
         self._patient_since: float | None = None
@@ -145,12 +139,9 @@ class Mirroring:
         """Return what has happened since the last call: kinds of incident, and messages."""
         with self._changed:
             news, self._news = self._news, []
-            if self._hiccups:
-                many = f"{self._hiccups} request{'s' * (self._hiccups > 1)}"
-                news.append(
-                    ("mirror_retries", f"{many} to {self._address} failed and then worked: {self._last_hiccup}")
-                )
-            self._hiccups = 0
+            if hiccups := [self._hiccups.pop() for _ in range(len(self._hiccups))]:
+                message = f"{counted(len(hiccups), 'request')} to {self._address} failed and then worked: {hiccups[0]}"
+                news.append(("mirror_retries", message))
             return news
 
     def close(self) -> None:
@@ -160,11 +151,6 @@ class Mirroring:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_AT_CLOSE_SECONDS)
-
-    def _hiccup(self, line: str) -> None:
-        with self._changed:
-            self._hiccups += 1
-            self._last_hiccup = line
 
     def _work(self) -> None:
         while (what := self._next()) is not None:

@@ -105,37 +105,31 @@ class NoiseMeter:
 
     @contextmanager
     def _watched(self, step: _Step, batch: Batch) -> Iterator[None]:
-        if self._reduces and batch.slice.is_last:
-            with self._computed_norms() as norms:
-                yield
-            found = [norms[index] for index in sorted(norms)]
-        else:
+        norms: dict[int, torch.Tensor] = {}
+        handles = []
+
+        def note(index: int, parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                norms[index] = torch.linalg.vector_norm(parameter.grad)
+
+        # As this process computes them: the hooks are called before those of DDP.
+        is_hooked = self._reduces and batch.slice.is_last
+        for index, each in enumerate(self._parameters if is_hooked else ()):
+            register: Any = each.register_post_accumulate_grad_hook  # torch has not typed it
+            handles += [register(partial(note, index))] if each.requires_grad else []
+        try:
             yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        found = [norms[index] for index in sorted(norms)]
+        if not is_hooked:
             # In an exact run a micro-batch's own gradient, else the first one's share of the step's.
             found = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
         # The loss was multiplied by this (trainer/step.py), and perhaps by fp16's scale.
         share = batch.weight * self._averages_over / batch.slice.step_weight
         norm = torch.linalg.vector_norm(torch.stack(found)).float()
         step.parts.append((batch.weight, self._precision.unscaled(norm) / share))
-
-    @contextmanager
-    def _computed_norms(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Norms of the gradients as this process computes them; the hooks are called before those of DDP."""
-        norms: dict[int, torch.Tensor] = {}
-
-        def note(index: int, parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                norms[index] = torch.linalg.vector_norm(parameter.grad)
-
-        handles = []
-        for index, each in enumerate(self._parameters):
-            register: Any = each.register_post_accumulate_grad_hook  # torch has not typed it
-            handles += [register(partial(note, index))] if each.requires_grad else []
-        try:
-            yield norms
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def end_step(self, norm: torch.Tensor | None, *, stepped: bool) -> None:
         """Close the step.

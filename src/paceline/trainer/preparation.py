@@ -30,23 +30,22 @@ from paceline.data.preflight import Findings, Loading, look_at_machine
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.distributed.sharding import check_sharded
-from paceline.errors import CheckpointError, DataError, ModelError, RecipeError, did_you_mean
+from paceline.errors import CheckpointError, DataError, ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
 from paceline.models.adapters import described
 from paceline.models.build import lay_out, parameter_count
 from paceline.models.compiled import check_backend
-from paceline.models.deferred import FirstValues, NotDeferrableError
+from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.transfer import adapt, first_steps, last_steps, load_fitting, with_shared
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
-from paceline.plan import DataFacts, MachineFacts, NetworkFacts, Plan, TaskFacts, make
+from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, TaskFacts, make
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.storage.cache import local_path
 from paceline.tasks.task import Task, check_used_by, task_name
 from paceline.telemetry.trackers import check_trackers
-from paceline.trainer.meta_network import build_without_numbers, numbers_of
 from paceline.trainer.precision import set_float32_matmul
 from paceline.units import format_count
 from paceline.world import World
@@ -337,6 +336,61 @@ def _build(
             notices = (f"every process built the whole network before it was spread: {error}",)
     network, more = build_network(recipe, task, placement)
     return network, (*notices, *more), None
+
+
+def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Module:
+    """The network that a run would train, with its frozen parts, adapters and recomputed blocks; no numbers in it.
+
+    Raises:
+        PacelineError: If the recipe names none, or one that cannot be built.
+    """
+    try:
+        with torch.device("meta"):
+            network = _built(recipe, task)
+    except PacelineError:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
+        # A constructor that looks at the numbers it has drawn. Real ones then: as much memory as the weights, for a
+        # moment.
+        network = _built(recipe, task)
+    return lay_out(network.to("meta"), channels_last=channels_last)
+
+
+def _built(recipe: Recipe, task: Task) -> nn.Module:
+    network = task.build_model()
+    adapt(network, recipe.model)
+    return network
+
+
+def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, FirstValues]:
+    """The network as every process will have it, but without numbers, and what gives them to it.
+
+    Its first values are those of the whole network with the same seed, to the bit.
+
+    Raises:
+        NotDeferrableError: If it has to be built whole; says why.
+        PacelineError: For a mistake in the recipe.
+    """
+    for key in ("initialize_from", "pretrained"):
+        if getattr(recipe.model, key):
+            raise NotDeferrableError(f"model.{key} gives all of it at once")
+    if plan.precision == "fp8":
+        raise NotDeferrableError("train.precision=fp8 changes its layers")
+
+    torch.manual_seed(recipe.seed)
+    network, first_values = build_deferred(partial(_built, task.recipe, task))
+    if any(isinstance(each, _NormBase) for each in network.modules()):
+        raise NotDeferrableError("it has BatchNorm, which is tried out whole")
+    if task.begins_from_data(network):
+        raise NotDeferrableError("some of its first weights are made of the training data")
+    with torch.device("meta"):
+        task.check_network(network)
+    return network, first_values
+
+
+def numbers_of(network: nn.Module) -> ParameterNumbers:
+    """How many parameters it has."""
+    return ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
 
 
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:

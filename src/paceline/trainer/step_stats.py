@@ -391,11 +391,7 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
     except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
         why_not = " ".join(str(error).split())[:300] or type(error).__name__
     return Utilisation(
-        device=device,
-        processes=plan.world_size,
-        flops=flops,
-        why_not=why_not,
-        seconds=time.perf_counter() - begun,
+        device=device, processes=plan.world_size, flops=flops, why_not=why_not, seconds=time.perf_counter() - begun
     )
 
 

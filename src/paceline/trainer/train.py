@@ -25,6 +25,7 @@ from paceline.distributed.environment import Launch, read_launch
 from paceline.distributed.waiting import EndedBySignals
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
+from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
 from paceline.plan.batching import usable_processes
@@ -44,9 +45,8 @@ from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
-from paceline.trainer.meta_network import network_to_plan
 from paceline.trainer.nonfinite import check_outcome, divergence
-from paceline.trainer.process_settings import StopRequest, keep_freed_memory
+from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
 from paceline.trainer.run_records import digests, summarise
@@ -59,6 +59,8 @@ Reporter = Callable[[RunDirectory], object]
 
 _PATIENCE_SECONDS = 5.0
 _ROWS_SHOWN = 20
+# Parameters of the largest network that is built whole to be planned: four hundred megabytes.
+_TRIED = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +179,13 @@ def plan_only(
         raise DataError(limits.refusal)
     if said := [each for each in (limits.refusal, *limits.warnings) if each]:
         notes["this machine"] = " ".join(said)
-    begin = partial(preparation.take_initial_weights, asked=replace(recipe.model, initialize_from=source))
-    network = network_to_plan(recipe, task, begin)
+    with restore_random_states("cpu"):
+        network = preparation.build_shapes(recipe, task, channels_last=False)
+    if sum(each.numel() for each in network.parameters()) <= _TRIED:  # a larger one is planned without its numbers
+        network = task.build_model()
+        task.check_network(network)
+        preparation.take_initial_weights(network, replace(recipe.model, initialize_from=source))
+        adapt(network, recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
     plan = preparation.plan_network(partial(make_plan, notes=notes), network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))

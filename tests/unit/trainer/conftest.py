@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from paceline.data.pipeline import Placement
@@ -99,3 +101,22 @@ def listening() -> SilentDisplay:
             self.heard.append(text)
 
     return Listening()
+
+
+@pytest.fixture(scope="session")
+def make_photos() -> Callable[..., Path]:
+    """``make_photos(folder, train=10, val=3)``: so many smooth pictures of each of two classes."""
+
+    def make(
+        root: Path, *, names: Sequence[str] = ("cat", "dog"), side: int = 24, ending: str = "png", **splits: int
+    ) -> Path:
+        generator = np.random.default_rng(11)
+        for split, count in splits.items():
+            for name in names:
+                (root / split / name).mkdir(parents=True)
+                for number in range(count):
+                    coarse = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+                    Image.fromarray(coarse).resize((side, side)).save(root / split / name / f"{number:02d}.{ending}")
+        return root
+
+    return make

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import paceline
 from paceline.data.batch import Batch
@@ -25,16 +23,8 @@ PER_CLASS = 12
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    root = tmp_path / "photos"
-    noise = np.random.default_rng(0).integers(0, 256, (2, PER_CLASS, 8, 8), dtype=np.uint8)
-    for split in ("train", "val"):
-        for label, images in zip(("cat", "dog"), noise, strict=True):
-            folder = root / split / label
-            folder.mkdir(parents=True)
-            for number, image in enumerate(images):
-                Image.fromarray(image).save(folder / f"{number:02d}.png")
-    return root
+def photos(tmp_path: Path, make_photos: Make) -> Path:
+    return make_photos(tmp_path / "photos", train=PER_CLASS, val=PER_CLASS, side=8)
 
 
 def spoil(*files: Path) -> list[str]:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import paceline
 from paceline.data.image.datasets import open_dataset
@@ -27,6 +25,7 @@ from paceline.trainer.evaluate_target import (
     sweep_sizes,
 )
 
+Make = Callable[..., Any]
 RECIPE: dict[str, Any] = {
     "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}},
     "data": {"dataset": "image_folder", "image_size": 16, "workers": 0, "channels": 3},
@@ -40,17 +39,9 @@ RECIPE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory: pytest.TempPathFactory, make_photos: Make) -> Path:
     """Twenty pictures to train on and six to evaluate on, of two classes each."""
-    root = tmp_path_factory.mktemp("photos")
-    generator = np.random.default_rng(11)
-    for split, count in (("train", 10), ("val", 3)):
-        for name in ("first", "second"):
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                coarse = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-                Image.fromarray(coarse).resize((24, 24)).save(root / split / name / f"{number}.png")
-    return root
+    return make_photos(tmp_path_factory.mktemp("photos"), names=("first", "second"), train=10, val=3)
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from paceline.data.image.feeding import remembered
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
@@ -33,16 +31,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., Recipe]:
+def recipe(tmp_path: Path, make_photos: Callable[..., Path]) -> Callable[..., Recipe]:
     """A long run over a few photographs, of a network that takes no time."""
-    generator = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            folder = tmp_path / "photos" / split / name
-            folder.mkdir(parents=True)
-            for number in range(16):
-                pixels = generator.integers(0, 255, (96, 128, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    make_photos(tmp_path / "photos", train=16, val=16, side=96, ending="jpg")
 
     def make(**changes: Any) -> Recipe:
         overrides = {

@@ -143,10 +143,7 @@ def test_it_may_be_turned_on_and_off_at_a_resume(train_tiny: Make, events: Make)
 
 @pytest.mark.parametrize(
     ("overrides", "world_size", "said"),
-    [
-        ({}, 1, "set batch.micro_size=8"),
-        ({"parallel.strategy": "fsdp"}, 2, "parallel.strategy=ddp"),
-    ],
+    [({}, 1, "set batch.micro_size=8"), ({"parallel.strategy": "fsdp"}, 2, "parallel.strategy=ddp")],
 )
 def test_what_cannot_be_measured_is_refused(
     tiny_recipe: Path, overrides: dict[str, Any], world_size: int, said: str

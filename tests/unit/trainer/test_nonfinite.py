@@ -114,11 +114,7 @@ def test_a_step_left_out_advances_nothing_but_the_data(train_tiny: Make, tiny_ta
 
 @pytest.mark.parametrize(
     ("passes", "rehearsals", "more"),
-    [
-        (1, 0, {}),
-        (4, 0, {"batch.micro_size": 4}),
-        (8, 1, {"parallel.exact": True}),
-    ],
+    [(1, 0, {}), (4, 0, {"batch.micro_size": 4}), (8, 1, {"parallel.exact": True})],
     ids=["plain", "micro-batches", "exact"],
 )
 def test_weights_average_statistics_and_momentum_stay(
