@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -448,7 +448,20 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     before = make_plan()
     first = first_steps(network, recipe.model, before.unfreeze_steps)
     last = last_steps(network, recipe.model, before.freeze_after_steps)
-    _check_network(network, recipe, first, last)
+    if parameter_count(network) == 0:
+        raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
+    trained = {name for name, each in network.named_parameters() if each.requires_grad}
+    if trained.issubset(first):
+        raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
+    if trained.issubset(last):
+        raise ModelError("model.freeze_after leaves nothing to train to the end; let it mean some parameters only.")
+    synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if recipe.parallel.exact and synced:
+        raise ModelError(
+            f"model.name={recipe.model.name} has SyncBatchNorm ({', '.join(synced[:3])}{', …' * (len(synced) > 3)}), "
+            "whose statistics are sums over the processes in an order that depends on their number; parallel.exact "
+            "needs BatchNorm, which here normalises each logical rank by itself."
+        )
     numbers = numbers_of(network)
     if numbers.every > _MOST_PARAMETERS * before.world_size:
         raise ModelError(
@@ -466,23 +479,6 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     return plan
-
-
-def _check_network(network: nn.Module, recipe: Recipe, first: Collection[str], last: Collection[str]) -> None:
-    if parameter_count(network) == 0:
-        raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
-    trained = {name for name, each in network.named_parameters() if each.requires_grad}
-    if trained.issubset(first):
-        raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
-    if trained.issubset(last):
-        raise ModelError("model.freeze_after leaves nothing to train to the end; let it mean some parameters only.")
-    synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if recipe.parallel.exact and synced:
-        raise ModelError(
-            f"model.name={recipe.model.name} has SyncBatchNorm ({', '.join(synced[:3])}{', …' * (len(synced) > 3)}), "
-            "whose statistics are sums over the processes in an order that depends on their number; parallel.exact "
-            "needs BatchNorm, which here normalises each logical rank by itself."
-        )
 
 
 def _check_single_samples(prepared: Prepared) -> None:

@@ -340,7 +340,12 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         return _begin(directory, request)
     check_same_run(directory, request)
     notices = _notices(directory, reader.read_plan_to_resume(directory), request)
-    wanted = _wanted(directory, request.resume)
+    wanted = None if request.resume in ("auto", "never") else Path(request.resume)
+    if wanted and (wanted.parent.resolve() != directory.checkpoints.resolve() or step_of(wanted) is None):
+        raise RunDirectoryError(
+            f"--resume={request.resume} is no checkpoint of the run in '{directory.root}'; give one of its "
+            "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
+        )
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
             f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
@@ -552,18 +557,6 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
     effect = "the learning rate follows the new length"
     compare("length", f"{plan['total_steps']} steps", f"{current.total_steps} steps", effect)
     return tuple(notices)
-
-
-def _wanted(directory: RunDirectory, resume: str) -> Path | None:
-    if resume in ("auto", "never"):
-        return None
-    path = Path(resume)
-    if path.parent.resolve() != directory.checkpoints.resolve() or step_of(path) is None:
-        raise RunDirectoryError(
-            f"--resume={resume} is no checkpoint of the run in '{directory.root}'; give one of its "
-            "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
-        )
-    return path
 
 
 def _is_complete(directory: RunDirectory, request: ResumeRequest) -> bool:

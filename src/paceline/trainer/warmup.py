@@ -181,8 +181,15 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
         return probe.gradients(run.network)
 
     def freely() -> Gradients:
-        with _any_kernels(run.device):
+        """The same as in a run that does not ask for determinism."""
+        benchmark = torch.backends.cudnn.benchmark
+        torch.use_deterministic_algorithms(mode=False)
+        torch.backends.cudnn.benchmark = run.device.type == "cuda"
+        try:
             return passes()
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            torch.use_deterministic_algorithms(mode=True)
 
     try:
         passes()
@@ -199,19 +206,6 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
         seconds=0.0,
         metrics={"slowdown": statistics.median(cost)},
     )
-
-
-@contextmanager
-def _any_kernels(device: torch.device) -> Iterator[None]:
-    """As a run computes that does not ask for determinism."""
-    benchmark = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(mode=False)
-    torch.backends.cudnn.benchmark = device.type == "cuda"
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = benchmark
-        torch.use_deterministic_algorithms(mode=True)
 
 
 # How far a parameter's gradient may be from the uncompiled one's, in shares of its length. Where numbers are rounded
