@@ -26,9 +26,9 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, given_batch, largest_together
-from paceline.trainer.meta_network import random_states_kept
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import build_network, plan_run, without_initial_weights
+from paceline.trainer.process_settings import restore_random_states
 from paceline.world import World
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP
 
@@ -53,7 +53,7 @@ def measured_peaks(recipe: Recipe, micro_batch: int, device: torch.device) -> di
         PacelineError: If the recipe cannot be planned.
     """
     recipe = without_initial_weights(recipe)
-    with random_states_kept():
+    with restore_random_states("cpu"):
         task = build_task(recipe)
         plan = plan_run(recipe, task, describe_machine(device), World())
         if device.type == "cuda":

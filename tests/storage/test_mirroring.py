@@ -79,7 +79,7 @@ def test_an_address_that_fails_is_told_and_the_newest_is_copied_when_it_is_back(
     assert copy.lacks
     s3.up()
     assert copy.is_over(within_seconds=60)
-    assert [each.incident for each in copy.news() if each.incident != "mirror_retries"] == ["mirror", "mirror_back"]
+    assert [incident for incident, _ in copy.news() if incident != "mirror_retries"] == ["mirror", "mirror_back"]
     assert copy.news() == []
     assert copy.lacks == ""
     assert read_commits(Remote("s3://bucket/away")).commits[0].step == 3

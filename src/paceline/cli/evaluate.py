@@ -169,28 +169,28 @@ def _class_row(scores: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _of_sizes(sweep: SizeSweep) -> Result:
-    first = sweep.trials[0].report
+    first, best = sweep.first, sweep.best_size
     images = "training images that were held out" if sweep.on == "holdout" else "validation images"
     names = tuple(first.metrics)
     rows = [
         (
-            f"{trial.size}{' *' * (trial is sweep.best)}",
-            *(_in_words(name, trial.report.metrics[name]) for name in names),
-            f"{trial.samples_per_second:,.0f}",
+            f"{size}{' *' * (size == best)}",
+            *(_in_words(name, report.metrics[name]) for name in names),
+            f"{report.samples_per_second:,.0f}",
         )
-        for trial in sweep.trials
+        for size, report in sweep.reports.items()
     ]
     blocks: list[Any] = [
         f"{first.path} ({first.weights} weights) on {first.samples:,} {images}",
         Table(columns=("size", *names, "images/s"), rows=rows),
-        f"best by {sweep.metric}: data.evaluation_size={sweep.best.size}",
+        f"best by {sweep.metric}: data.evaluation_size={best}",
     ]
     if sweep.on == "validation":
         blocks.append(
             "note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out"
         )
     blocks += [f"note: {sentence}" for sentence in first.left_out]
-    wrong = (error for trial in sweep.trials for error in _not_finite(trial.report))
+    wrong = (error for report in sweep.reports.values() for error in _not_finite(report))
     return Document(document=sweep.to_json(), shown=Shown(blocks=blocks, ok=next(wrong, True)))
 
 

@@ -22,13 +22,12 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.transfer import FreezeSchedule, first_steps, last_steps
 from paceline.optim.build import Clipping, build_optimizer, build_schedules
 from paceline.plan import Plan
-from paceline.recipe.load import recipe_digest, to_tree
+from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EventWriter, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
-from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.profile import Assignment, NsightTool, Profiled, ProfilingClock, TorchTool
@@ -87,7 +86,6 @@ def build_run(opened: OpenedRun) -> Run:
     noise = NoiseMeter(network, plan, precision, strategy.averages_over)
     run = Run(
         recipe=recipe,
-        recipe_sha256=recipe_digest(recipe),
         identity=opened.opening.identity,
         plan=plan,
         world=prepared.world,
@@ -122,7 +120,13 @@ def build_run(opened: OpenedRun) -> Run:
         components=Registry(),
         writer=BackgroundWriter(),
         cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
-        file_metadata=_file_metadata(recipe, plan, prepared.task),
+        # What a lone weights file must say so that it can be evaluated and used.
+        file_metadata={
+            "paceline": "1",
+            "recipe": json.dumps(to_tree(recipe)),
+            "data": json.dumps({**plan.data, **prepared.task.description()}),
+            "precision": plan.precision,
+        },
         mirroring=opened.mirroring,
         utilisation=find_utilisation(prepared) if prepared.world.is_first else None,
     )
@@ -183,16 +187,6 @@ def _evaluator(opened: OpenedRun, precision: Precision, heartbeat: Heartbeat) ->
     )
 
 
-def _file_metadata(recipe: Recipe, plan: Plan, task: Task) -> Mapping[str, str]:
-    """What a lone weights file must say so that it can be evaluated and used."""
-    return {
-        "paceline": "1",
-        "recipe": json.dumps(to_tree(recipe)),
-        "data": json.dumps({**plan.data, **task.description()}),
-        "precision": plan.precision,
-    }
-
-
 def _compiled(recipe: Recipe, plan: Plan, networks: Mapping[str, nn.Module]) -> dict[str, CompiledNetwork]:
     """What is to be called instead of the networks; empty if nothing is compiled."""
     if plan.compile == "off":
@@ -212,9 +206,9 @@ def _compiled(recipe: Recipe, plan: Plan, networks: Mapping[str, nn.Module]) -> 
 
 
 def _recorder(opened: OpenedRun, ledger: LedgerWriter, progress: Progress) -> Recorder:
+    recipe, directory = opened.prepared.recipe, opened.directory
     if not opened.prepared.world.is_first:
         return Recorder(None, ledger, [], opened.display, progress)
-    recipe, directory = opened.prepared.recipe, opened.directory
     facts = TrackerFacts(
         name=directory.root.resolve().name,
         recipe=to_tree(recipe),
@@ -222,26 +216,23 @@ def _recorder(opened: OpenedRun, ledger: LedgerWriter, progress: Progress) -> Re
         start_step=opened.opening.choice.step,
     )
     trackers = build_trackers(recipe.telemetry.trackers, directory.root, facts)
-    return Recorder(EventWriter(opened.directory.events), ledger, trackers, opened.display, progress)
+    return Recorder(EventWriter(directory.events), ledger, trackers, opened.display, progress)
 
 
 def _register(run: Run) -> None:
     """Name everything that changes; what is not here is a pure function of the recipe and the step."""
-    models: dict[str, Component] = {**run.models()}
-    optimizer: Component = OptimizerComponent(run.optimizer)
+    components: dict[str, Component] = {**run.models(), "optimizer": OptimizerComponent(run.optimizer)}
     if run.strategy.is_sharded:
         # Only where it is used: torch's distributed tensors take their time to import.
         from paceline.checkpoint.sharded_state import ShardedModel, ShardedOptimizer
 
-        models = {name: ShardedModel(network) for name, network in run.models().items()}
-        optimizer = ShardedOptimizer(run.optimizer)
-    for name, component in {**models, "optimizer": optimizer}.items():
-        run.components.add(name, component)
+        components = {name: ShardedModel(network) for name, network in run.models().items()}
+        components["optimizer"] = ShardedOptimizer(run.optimizer)
     if run.precision.scaler is not None:
-        run.components.add("scaler", run.precision.scaler)
-    run.components.add("progress", run.progress)
-    run.components.add("window", run.window)
-    run.components.add("clock", run.clock)
+        components["scaler"] = run.precision.scaler
+    components |= {"progress": run.progress, "window": run.window, "clock": run.clock}
+    for name, component in components.items():
+        run.components.add(name, component)
 
 
 def with_profile(run: Run) -> StepClock:
@@ -250,27 +241,31 @@ def with_profile(run: Run) -> StepClock:
     if steps is None or (asked.ranks == "first" and not run.world.is_first):
         return run.clock
     tool = NsightTool() if asked.tool == "nsys" else TorchTool(run.device.type, run.world.rank, memory=asked.memory)
+
+    def report(profiled: Profiled) -> None:
+        which = f"steps {profiled.first} to {profiled.last}"
+        if profiled.problem is not None:
+            message = f"{which} were not profiled: {profiled.problem}."
+            run.recorder.incident("profile", message)
+            run.display.message(message)
+            return
+        folder = None if asked.tool == "nsys" else run.directory.profile(profiled.first - 1)
+        run.recorder.write(
+            ProfileEvent(
+                **run.progress.here,
+                first_step=profiled.first,
+                last_step=profiled.last,
+                tool=asked.tool,
+                folder=None if folder is None else str(folder.relative_to(run.directory.root)),
+            )
+        )
+        run.display.message(f"{which} were profiled: {'see the report of nsys' if folder is None else f'see {folder}'}")
+
     assignment = Assignment(
         first=steps[0],
         end=steps[1],
         position=lambda: run.progress.position,
         folder=run.directory.profile,
-        report=lambda profiled: _report(run, profiled),
+        report=report,
     )
     return ProfilingClock(run.clock, tool, assignment)
-
-
-def _report(run: Run, profiled: Profiled) -> None:
-    which = f"steps {profiled.first} to {profiled.last}"
-    if profiled.problem is not None:
-        message = f"{which} were not profiled: {profiled.problem}."
-        run.recorder.incident("profile", message)
-        run.display.message(message)
-        return
-    tool = run.recipe.telemetry.profile.tool
-    folder = None if tool == "nsys" else run.directory.profile(profiled.first - 1)
-    place = None if folder is None else str(folder.relative_to(run.directory.root))
-    run.recorder.write(
-        ProfileEvent(**run.progress.here, first_step=profiled.first, last_step=profiled.last, tool=tool, folder=place)
-    )
-    run.display.message(f"{which} were profiled: {'see the report of nsys' if folder is None else f'see {folder}'}")

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
@@ -43,25 +42,17 @@ class InputStatistics:
     """Counts and sums of all floating-point numbers of the batches, kept on the device; tokens are no such numbers."""
 
     def __init__(self) -> None:
-        self._counts: list[int] = []
-        self._sums: list[torch.Tensor] = []
+        self._sums: list[tuple[int, torch.Tensor]] = []
 
     def add(self, inputs: Nested) -> None:
         """Take a batch's inputs. No host-device synchronisation."""
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
-                self._counts.append(tensor.numel())
-                self._sums.append(_sums(tensor))
+                self._sums.append((tensor.numel(), _sums(tensor)))
 
     def rows(self) -> Rows:
         """Count, sum and sum of squares of each tensor; waits for the device."""
-        sums: dict[int, list[float]] = {}
-        # At once for each device: every answer from one is waited for.
-        for device in {each.device for each in self._sums}:
-            places = [place for place, each in enumerate(self._sums) if each.device == device]
-            answers = torch.stack([self._sums[place] for place in places]).tolist()
-            sums |= dict(zip(places, answers, strict=True))
-        return [(count, *sums[place]) for place, count in enumerate(self._counts)]
+        return [(count, *sums.tolist()) for count, sums in self._sums]
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,14 +95,14 @@ class Keep:
     examples: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """What one process has to bring: numbers, no pictures yet."""
 
     counts: tuple[Triples, Reliability]
-    candidates: tuple[Candidate, ...]
-    classes: int
-    failure: str
+    candidates: tuple[Candidate, ...] = ()
+    classes: int = 0
+    failure: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +145,7 @@ class KeptAnswers:
             answered: Gives the answer that was scored again, and no other.
             batch: What was scored.
         """
-        try:
+        with self.looking():
             answers = self._task.answers(answered, batch)
             if answers is None:
                 return
@@ -163,22 +154,22 @@ class KeptAnswers:
             if self._keep.examples:
                 draws = uniforms(0, 0, batch.ids, 1)[:, 0]
                 self._examples.add(batch.ids, draws, batch.inputs, answers)
-        except Exception as error:  # noqa: BLE001  # the task's own code; an evaluation must not fail of being looked at
-            self.give_up(error)
 
     def part(self) -> Part:
         """What this process has; waits for the device."""
-        if not self._failure:
-            try:
-                return Part(
-                    counts=self._confusion.counts(),
-                    candidates=tuple(self._examples.candidates()),
-                    classes=self._confusion.classes,
-                    failure="",
-                )
-            except Exception as error:  # noqa: BLE001  # what the task gave may only now turn out to be no numbers
-                self.give_up(error)
-        return Part(counts=Confusion().counts(), candidates=(), classes=0, failure=self._failure)
+        with self.looking():
+            if not self._failure:
+                candidates = tuple(self._examples.candidates())
+                return Part(self._confusion.counts(), candidates, self._confusion.classes)
+        return Part(Confusion().counts(), failure=self._failure)
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A task's own code runs inside: an evaluation must not fail of being looked at."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # whatever it raises
+            self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
         """Keep nothing of this pass."""
@@ -192,56 +183,37 @@ class KeptAnswers:
         chosen = choose((each for part in parts for each in part.candidates), self._keep.examples)
         shown: dict[int, dict[str, Any]] = {}
         if chosen:
+            own: dict[int, dict[str, Any]] = {}
             # A process that fails here must not leave the others waiting.
-            own = self._own(
-                [each for each in chosen if each in set(parts[collectives.world.rank].candidates)], pipeline
-            )
+            with self.looking():
+                mine = set(parts[collectives.world.rank].candidates)
+                own = {each.sample: self._as_shown(each, pipeline) for each in chosen if each in mine}
             for failure, entries in collectives.gather_on_first((self._failure, own)):
                 self._failure = self._failure or failure
                 shown |= entries
-        try:
-            names = self._names(classes)
+        with self.looking():
+            names = [str(each) for each in self._task.description().get("class_names", range(classes))]
+            if len(names) < classes:
+                raise ValueError(f"the task names {len(names)} classes and answers with {classes}")
             triples, reliability = zip(*(each.counts for each in parts), strict=True)
             matrix = confusion_document(merged(triples), reliability, names) if classes else None
-        except Exception as error:  # noqa: BLE001  # the task's names may be fewer than its answers
-            self.give_up(error)
-        if self._failure:
-            return Kept(failure=self._failure)
-        examples = [shown[each.sample] for each in chosen if each.sample in shown]
-        return Kept(
-            confusion=matrix,
-            examples={"classes": names, "chosen": HOW_CHOSEN, "examples": examples} if chosen else None,
-        )
-
-    def _names(self, classes: int) -> list[str]:
-        names = [str(each) for each in self._task.description().get("class_names", range(classes))]
-        if len(names) < classes:
-            raise ValueError(f"the task names {len(names)} classes and answers with {classes}")
-        return names
-
-    def _own(self, chosen: Sequence[Candidate], pipeline: Pipeline) -> dict[int, dict[str, Any]]:
-        try:
-            return {each.sample: self._as_shown(each, pipeline) for each in chosen}
-        except Exception as error:  # noqa: BLE001  # the task's own pictures, the pipeline's own names
-            self.give_up(error)
-            return {}
+            examples = [shown[each.sample] for each in chosen if each.sample in shown]
+            document = {"classes": names, "chosen": HOW_CHOSEN, "examples": examples} if chosen else None
+            if not self._failure:
+                return Kept(confusion=matrix, examples=document)
+        return Kept(failure=self._failure)
 
     def _as_shown(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, Any]:
         fields = asdict(candidate)
         del fields["score"], fields["is_mistake"]
-        pixels = self._examples.picture(candidate)
-        picture = {} if pixels is None else {"image": data_url(pixels)}
-        name = pipeline.sample_name(candidate.sample, training=False)
+        picture = {}
+        if (pixels := self._examples.picture(candidate)) is not None:
+            # A PNG that a page can hold; of other than 3 channels the first 3, or the first.
+            shown, file = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0], io.BytesIO()
+            Image.fromarray(np.ascontiguousarray(shown)).save(file, format="PNG")
+            picture["image"] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
         # A file's name may hold bytes that are no text.
-        return {**picture, **fields, "name": utf8(name)}
-
-
-def data_url(pixels: NDArray[np.uint8]) -> str:
-    """A picture [H, W, C] as a PNG that a page can hold; of other than 3 channels the first 3, or the first."""
-    shown = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0]
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(shown)).save(file, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        return {**picture, **fields, "name": utf8(pipeline.sample_name(candidate.sample, training=False))}
 
 
 def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> None:
@@ -316,9 +288,7 @@ class Evaluator:
     keep: Keep = field(default_factory=Keep)
 
     def __call__(
-        self,
-        models: Mapping[str, nn.Module],
-        observe: Callable[[str, Batch, dict[str, Nested]], None] | None = None,
+        self, models: Mapping[str, nn.Module], observe: Callable[[str, Batch, dict[str, Nested]], None] | None = None
     ) -> Evaluation:
         """Score every set of weights in one pass over the data.
 
@@ -387,10 +357,10 @@ class Evaluator:
         for index, each in enumerate(collectors):
             if isinstance(each, DetailedCollector):
                 try:
-                    details = each.details([part.collected[self.keep.weights][index] for part in parts])
+                    collected = [part.collected[self.keep.weights][index] for part in parts]
+                    return replace(kept, details=each.details(collected))
                 except Exception as error:  # noqa: BLE001  # a task's own code, and for the report only
                     return replace(kept, failure=kept.failure or f"{type(error).__name__}: {error}")
-                return replace(kept, details=details)
         return kept
 
     def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:
@@ -440,9 +410,8 @@ class _OneForward:
         Raises:
             ValueError: If there is none to these arguments.
         """
-        if not self._is_kept(arguments):
+        if self._answer is None or not self._is_kept(arguments):
             raise ValueError("the task's `answers` asks the network for something else than `score`")
-        assert self._answer is not None
         return self._answer
 
     def __getattr__(self, name: str) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import csv
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,33 +27,20 @@ from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell
 from paceline.files import refuse_odd_outputs
-from paceline.plan import DataFacts, MachineFacts
+from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
-from paceline.plan.compute import (
-    resolve_channels_last,
-    resolve_evaluation_batch,
-    resolve_float32_matmul,
-    resolve_precision,
-    resolve_threads,
-)
 from paceline.recipe.data import Data
-from paceline.recipe.load import (
-    Overrides,
-    refuse_unused_overrides,
-    set_by,
-    stored_recipe,
-    to_tree,
-)
+from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, stored_recipe, to_tree
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task, check_used_by, task_name
-from paceline.trainer.evaluate import Evaluation, Evaluator, Keep
+from paceline.trainer.evaluate import Evaluator, Keep
 from paceline.trainer.nonfinite import not_finite
-from paceline.trainer.precision import Precision, keeping_float32_matmul, set_float32_matmul
-from paceline.trainer.preparation import find_scoring_limits, place
-from paceline.trainer.process_settings import keep_freed_memory
+from paceline.trainer.precision import Precision, set_float32_matmul
+from paceline.trainer.preparation import find_host_limits, place, without_initial_weights
+from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
 from paceline.world import World
 
 Split = Literal["validation", "holdout"]
@@ -82,6 +69,14 @@ class EvaluationRequest:
     trust_code: bool = False
     predictions: Path | None = None
     on: Split = "validation"
+
+    def __post_init__(self) -> None:
+        if (file := self.predictions) is not None:
+            if file.suffix not in PREDICTION_FORMATS:
+                raise PacelineError(f"--predictions={file}: the name must end in {' or '.join(PREDICTION_FORMATS)}.")
+            if not file.parent.is_dir():
+                raise PacelineError(f"--predictions={file}: there is no directory '{file.parent}'; create it first.")
+            refuse_odd_outputs(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +112,11 @@ class EvaluationReport:
     left_out: tuple[str, ...] = ()
     per_class: Sequence[Mapping[str, Any]] = ()
 
+    @property
+    def samples_per_second(self) -> float:
+        """Samples scored per second over all processes, reading and the first batch included."""
+        return self.samples / self.seconds
+
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
     """Score saved weights; a collective of all processes of the world this one finds itself in.
@@ -127,31 +127,31 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
     return _evaluate(request, (None,))[0]
 
 
-def evaluate_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> list[EvaluationReport]:
-    """Score the same weights on images of several sizes, one after the other; else like :func:`evaluate_target`.
-
-    Args:
-        request: What to score, and on what.
-        sizes: In place of ``data.evaluation_size``, in pixels.
-    """
-    return _evaluate(request, sizes)
-
-
 def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[EvaluationReport]:
-    _check_predictions_path(request.predictions)
     saved = read_weights(request.target, request.weights, best=request.best)
     recipe = scoring_recipe(saved, request.overrides)
     refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
     machine = describe_machine(device)
-    placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine))
-    products = _float32_matmul(request, recipe, machine)
-    sized = [scoring_task(request, saved, _with_size(recipe, size), launch.world) for size in sizes]
-    tasks, left_out = [task for task, _ in sized], sized[0][1].left_out
-    if sizes != (None,):
-        _check_shows_sizes(tasks[0])
-    torch.set_num_threads(resolve_threads(recipe, machine, launch.world.local_world_size)[0])
+    placement = Placement(device=device, channels_last=compute.resolve_channels_last(recipe, machine))
+    try:
+        products = compute.resolve_float32_matmul(recipe, machine)
+    except RecipeError:
+        if "train.float32_matmul" in set_by(request.overrides):
+            raise
+        products = "default"  # the run's machine rounded more than this one can
+    tasks: list[Task] = []
+    left_out: tuple[str, ...] = ()
+    for size in sizes:
+        sized = recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
+        task, facts = scoring_task(request, saved, sized, launch.world)
+        if size is not None and not isinstance(task, ImageTask):
+            raise RecipeError(
+                f"--sizes has no effect on the task {task_name(task)}, which shows its samples itself; leave it out."
+            )
+        tasks.append(task)
+        left_out = facts.left_out
     # The network is the same for all sizes; each has its own look at whether it is taken.
     network = tasks[0].build_model()
     for task in tasks:
@@ -159,8 +159,9 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     network = with_weights(network, saved, placement)
     with contextlib.ExitStack() as opened:
         opened.enter_context(keep_freed_memory(device))
-        opened.enter_context(keeping_float32_matmul())
+        opened.enter_context(restore_torch_settings())
         set_float32_matmul(products)
+        torch.set_num_threads(compute.resolve_threads(recipe, machine, launch.world.local_world_size)[0])
         opened.callback(leave)
         # Loader processes are forked before there is a process group, so those of all sizes are. Each size has as many
         # as it would have alone: only one is at work at a time, and ends its own.
@@ -177,10 +178,10 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
             evaluator = Evaluator(
                 task=task,
                 pipeline=pipeline,
-                precision=Precision(resolve_precision(recipe, machine), device, recipe.train.grad_scaler),
+                precision=Precision(compute.resolve_precision(recipe, machine), device, recipe.train.grad_scaler),
                 collectives=collectives,
                 device=device,
-                batch_size=resolve_evaluation_batch(recipe),
+                batch_size=compute.resolve_evaluation_batch(recipe),
                 keep=Keep(weights=saved.weights),
             )
             with turn:
@@ -205,28 +206,25 @@ def _score(
             f"'{first.path}' could not be read: {first.reason}. {len(evaluation.broken)} broken sample(s), and {way}"
         )
     if request.predictions is not None:
-        _write_predictions(request.predictions, lines, evaluator.collectives)
-    return _report(saved, evaluator.task, evaluation, seconds)
-
-
-def _float32_matmul(request: EvaluationRequest, recipe: Recipe, machine: MachineFacts) -> str:
-    try:
-        return resolve_float32_matmul(recipe, machine)
-    except RecipeError:
-        if "train.float32_matmul" in set_by(request.overrides):
-            raise
-        return "default"  # the run's machine rounded more than this one can
-
-
-def _check_shows_sizes(task: Task) -> None:
-    if not isinstance(task, ImageTask):
-        raise RecipeError(
-            f"--sizes has no effect on the task {task_name(task)}, which shows its samples itself; leave it out."
-        )
-
-
-def _with_size(recipe: Recipe, size: int | None) -> Recipe:
-    return recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
+        lines.write(request.predictions, evaluator.collectives)
+    task, metrics = evaluator.task, evaluation.results[saved.weights]
+    return EvaluationReport(
+        path=saved.path,
+        weights=saved.weights,
+        samples=evaluation.samples,
+        metrics=metrics,
+        counts={
+            metric.name.replace("accuracy", "correct"): round(metrics[metric.name] * evaluation.samples / metric.scale)
+            for metric in task.metrics
+            if metric.name.endswith("accuracy") and metric.per is None and not metric.is_collected
+        },
+        broken=tuple(each.path for each in evaluation.broken),
+        seconds=seconds,
+        confusion=evaluation.kept.confusion,
+        no_confusion=evaluation.kept.failure,
+        not_finite=not_finite(task, metrics),
+        per_class=(evaluation.kept.details or {}).get("label_scores", ()),
+    )
 
 
 def scoring_task(
@@ -243,7 +241,11 @@ def scoring_task(
             f"the weights in {saved.path} learned {_some(known)}, and data.target_columns names {_some(asked)}; name "
             "the columns as in training."
         )
-    task = build_task(_with_tables(recipe, saved))
+    rows, clicks = saved.described("data").get("table_rows"), recipe.data.recommendation
+    if recipe.data.dataset == "criteo" and rows is not None and clicks.tables == "auto":
+        # Tables as large as the weights', whatever data are scored: categories are hashed into them.
+        recipe = replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
+    task = build_task(recipe)
     if other is not None and isinstance(task, ImageTask) and task.learns == "class":
         about = saved.described("data")
         names = () if about.get(UNNAMED) else about.get("class_names") or ()
@@ -256,14 +258,13 @@ def scoring_task(
         )
     check_used_by(task)
     if request.on == "holdout":
-        _take_holdout(task, saved)
+        _take_holdout(task, saved, recipe)
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
         raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
-    if refusal := find_scoring_limits(facts, recipe, world).refusal:
+    scored = compute.resolve_evaluation_batch(recipe)
+    if refusal := find_host_limits(facts.description, recipe, world.local_world_size, scored=scored).refusal:
         raise DataError(refusal)
-    if request.on == "holdout":
-        _check_never_trained_on(saved, recipe, facts)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
     _check_shown_alike(task, saved)
@@ -295,19 +296,11 @@ def _other_images(request: EvaluationRequest, saved: SavedWeights, recipe: Recip
     return found if is_split else replace(found, left_out=(*found.left_out, note))
 
 
-def _with_tables(recipe: Recipe, saved: SavedWeights) -> Recipe:
-    """The recipe with tables as large as the weights', whatever data are scored: categories are hashed into them."""
-    rows, clicks = saved.described("data").get("table_rows"), recipe.data.recommendation
-    if recipe.data.dataset != "criteo" or rows is None or clicks.tables != "auto":
-        return recipe
-    return replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
-
-
-def _take_holdout(task: Task, saved: SavedWeights) -> None:
+def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
     """Have the task score what the run held out of training.
 
     Raises:
-        RecipeError: If it held nothing out.
+        PacelineError: If it held nothing out, or what would be scored may have been trained on.
     """
     if not isinstance(task, ImageTask):
         raise RecipeError(f"the task {task_name(task)} holds nothing out of training; score it with --on validation.")
@@ -317,10 +310,6 @@ def _take_holdout(task: Task, saved: SavedWeights) -> None:
             "images that were trained on is chosen wrongly; train with data.holdout_fraction=0.05, say, or choose on "
             "the validation images with --on validation, knowing that their accuracy is then fitted to the choice."
         )
-    task.dataset = replace(task.dataset, validation=task.dataset.holdout)
-
-
-def _check_never_trained_on(saved: SavedWeights, recipe: Recipe, facts: DataFacts) -> None:
     stored = stored_recipe(saved.described("recipe"), str(saved.path)).data
     for key in ("holdout_fraction", "validation_fraction"):
         before, now = getattr(stored, key), getattr(recipe.data, key)
@@ -329,11 +318,12 @@ def _check_never_trained_on(saved: SavedWeights, recipe: Recipe, facts: DataFact
                 f"data.{key}={now}, but the weights in {saved.path} were trained with {before}: other images would "
                 "count as held out, and some of them were trained on; leave the key as it was."
             )
-    if saved.described("data").get("digest") != facts.description.get("digest"):
+    if saved.described("data").get("digest") != task.dataset.digest:
         raise DataError(
             f"the data differ from those that the weights in {saved.path} were trained on, and nobody knows which of "
             "them were held out; give the same data, or score them with --on validation."
         )
+    task.dataset = replace(task.dataset, validation=task.dataset.holdout)
 
 
 def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
@@ -341,7 +331,7 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
     # The weights come from the file: nothing is downloaded or initialised from elsewhere. The arithmetic is the
     # run's, unless an override says otherwise.
-    model = replace(recipe.model, pretrained=False, initialize_from=None)
+    recipe = without_initial_weights(recipe)
     taught = replace(recipe.distillation, teacher=None)
     # The images are shown as they were in training, also where they would be seen otherwise on their own.
     seen = saved.described("data")
@@ -355,24 +345,22 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
         as_seen.pop("evaluation_size", None)  # it follows the size that was asked for
     if recipe.train.precision == "auto" and "precision" in saved.metadata:
         recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
-    return replace(recipe, model=model, distillation=taught, data=replace(recipe.data, **as_seen))
+    return replace(recipe, distillation=taught, data=replace(recipe.data, **as_seen))
 
 
 def _check_classes(task: Task, saved: SavedWeights) -> None:
     """Weights that know other classes than the data has would be scored wrongly without a word."""
-    known = saved.described("data").get("class_names")
-    found = task.description().get("class_names")
-    if known is not None and found is not None and saved.described("data").get(UNNAMED):
-        if len(known) != len(found):
-            raise DataError(
-                f"the weights in {saved.path} know {len(known)} classes, but the data has the {len(found)} classes "
-                f"{_some(found)}; give data with as many, in the order of the weights."
-            )
-    elif known is not None and found is not None and known != found:
-        raise DataError(
-            f"the weights in {saved.path} know the {len(known)} classes {_some(known)}, but the data has the "
-            f"{len(found)} classes {_some(found)}; give data with the same class folders."
-        )
+    about = saved.described("data")
+    known, found = about.get("class_names"), task.description().get("class_names")
+    if known is None or found is None or (len(known) == len(found) if about.get(UNNAMED) else known == found):
+        return
+    those, advice = f"the {len(known)} classes {_some(known)}", "the same class folders"
+    if about.get(UNNAMED):
+        those, advice = f"{len(known)} classes", "as many, in the order of the weights"
+    raise DataError(
+        f"the weights in {saved.path} know {those}, but the data has the {len(found)} classes "
+        f"{_some(found)}; give data with {advice}."
+    )
 
 
 def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
@@ -399,37 +387,16 @@ def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) 
     return place(network, placement)
 
 
-def _report(saved: SavedWeights, task: Task, evaluation: Evaluation, seconds: float) -> EvaluationReport:
-    metrics = evaluation.results[saved.weights]
-    counts = {
-        metric.name.replace("accuracy", "correct"): round(metrics[metric.name] * evaluation.samples / metric.scale)
-        for metric in task.metrics
-        if metric.name.endswith("accuracy") and metric.per is None and not metric.is_collected
-    }
-    return EvaluationReport(
-        path=saved.path,
-        weights=saved.weights,
-        samples=evaluation.samples,
-        metrics=metrics,
-        counts=counts,
-        broken=tuple(each.path for each in evaluation.broken),
-        seconds=seconds,
-        confusion=evaluation.kept.confusion,
-        no_confusion=evaluation.kept.failure,
-        not_finite=not_finite(task, metrics),
-        per_class=(evaluation.kept.details or {}).get("label_scores", ()),
-    )
-
-
 class _Predictions:
     """Collects one line per sample on this process, with the names of classes beside their numbers."""
 
     def __init__(self, pipeline: Pipeline, classes: Sequence[str]) -> None:
         self._pipeline = pipeline
         self._classes = classes
-        self.lines: list[dict[str, Any]] = []
+        self._lines: list[dict[str, Any]] = []
 
     def add(self, _: str, batch: Batch, values: dict[str, Nested]) -> None:
+        """Take the predictions of a batch."""
         columns = {name: mapped(lambda tensor: tensor.tolist(), value) for name, value in values.items()}
         for row, sample in enumerate(batch.ids.tolist()):
             name = self._pipeline.sample_name(sample, training=False)
@@ -437,56 +404,27 @@ class _Predictions:
             numbers: dict[str, Any] = {key: line.get(key) for key in ("prediction", "target")}
             if self._classes and all(isinstance(number, int) for number in numbers.values()):
                 line |= {f"{key}_class": self._classes[number] for key, number in numbers.items()}
-            self.lines.append(line)
+            self._lines.append(line)
 
+    def write(self, path: Path, collectives: Collectives) -> None:
+        """Write those of all processes in the order of the samples; a collective."""
+        parts = collectives.gather(self._lines)
+        rows = sorted((line for part in parts for line in part), key=lambda line: line["id"])
 
-def _check_predictions_path(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix not in PREDICTION_FORMATS:
-        raise PacelineError(f"--predictions={path}: the name must end in {' or '.join(PREDICTION_FORMATS)}.")
-    if not path.parent.is_dir():
-        raise PacelineError(f"--predictions={path}: there is no directory '{path.parent}'; create it first.")
-    refuse_odd_outputs(path)
+        def on_first() -> None:
+            try:
+                # Names of files may be no text; what is none is written out.
+                with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                    if path.suffix == ".jsonl":
+                        file.writelines(encode_json(row) + "\n" for row in rows)
+                    elif rows:
+                        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                        writer.writeheader()
+                        writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
+            except OSError as error:
+                raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None
 
-
-def _write_predictions(path: Path, mine: _Predictions, collectives: Collectives) -> None:
-    parts = collectives.gather(mine.lines)
-    lines = sorted((line for part in parts for line in part), key=lambda line: line["id"])
-    collectives.on_first(lambda: _write_lines(path, lines))
-
-
-def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    rows = list(lines)
-    try:
-        # Names of files may be no text; what is none is written out.
-        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            if path.suffix == ".jsonl":
-                file.writelines(encode_json(row) + "\n" for row in rows)
-            elif rows:
-                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-                writer.writeheader()
-                writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
-    except OSError as error:
-        raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeTrial:
-    """One size, and how the weights did.
-
-    Attributes:
-        size: ``data.evaluation_size``, in pixels.
-        report: What was measured.
-    """
-
-    size: int
-    report: EvaluationReport
-
-    @property
-    def samples_per_second(self) -> float:
-        """Images scored per second over all processes, reading and the first batch included."""
-        return self.report.samples / self.report.seconds
+        collectives.on_first(on_first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,40 +432,39 @@ class SizeSweep:
     """What several sizes come to.
 
     Attributes:
-        trials: One for each size, in the order asked for.
+        reports: What was measured at each ``data.evaluation_size``, in pixels and in the order asked for.
         on: Which images were scored: ``holdout`` or ``validation``.
         metric: What decides: the top-1 accuracy, or the loss where there is none.
     """
 
-    trials: tuple[SizeTrial, ...]
+    reports: Mapping[int, EvaluationReport]
     on: str
     metric: str
 
     @property
-    def best(self) -> SizeTrial:
-        """The trial that did best; of equal ones the smallest, which costs least."""
+    def first(self) -> EvaluationReport:
+        """The first report; what does not depend on the size is the same in all."""
+        return next(iter(self.reports.values()))
+
+    @property
+    def best_size(self) -> int:
+        """The size that did best; of equal ones the smallest, which costs least."""
         sign = -1 if self.metric == "loss" else 1
-        return max(self.trials, key=lambda trial: (sign * trial.report.metrics[self.metric], -trial.size))
+        return max(self.reports, key=lambda size: (sign * self.reports[size].metrics[self.metric], -size))
 
     def to_json(self) -> dict[str, Any]:
         """The sweep as one JSON object."""
-        first = self.trials[0].report
         return {
-            "path": str(first.path),
-            "weights": first.weights,
+            "path": str(self.first.path),
+            "weights": self.first.weights,
             "on": self.on,
-            "samples": first.samples,
+            "samples": self.first.samples,
             "metric": self.metric,
-            "best_size": self.best.size,
-            "left_out": list(first.left_out),
+            "best_size": self.best_size,
+            "left_out": list(self.first.left_out),
             "sizes": [
-                {
-                    "size": trial.size,
-                    "seconds": trial.report.seconds,
-                    "samples_per_second": trial.samples_per_second,
-                    **trial.report.metrics,
-                }
-                for trial in self.trials
+                {"size": size, "seconds": each.seconds, "samples_per_second": each.samples_per_second, **each.metrics}
+                for size, each in self.reports.items()
             ],
         }
 
@@ -546,7 +483,6 @@ def sweep_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> SizeSweep:
         raise PacelineError("override 'data.evaluation_size' has no effect with --sizes, which says them. Remove it.")
     if len(set(sizes)) < len(sizes):
         raise PacelineError(f"--sizes={','.join(map(str, sizes))} names a size twice; name each once.")
-    reports = evaluate_sizes(request, sizes)
-    trials = tuple(SizeTrial(size=size, report=report) for size, report in zip(sizes, reports, strict=True))
+    reports = _evaluate(request, sizes)
     metric = "top1_accuracy" if "top1_accuracy" in reports[0].metrics else "loss"
-    return SizeSweep(trials=trials, on=request.on, metric=metric)
+    return SizeSweep(reports=dict(zip(sizes, reports, strict=True)), on=request.on, metric=metric)

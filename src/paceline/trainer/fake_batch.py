@@ -95,7 +95,9 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     largest with so many samples.
     """
     if _shows_images(task):
-        return _images(task, plan, placement)
+        size, mix = task.dataset.image_size, task.recipe.data.mix
+        is_mixed = Mixing(mix, len(task.dataset.classes), task.recipe.seed).is_asked_for
+        return _images(task, placement, size, size, is_mixed=is_mixed)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)
         weights = task.sample_costs()
@@ -160,7 +162,12 @@ class _Given(StepGeometry):
 def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     """The same for batches that are scored: the largest images of evaluation, or longest samples, and no mixing."""
     if _shows_images(task):
-        return _scored_images(task, plan, placement)
+        found, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
+        side = evaluation_size(data, found)
+        if views in CROPS:
+            side = evaluation_size(shown_for_crops(data, side, views), found)
+        shapes = [tuple(map(int, each.split("x"))) for each in plan.data.get("evaluation_shapes", ())] or [(side, side)]
+        return _images(task, placement, *max(shapes, key=math.prod), is_mixed=False)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=False, evaluation=True)
         small, large = (
@@ -178,39 +185,19 @@ def _shows_images(task: Task) -> TypeGuard[ImageTask]:
     return isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline
 
 
-def _scored_images(task: ImageTask, plan: Plan, placement: Placement) -> BatchMaker:
-    found, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
-    side = evaluation_size(data, found)
-    if views in CROPS:
-        side = evaluation_size(shown_for_crops(data, side, views), found)
-    shapes = [tuple(map(int, each.split("x"))) for each in plan.data.get("evaluation_shapes", ())] or [(side, side)]
-    height, width = max(shapes, key=math.prod)
+def _images(task: ImageTask, placement: Placement, *shape: int, is_mixed: bool) -> BatchMaker:
+    """Batches of images of one height and width."""
+    labels, found = task.dataset.train.labels, task.dataset
     memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
 
     def make(count: int) -> Batch:
-        inputs = torch.empty((count, found.channels, height, width), memory_format=memory_format)
+        inputs = torch.empty((count, found.channels, *shape), memory_format=memory_format)
+        targets = torch.empty(count, dtype=torch.int64)
+        if labels.ndim > 1 or is_mixed:
+            dtype = torch.float32 if is_mixed else torch.from_numpy(labels[:0]).dtype
+            targets = torch.empty(count, len(found.classes), dtype=dtype)
         part = _part(count)
-        return Batch(inputs, _targets(task, count), part.ids, part)
-
-    return make
-
-
-def _targets(task: ImageTask, count: int, *, is_mixed: bool = False) -> torch.Tensor:
-    labels, width = task.dataset.train.labels, len(task.dataset.classes)
-    if labels.ndim == 1 and not is_mixed:
-        return torch.empty(count, dtype=torch.int64)
-    return torch.empty(count, width, dtype=torch.float32 if is_mixed else torch.from_numpy(labels[:0]).dtype)
-
-
-def _images(task: ImageTask, plan: Plan, placement: Placement) -> BatchMaker:
-    found = task.dataset
-    is_mixed = Mixing(task.recipe.data.mix, len(found.classes), task.recipe.seed).is_asked_for
-    memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
-
-    def make(count: int) -> Batch:
-        inputs = torch.empty(count, found.channels, found.image_size, found.image_size).to(memory_format=memory_format)
-        part = _part(count)
-        return Batch(inputs, _targets(task, count, is_mixed=is_mixed), part.ids, part)
+        return Batch(inputs, targets, part.ids, part)
 
     return make
 

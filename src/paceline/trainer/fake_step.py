@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,10 +37,11 @@ from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradi
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
+from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
-from paceline.trainer.meta_network import Faker, build_shapes, random_states_kept, unsynced, why_not_fake
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import plan_network, planner, without_initial_weights
+from paceline.trainer.preparation import build_shapes, plan_network, planner, without_initial_weights
+from paceline.trainer.process_settings import restore_random_states
 from paceline.world import World
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -74,7 +75,11 @@ class CudaRules(TorchFunctionMode):
         given = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "dropout":
-            return _dropout(func, args, given)
+            # torch.dropout(input, p, train), and nn.functional's dropout(input, p=0.5, training=True, inplace=False)
+            names = ("input", "p", "training", "inplace")
+            asked = {"p": 0.5, "training": True, "inplace": False} | dict(zip(names, args, strict=False)) | given
+            if asked.get("train", asked["training"]) and not asked["inplace"] and 0 < asked["p"] < 1:
+                return torch.native_dropout(asked["input"], asked["p"], train=True)[0]
         if name == "scaled_dot_product_attention":
             # The fused kernels of a GPU drop out inside: nothing is kept for it but a seed.
             args, given = args[:4], given | {"dropout_p": 0.0} | ({"is_causal": args[5]} if len(args) > 5 else {})
@@ -83,18 +88,64 @@ class CudaRules(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _dropout(func: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    # torch.dropout(input, p, train), and nn.functional's dropout(input, p=0.5, training=True, inplace=False)
-    names = ("input", "p", "training", "inplace")
-    asked = {"p": 0.5, "training": True, "inplace": False} | dict(zip(names, args, strict=False)) | given
-    training = asked.get("train", asked["training"])
-    if not training or asked["inplace"] or not 0 < asked["p"] < 1:
-        return func(*args, **given)
-    return torch.native_dropout(asked["input"], asked["p"], train=True)[0]
-
-
 def _float(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
+
+
+class _OwnStatistics(_BatchNorm):
+    """SyncBatchNorm of one process: it exchanges a few numbers for each channel, and otherwise does the same."""
+
+    def _check_input_dim(self, _: Tensor) -> None:
+        """Any shape: whoever built the network knew."""
+
+
+def unsynced(network: nn.Module) -> None:
+    """Let SyncBatchNorm run where there is no GPU, which it asks for."""
+    synced: list[nn.Module] = [each for each in network.modules() if isinstance(each, nn.SyncBatchNorm)]
+    for module in synced:
+        module.__class__ = _OwnStatistics
+
+
+class Faker:
+    """Makes fake tensors of others, one for each: what is shared stays shared.
+
+    A network is built on ``meta`` first: many constructors read a number out of a tensor, which a fake one refuses.
+
+    Args:
+        mode: Whose they are.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def network(self, network: nn.Module) -> None:
+        """Put a fake tensor in the place of each parameter, buffer, and tensor that is an attribute."""
+        for module in network.modules():
+            for held in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` asks for real ones
+                held |= {name: self.tensor(each) for name, each in held.items() if isinstance(each, Tensor)}
+            for name, held in vars(module).items():
+                if isinstance(held, list) and held and all(isinstance(each, Tensor) for each in held):
+                    vars(module)[name] = [self.tensor(each) for each in held]
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """The fake one: same shape, strides, dtype; a parameter for a parameter."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        # The original is kept too, or another could get its id.
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (tensor, self._make(tensor))
+        return self._made[id(tensor)][1]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        with self._mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if not isinstance(tensor, nn.Parameter):
+            return fake.requires_grad_(tensor.requires_grad)
+        parameter = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        for name, value in vars(tensor).items():
+            setattr(parameter, name, value)
+        return parameter
 
 
 class ForwardLayers:
@@ -217,12 +268,12 @@ class FakeStep:
 
     def forward(self) -> Tensor:
         """The loss of the batch, as the step computes it."""
-        with self._in("forward"), self._on_device(), self._finding(), self._precision.autocast():
+        with self._in("forward"), self._precision.autocast():
             return self.task.loss(self.network, self.batch)
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of all parameters, added to those that are there."""
-        with self._in("backward"), self._on_device(), self._finding():
+        with self._in("backward"):
             loss.backward()  # type: ignore[no-untyped-call]  # torch
 
     def update(self) -> None:
@@ -254,35 +305,33 @@ class FakeStep:
         if self.make_scored is None:
             return
         networks = [self.network, *([] if self.ema is None else [self.ema.module])]
-        modes = [(module, module.training) for network in networks for module in network.modules()]
-        try:
-            with self._in("evaluation"), self._on_device(), self._finding(), torch.no_grad():
-                batch = self.make_scored(samples or self.scored_samples)
-                see(batch)
-                for network in networks:
-                    network.eval()
-                    with self._precision.autocast():
-                        self.task.score(self.task.evaluated(network), batch)
-        finally:
-            for module, training in modes:
-                module.training = training
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return CudaRules() if self.plan.device == "cuda" else contextlib.nullcontext()
-
-    def _finding(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.fakes is None else self.fakes
+        with evaluation_mode(networks), self._in("evaluation"), torch.no_grad():
+            batch = self.make_scored(samples or self.scored_samples)
+            see(batch)
+            for network in networks:
+                with self._precision.autocast():
+                    self.task.score(self.task.evaluated(network), batch)
 
     @contextlib.contextmanager
     def _in(self, phase: str) -> Iterator[None]:
         self.phase = phase
         self._layers.leave_all()
         try:
-            yield
+            with contextlib.ExitStack() as rules:
+                if self.plan.device == "cuda" and phase != "update":
+                    rules.enter_context(CudaRules())
+                if self.fakes is not None and phase != "update":
+                    rules.enter_context(self.fakes)
+                yield
         except PacelineError:
             raise
         except Exception as error:  # whatever a network or a loss of one's own raises
-            raise why_not_fake(error, self.layer, self.recipe.model.name) from error
+            said, at = " ".join(str(error).split())[:200], f" in {self.layer}" if self.layer else ""
+            raise ModelError(
+                f"model.name={self.recipe.model.name} cannot be run without its numbers: {type(error).__name__}{at} "
+                f"({said}). What it computes depends on values, or uses an operator that has no shapes-only form; "
+                "measure it instead, with `paceline find-batch`."
+            ) from error
         finally:
             self.phase = ""
             self._layers.leave_all()
@@ -329,12 +378,18 @@ def fake_step(
     world = World(world_size=processes, local_world_size=processes)
     if machine is None:
         machine = describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
-    with random_states_kept():
+    with restore_random_states("cpu"):
         task = build_task(without_initial_weights(recipe)) if task is None else task
         make_plan = planner(recipe, task, machine, world)
         shapes = build_shapes(recipe, task, channels_last=make_plan().channels_last)
         plan = plan_network(make_plan, shapes, recipe)
-        _with_dense_gradients(shapes, recipe)
+        if has_sparse_gradients(shapes):
+            if recipe.optimizer.tables == "sparse_adam":
+                raise ModelError(
+                    "optimizer.tables=sparse_adam takes sparse gradients alone, whose size cannot be told without "
+                    "numbers; ask with model.options={sparse: false} and optimizer.tables=same, which take more."
+                )
+            use_dense_gradients(shapes)  # how many rows a sparse one has, only numbers tell
         if machine.device != "cpu":
             unsynced(shapes)
         placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
@@ -350,13 +405,18 @@ def fake_step(
             faker.network(average.module)
         fakes = fake_detections(shapes, *([] if average is None else [average.module]))
         with mode:
+            optimizer = build_optimizer(shapes, recipe.optimizer, torch.device(machine.device))
+            for group in optimizer.param_groups if machine.device == "cuda" else ():
+                # There torch takes all parameters of a group at once where it can, and on the CPU one by one.
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True
             yield FakeStep(
                 recipe=recipe,
                 plan=plan,
                 task=task,
                 network=shapes,
                 ema=average,
-                optimizer=_optimizer(shapes, recipe, machine.device),
+                optimizer=optimizer,
                 batch=make_batch(micro_batch or plan.micro_batch_size),
                 make_batch=make_batch,
                 make_scored=make_scored,
@@ -379,24 +439,3 @@ def machine_with(device: Device, *, processes: int = 1) -> MachineFacts:
         lacks=no_units | ({} if has_bf16 else {"bf16_products": f"{device.title} has no bf16 matrix units"}),
         reasons={"fast_bf16": f"{device.title} {'has' if has_bf16 else 'has no'} bf16 matrix units"},
     )
-
-
-def _with_dense_gradients(network: nn.Module, recipe: Recipe) -> None:
-    """Let tables have dense gradients: how many rows a sparse one has, only numbers tell."""
-    if has_sparse_gradients(network):
-        if recipe.optimizer.tables == "sparse_adam":
-            raise ModelError(
-                "optimizer.tables=sparse_adam takes sparse gradients alone, whose size cannot be told without numbers; "
-                "ask with model.options={sparse: false} and optimizer.tables=same, which take more."
-            )
-        use_dense_gradients(network)
-
-
-def _optimizer(network: nn.Module, recipe: Recipe, device_type: str) -> torch.optim.Optimizer:
-    optimizer = build_optimizer(network, recipe.optimizer, torch.device(device_type))
-    if device_type == "cuda":
-        # There torch takes all parameters of a group at once where it can, and on the CPU one by one.
-        for group in optimizer.param_groups:
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True
-    return optimizer

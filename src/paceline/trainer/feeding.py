@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -93,33 +92,8 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
         if not name.startswith(("SLURM_", "TORCHELASTIC_", "PACELINE_"))
     }
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_process)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        path = Path(folder) / "recipe.yaml"
-        path.write_text(to_yaml(stored_recipe(to_tree(recipe), "", _overrides(plan))), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "paceline.trainer.feeding",
-            str(path),
-            str(min(available_cores(), _MOST)),
-            str(os.getpid()),
-        ]
-        out, errors = Path(folder) / "out", Path(folder) / "errors"
-        with ProcessGroup(leave_seconds=LOADERS_LEAVE_SECONDS) as group:
-            child = group.start(command, env=environment, stdout=out, stderr=errors)
-            if group.wait(_LIMIT_SECONDS, cancelled=stopped).reason:
-                return None, "it was ended"
-        if child.code != 0:
-            return None, child.ending
-        said = out.read_text()
-    found = json.loads(said.splitlines()[-1])
-    return Feeding({int(workers): rate for workers, rate in found["rates"].items()}, found["alone"]), ""
-
-
-def _overrides(plan: Plan) -> dict[str, Any]:
-    """What of a recipe is otherwise while it is measured: one process with a rank's share of the work."""
-    return {
+    # One process with a rank's share of the work.
+    overrides = {
         "model.pretrained": False,
         "model.initialize_from": None,
         "model.compile": False,
@@ -129,6 +103,25 @@ def _overrides(plan: Plan) -> dict[str, Any]:
         "parallel.device": plan.device,
         "parallel.threads": plan.threads_per_process,
     }
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(to_yaml(stored_recipe(to_tree(recipe), "", overrides)), encoding="utf-8")
+        words = [str(path), str(min(available_cores(), _MOST)), str(os.getpid())]
+        out, errors = Path(folder) / "out", Path(folder) / "errors"
+        with ProcessGroup(leave_seconds=LOADERS_LEAVE_SECONDS) as group:
+            child = group.start(
+                [sys.executable, "-P", "-m", "paceline.trainer.feeding", *words],
+                env=environment,
+                stdout=out,
+                stderr=errors,
+            )
+            if group.wait(_LIMIT_SECONDS, cancelled=stopped).reason:
+                return None, "it was ended"
+        if child.code != 0:
+            return None, child.ending
+        said = out.read_text()
+    found = json.loads(said.splitlines()[-1])
+    return Feeding({int(workers): rate for workers, rate in found["rates"].items()}, found["alone"]), ""
 
 
 class _Trainer:
@@ -154,12 +147,11 @@ class _Trainer:
 
     def check_time(self, batch: Batch, passes: int) -> None:
         """Give up a measurement that would take too long, by one pass that is timed after one that is not."""
-        self._pass(batch)
-        self._settle()
-        begun = time.perf_counter()
-        self._pass(batch)
-        self._settle()
-        seconds = time.perf_counter() - begun
+        for _ in range(2):
+            begun = time.perf_counter()
+            self._pass(batch)
+            self._settle()
+            seconds = time.perf_counter() - begun
         if seconds * passes > _AT_MOST_SECONDS:
             raise TrainingError(f"a batch takes {seconds:.1f} s, too long to try several numbers")
 

@@ -73,11 +73,6 @@ class FirstRecipe:
     overrides: tuple[str, ...]
     reasons: tuple[str, ...]
 
-    @property
-    def command(self) -> str:
-        """What is typed to train the same by its name."""
-        return f"paceline train {shlex.join([self.recipe, *self.overrides])}"
-
 
 def recipe_for_data(
     source: str, asked: Overrides, run_dir: Path | None, tell: Callable[[str], object]
@@ -104,7 +99,7 @@ def recipe_for_data(
     if read_launch(os.environ).world.is_first:
         for line in found.reasons:
             tell(f"{source}: {line}")
-        tell(f"The same by name: {found.command}\n")
+        tell(f"The same by name: paceline train {shlex.join([found.recipe, *found.overrides])}\n")
     return found.recipe, found.overrides
 
 

@@ -22,7 +22,7 @@ from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run import Run
 from paceline.trainer.warmup import GradientProbe
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # A shorter run is over before a forecast is worth its passes.
 _FEWEST_STEPS = 20
@@ -77,14 +77,19 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     evaluations = _evaluations(run, end)
     seconds = samples * costs.sample * _growth(plan, position, end) + steps * costs.step
     seconds += evaluations * costs.evaluation
-    parts = [f"{format_count(steps)} steps"]
-    if evaluations:
-        parts.append(f"{format_count(evaluations)} evaluation{'s' * (evaluations > 1)}")
+    work = f"{format_count(steps)} steps" + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
+    shorter = ""
+    if run.device.type == "cpu" and seconds > _LONG_SECONDS:
+        hour = position + max(1, int((plan.total_steps - position) * _LONG_SECONDS / seconds))
+        shorter = (
+            f'. On a CPU that is long: train.duration="{hour} steps" takes about an hour; a smaller model.name or '
+            "data.image_size takes less time, and a GPU far less"
+        )
     return MeasurementEvent(
         **run.progress.here,
         what="forecast",
-        message=f"expected: about {format_seconds(seconds)} for {' and '.join(parts)}{memory}{_shorter(run, seconds)}",
+        message=f"expected: about {format_seconds(seconds)} for {work}{memory}{shorter}",
         seconds=time.perf_counter() - begun,
         metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory},
     )
@@ -140,17 +145,17 @@ class _Costs:
     step: float = 0.0
     evaluation: float = 0.0
     memory: int | None = None
+    _slow_seconds: float = _SLOW_SECONDS
 
     def measure(self, *, cautious: bool) -> None:
         """Measure all of it."""
         run = self.probe.run
+        self._slow_seconds = _SLOW_SECONDS if run.device.type == "cpu" else _SLOW_SECONDS_OF_A_GPU
         extra = self._try_rows(self.probe.batch) if cautious else 0.0
-        batch_size = run.evaluator.batch_size
-        if self.sample:
-            batch_size = _TRIED_ROWS
-        else:
+        is_tried = bool(self.sample)
+        if not is_tried:
             self._time_passes()
-        self._time_evaluation(batch_size)
+        self._time_evaluation(_TRIED_ROWS if is_tried else run.evaluator.batch_size)
         extra += self._time_optimizer()
         if (peak := peak_memory_bytes(run.device.type)) is not None:
             self.memory = round(peak + extra)
@@ -176,10 +181,6 @@ class _Costs:
             return (peaks[1] - peaks[0]) * (rows - _TRIED_ROWS) / (_TRIED_ROWS - _TRIED_ROWS // 2)
         self.probe.batch = whole
         return 0.0
-
-    @property
-    def _slow_seconds(self) -> float:
-        return _SLOW_SECONDS if self.probe.run.device.type == "cpu" else _SLOW_SECONDS_OF_A_GPU
 
     def _time_passes(self) -> None:
         run = self.probe.run
@@ -298,15 +299,3 @@ def _evaluations(run: Run, end: int) -> int:
     if moments is not None:
         return sum(position < each <= end for each in {*moments, plan.total_steps})
     return end // every - position // every + (end == plan.total_steps and end % every > 0)
-
-
-def _shorter(run: Run, seconds: float) -> str:
-    """What to choose where a run takes long on a CPU."""
-    if run.device.type != "cpu" or seconds <= _LONG_SECONDS:
-        return ""
-    position = run.progress.position
-    steps = position + max(1, int((run.plan.total_steps - position) * _LONG_SECONDS / seconds))
-    return (
-        f'. On a CPU that is long: train.duration="{steps} steps" takes about an hour; a smaller model.name or '
-        "data.image_size takes less time, and a GPU far less"
-    )

@@ -21,13 +21,7 @@ from typing import TypeVar
 from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
 from paceline.checkpoint.store import CheckpointStore, Choice, step_of
 from paceline.distributed.collectives import Collectives
-from paceline.errors import (
-    CheckpointError,
-    LaunchError,
-    RunDirectoryError,
-    StorageError,
-    UnreadableError,
-)
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
 from paceline.plain_json import load_json
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -45,7 +39,7 @@ from paceline.trainer.run_dir_checks import (
     foreign_checkpoints,
     never_trained,
 )
-from paceline.units import format_seconds
+from paceline.units import counted, format_seconds
 from paceline.world import World
 
 T = TypeVar("T")
@@ -57,14 +51,6 @@ REQUEST_PATIENCE_SECONDS = 15.0
 _PAUSE_SECONDS = 5.0
 # Do not wait long for a request that is not answered; nothing is lost with it.
 _AT_CLOSE_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class News:
-    """Something to report about the copying."""
-
-    incident: str
-    message: str
 
 
 class Mirroring:
@@ -80,12 +66,12 @@ class Mirroring:
         assert checkpoint.mirror is not None
         self._open, self._root, self._address = open_mirror, root, checkpoint.mirror
         self._keep, self._patience = checkpoint.keep, checkpoint.mirror_patience
-        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, told=self._hiccup)
+        self._hiccups: list[str] = []
+        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, told=self._hiccups.append)
         self._changed = threading.Condition()
         self._waiting: dict[int, Sendable] = {}
         self._under_way: int | None = None
-        self._news: list[News] = []
-        self._hiccups, self._last_hiccup = 0, ""
+        self._news: list[tuple[str, str]] = []
         self._mirror: Mirror | None = None
         self._failing_since: float | None = None
         self._patient_since: float | None = None
@@ -149,16 +135,13 @@ class Mirroring:
     def _is_idle(self) -> bool:
         return bool(self._stands_still) or (not self._waiting and self._under_way is None)
 
-    def news(self) -> list[News]:
-        """Return what has happened since the last call."""
+    def news(self) -> list[tuple[str, str]]:
+        """Return what has happened since the last call: kinds of incident, and messages."""
         with self._changed:
             news, self._news = self._news, []
-            if self._hiccups:
-                many = f"{self._hiccups} request{'s' * (self._hiccups > 1)}"
-                news.append(
-                    News("mirror_retries", f"{many} to {self._address} failed and then worked: {self._last_hiccup}")
-                )
-            self._hiccups = 0
+            if hiccups := [self._hiccups.pop() for _ in range(len(self._hiccups))]:
+                message = f"{counted(len(hiccups), 'request')} to {self._address} failed and then worked: {hiccups[0]}"
+                news.append(("mirror_retries", message))
             return news
 
     def close(self) -> None:
@@ -168,11 +151,6 @@ class Mirroring:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_AT_CLOSE_SECONDS)
-
-    def _hiccup(self, line: str) -> None:
-        with self._changed:
-            self._hiccups += 1
-            self._last_hiccup = line
 
     def _work(self) -> None:
         while (what := self._next()) is not None:
@@ -186,13 +164,22 @@ class Mirroring:
             except CheckpointError as error:
                 self._done(why_not=str(error))  # it went, or was replaced: a newer one waits, or will
             except (TakenError, RunDirectoryError) as error:
-                self._stand_still(str(error))
+                with self._changed:
+                    self._stands_still, self._under_way = str(error), None
+                    self._waiting.clear()
+                    self._news.append(("mirror", str(error)))
+                    self._changed.notify_all()
                 return
             except Exception as error:  # noqa: BLE001  # whatever it is must not end the thread unheard
                 self._failed(what, str(error) if isinstance(error, StorageError) else describe(error))
                 self._retries.given_up.wait(_PAUSE_SECONDS)
             else:
-                self._worked()
+                with self._changed:
+                    if self._failing_since is not None:
+                        seconds = format_seconds(time.monotonic() - self._failing_since)
+                        message = f"checkpoints are copied to {self._address} again, after {seconds}"
+                        self._news.append(("mirror_back", message))
+                    self._failing_since = self._patient_since = None
                 self._done()
 
     def _next(self) -> Sendable | None:
@@ -200,9 +187,8 @@ class Mirroring:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if self._is_closed:
                 return None
-            step = min(self._waiting)
-            self._under_way = step
-            return self._waiting.pop(step)
+            self._under_way = min(self._waiting)
+            return self._waiting.pop(self._under_way)
 
     def _done(self, *, why_not: str = "") -> None:
         with self._changed:
@@ -215,27 +201,11 @@ class Mirroring:
             if self._failing_since is None:
                 self._failing_since = self._patient_since = time.monotonic()
                 message = f"checkpoints are not copied for now, and training goes on: {reason}"
-                self._news.append(News("mirror", message))
+                self._news.append(("mirror", message))
             newer = [each for step, each in self._waiting.items() if step > what.step]
             if not newer or any(each.best is not None and each.best.step == what.step for each in newer):
                 self._waiting.setdefault(what.step, what)
             self._under_way = None
-            self._changed.notify_all()
-
-    def _worked(self) -> None:
-        with self._changed:
-            if self._failing_since is not None:
-                seconds = format_seconds(time.monotonic() - self._failing_since)
-                self._news.append(
-                    News("mirror_back", f"checkpoints are copied to {self._address} again, after {seconds}")
-                )
-            self._failing_since = self._patient_since = None
-
-    def _stand_still(self, reason: str) -> None:
-        with self._changed:
-            self._stands_still, self._under_way = reason, None
-            self._waiting.clear()
-            self._news.append(News("mirror", reason))
             self._changed.notify_all()
 
 
@@ -250,8 +220,8 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
 
 def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
     """Record what has happened to the copying."""
-    for each in () if mirroring is None else mirroring.news():
-        recorder.incident(each.incident, without_secrets(each.message))
+    for incident, message in () if mirroring is None else mirroring.news():
+        recorder.incident(incident, without_secrets(message))
 
 
 _COPIED_RUN = "mirror.json"
@@ -365,12 +335,7 @@ def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Cal
     patience = recipe.parallel.timeout.seconds / 10
     while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
         pass
-
-    def result() -> T:
-        assert task is not None  # on the first rank alone
-        return task.result()
-
-    return collectives.on_first(result)
+    return collectives.on_first(call if task is None else task.result)
 
 
 def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say) -> MirrorState:
@@ -491,7 +456,6 @@ def mirror_checkpoints(
         collectives: All processes.
         say: Takes what the user should know.
     """
-    begun: list[Mirroring] = []
     recipe = request.recipe
     if recipe.checkpoint.mirror is None:
         yield None
@@ -501,16 +465,19 @@ def mirror_checkpoints(
         store = CheckpointStore(directory.checkpoints)
         newest = on_first_without_timeout(collectives, recipe, lambda: store.newest_whole()[0], name="verify")
         choice = None if newest is None else Choice(newest, step_of(newest) or 0)
-    if choice is not None:
-        first = choice
-        collectives.on_first(lambda: begun.append(_begin(directory, request, first, mirror_state)))
+    first = choice
+    mirroring = collectives.on_all(
+        lambda: _begin(directory, request, first, mirror_state) if first and collectives.world.is_first else None
+    )
     try:
-        if decision.completed:
-            _send_rest(recipe, begun, collectives, say)
-        yield begun[0] if begun and not decision.completed else None
+        if decision.completed:  # its last checkpoint may not be there yet
+            wait_until_copied(mirroring, recipe, collectives, lambda: mirroring is not None and mirroring.is_failing)
+            if mirroring is not None and mirroring.lacks:
+                say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {mirroring.lacks}")
+        yield None if decision.completed else mirroring
     finally:
-        for each in begun:
-            each.close()
+        if mirroring is not None:
+            mirroring.close()
 
 
 def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirror_state: MirrorState) -> Mirroring:
@@ -525,8 +492,14 @@ def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirr
         remote = _remote(address, retries)
         found = read_commits(remote)
         _check_ours(found, directory, address)
-        if request.resume == "auto":
-            _check_further(found, choice, mirror_state, address)
+        further = [each.step for each in in_line(found.commits) if each.step > choice.step]
+        new = {each.name for each in found.commits if each.step in further} - mirror_state.names
+        if request.resume == "auto" and new:  # not read before, so that this run may resume from it
+            raise TakenError(
+                f"{address} holds a copy of step {further[0]}, which this launch could not see when it began at step "
+                f"{choice.step}: it sends nothing there. Stop it and run the same command again to go on from that "
+                "copy."
+            )
         return Mirror(remote, run, found)
 
     mirroring = Mirroring(open_mirror, directory.root, request.recipe.checkpoint)
@@ -537,32 +510,28 @@ def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirr
     return mirroring
 
 
-def _check_further(found: Found, choice: Choice, mirror_state: MirrorState, address: str) -> None:
-    """Leave alone a copy that is further than this run, unless it was read and cannot be resumed from.
+def wait_until_copied(
+    mirroring: Mirroring | None,
+    recipe: Recipe,
+    collectives: Collectives,
+    has_ended: Callable[[], bool],
+    tick: Callable[[], object] = lambda: None,
+) -> None:
+    """Wait until everything is copied, for ``checkpoint.mirror_wait`` at most; a collective.
 
-    Raises:
-        TakenError: If there is such.
+    Args:
+        mirroring: What copies, on the first process.
+        recipe: The run's.
+        collectives: All processes.
+        has_ended: Whether nothing more is to be expected.
+        tick: Called now and then.
     """
-    further = [each.step for each in in_line(found.commits) if each.step > choice.step]
-    if further and not mirror_state.names.issuperset(each.name for each in found.commits if each.step in further):
-        raise TakenError(
-            f"{address} holds a copy of step {further[0]}, which this launch could not see when it began at step "
-            f"{choice.step}: it sends nothing there. Stop it and run the same command again to go on from that copy."
-        )
-
-
-def _send_rest(recipe: Recipe, begun: list[Mirroring], collectives: Collectives, say: Say) -> None:
-    """Wait until the last checkpoint of a completed run is there, unless the address fails; a collective."""
     patience = min(recipe.parallel.timeout.seconds / 10, 0.5)
     deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
 
     def is_over() -> bool:
-        return all(each.is_over(within_seconds=patience) or each.is_failing for each in begun) or (
-            time.monotonic() > deadline
-        )
+        is_copied = mirroring is None or mirroring.is_over(within_seconds=patience)
+        return is_copied or has_ended() or time.monotonic() > deadline
 
     while not collectives.on_first(is_over):
-        pass
-    for each in begun:
-        if each.lacks:
-            say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {each.lacks}")
+        tick()

@@ -21,7 +21,7 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
-from paceline.metrics.gradient_noise import Estimate, NoiseAverages, estimate, rate_ratio
+from paceline.metrics.gradient_noise import NoiseAverages, estimate, rate_ratio
 from paceline.plan import Plan
 from paceline.recipe.optimizer import Optimizer
 from paceline.trainer.precision import Precision
@@ -105,36 +105,31 @@ class NoiseMeter:
 
     @contextmanager
     def _watched(self, step: _Step, batch: Batch) -> Iterator[None]:
-        if self._reduces and batch.slice.is_last:
-            with self._computed_norms() as norms:
-                yield
-            found = [norms[index] for index in sorted(norms)]
-        else:
-            yield
-            # In an exact run a micro-batch's own gradient, else the first one's share of the step's.
-            found = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
-        # The loss was multiplied by this (trainer/step.py), and perhaps by fp16's scale.
-        share = batch.weight * self._averages_over / batch.slice.step_weight
-        step.parts.append((batch.weight, self._precision.unscaled(_norm(found)) / share))
-
-    @contextmanager
-    def _computed_norms(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Norms of the gradients as this process computes them; the hooks are called before those of DDP."""
         norms: dict[int, torch.Tensor] = {}
+        handles = []
 
         def note(index: int, parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 norms[index] = torch.linalg.vector_norm(parameter.grad)
 
-        handles = []
-        for index, each in enumerate(self._parameters):
+        # As this process computes them: the hooks are called before those of DDP.
+        is_hooked = self._reduces and batch.slice.is_last
+        for index, each in enumerate(self._parameters if is_hooked else ()):
             register: Any = each.register_post_accumulate_grad_hook  # torch has not typed it
             handles += [register(partial(note, index))] if each.requires_grad else []
         try:
-            yield norms
+            yield
         finally:
             for handle in handles:
                 handle.remove()
+        found = [norms[index] for index in sorted(norms)]
+        if not is_hooked:
+            # In an exact run a micro-batch's own gradient, else the first one's share of the step's.
+            found = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
+        # The loss was multiplied by this (trainer/step.py), and perhaps by fp16's scale.
+        share = batch.weight * self._averages_over / batch.slice.step_weight
+        norm = torch.linalg.vector_norm(torch.stack(found)).float()
+        step.parts.append((batch.weight, self._precision.unscaled(norm) / share))
 
     def end_step(self, norm: torch.Tensor | None, *, stepped: bool) -> None:
         """Close the step.
@@ -169,9 +164,15 @@ class NoiseMeter:
         while (row := [list(islice(each, 4)) for each in rows])[0]:
             planned, entries, _, whole = row[0]
             parts = [list(islice(each, round(2 * entries))) for each in rows]
-            found = _estimate(planned, sum(each[2] for each in row), whole, parts)
-            if found is not None:
-                self.averages.add(found)
+            used = sum(each[2] for each in row)
+            pairs = [(each[at], each[at + 1]) for each in parts for at in range(0, len(each), 2) if each[at]]
+            weight = math.fsum(samples for samples, _ in pairs)
+            if weight and used:
+                # fsum: whoever holds a part, the sum has the same bits. The mean over the samples that were planned is
+                # smaller than that over those which could be read.
+                square = math.fsum(samples * norm * norm for samples, norm in pairs) / weight
+                if found := estimate(weight / len(pairs), square, used, (whole * planned / used) ** 2):
+                    self.averages.add(found)
 
     def gather(self, collectives: Collectives) -> None:
         """Average what is still pending, before the state is saved; a collective."""
@@ -197,22 +198,6 @@ class NoiseMeter:
         """Go on from saved averages."""
         self.averages.load(state["averages"])
         self.has_warned = bool(state["has_warned"])
-
-
-def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
-    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return whole.float()
-
-
-def _estimate(planned: float, used: float, whole: float, parts: Sequence[Sequence[float]]) -> Estimate | None:
-    pairs = [(each[at], each[at + 1]) for each in parts for at in range(0, len(each), 2) if each[at]]
-    weight = math.fsum(samples for samples, _ in pairs)
-    if not weight or not used:
-        return None
-    # The mean over the samples that were planned is smaller than that over those which could be read. fsum: whoever
-    # holds a part, the sum has the same bits.
-    square = math.fsum(samples * norm * norm for samples, norm in pairs) / weight
-    return estimate(weight / len(pairs), square, used, (whole * planned / used) ** 2)
 
 
 def mean_weight(geometry: StepGeometry) -> float:

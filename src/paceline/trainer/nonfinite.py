@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,8 +28,7 @@ _EXPLODED = 10
 _LEARNED = 0.9
 
 
-@dataclass(frozen=True)
-class Culprit:
+class Culprit(NamedTuple):
     """A micro-batch whose loss was no number.
 
     Attributes:
@@ -139,17 +137,26 @@ class NonFiniteGuard:
         if not self._found and not late:
             return
         lag = VOTE_LAG if late else 0
-        culprits = [each for part in collectives.gather(self._culprits(collectives.world.rank, lag)) for each in part]
+        held = self._losses[-1 - lag] if len(self._losses) > lag else []
+        own = [(loss.item(), tuple(ids.tolist())) for loss, ids in held]
+        rank = collectives.world.rank
+        mine = [Culprit(rank, loss, samples) for loss, samples in own if not math.isfinite(loss)]
+        culprits = [each for part in collectives.gather(mine) for each in part]
         progress = recorder.progress
         if self._found:
             progress.nonfinite += 1
-        what = _in_words(culprits, collectives.world.world_size)
+        what, details = "the norm of the gradient became infinite or no number", {}
+        if culprits:  # where to look: the processes, and the samples of their micro-batches
+            what = f"the training loss became {culprits[0].loss}"
+            what += f" on rank {culprits[0].rank}" * (collectives.world.world_size > 1)
+            samples = sorted({sample for each in culprits for sample in each.samples})
+            details = {"ranks": sorted({each.rank for each in culprits}), "samples": samples}
         # A step is named as it would have been counted.
         place = f"at step {progress.position - lag - progress.skipped + self._found}"
         recorder.incident(
             "nonfinite_loss" if culprits else "nonfinite_gradient",
             f"{what} {place}; {'the weights were not moved' if self._found else 'the run ends'}.",
-            _details(culprits),
+            details,
         )
         recorder.flush()
         if not self.skips:
@@ -172,13 +179,6 @@ class NonFiniteGuard:
             return self._clean if math.isfinite(value.item()) else self._spoiled
         # Infinity times zero is no number either; two kernels, and no branch.
         return (value * 0).float().nan_to_num(1.0)
-
-    def _culprits(self, rank: int, lag: int) -> list[Culprit]:
-        """This process's micro-batches without a loss that is a number, so many steps ago."""
-        if len(self._losses) <= lag:
-            return []
-        held = [(loss.item(), ids) for loss, ids in self._losses[-1 - lag]]
-        return [Culprit(rank, loss, tuple(ids.tolist())) for loss, ids in held if not math.isfinite(loss)]
 
 
 def check_loss(loss: float | None, recorder: Recorder, last_good: str) -> None:
@@ -207,10 +207,15 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
         TrainingError: With what to change.
     """
     for weights, network in models.items():
-        for name, tensors in _kinds_of_state(network):
+        # Of weights that are spread over processes, each looks at its own part, which may be empty.
+        mine = ((name, getattr(p, "to_local", lambda p=p: p)().detach()) for name, p in network.named_parameters())
+        # Other buffers may hold infinity for good: masks, the ends of ranges.
+        kept = ((name, b) for name, b in network.named_buffers() if name.rpartition(".")[2].startswith("running_"))
+        for kind, state in (("the weight", mine), ("the statistic", kept)):
+            tensors = {name: each for name, each in state if each.is_floating_point() and each.numel()}
             if tensors and not math.isfinite(nn.utils.get_total_norm(list(tensors.values()), math.inf)):
                 first = next(key for key, each in tensors.items() if not torch.isfinite(each).all())
-                what = f"{name} '{first}'{' of the moving average' * (weights == 'ema')}"
+                what = f"{kind} '{first}'{' of the moving average' * (weights == 'ema')}"
                 what = f"{what} became infinite or nan by step {recorder.progress.step}"
                 raise _failed("nonfinite_weights", what, recorder, last_good)
 
@@ -268,15 +273,6 @@ def _failed(incident: str, what: str, recorder: Recorder, last_good: str) -> Tra
     return TrainingError(f"{what}; {_REMEDY}. {last_good}")
 
 
-def _kinds_of_state(network: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    # Of weights that are spread over processes, each looks at its own part, which may be empty.
-    mine = ((name, getattr(each, "to_local", lambda each=each: each)()) for name, each in network.named_parameters())
-    yield "the weight", {name: each.detach() for name, each in mine if each.is_floating_point() and each.numel()}
-    # Other buffers may hold infinity for good: masks, the ends of ranges.
-    kept = ((name, each) for name, each in network.named_buffers() if name.rpartition(".")[2].startswith("running_"))
-    yield "the statistic", {name: each for name, each in kept if each.is_floating_point() and each.numel()}
-
-
 def _wrong_metrics(task: Task, results: Results) -> str:
     """Name what is not finite."""
     return " and ".join(
@@ -295,18 +291,3 @@ def not_finite(task: Task, metrics: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(
         name for name, value in metrics.items() if math.isinf(value) or (math.isnan(value) and name not in collected)
     )
-
-
-def _in_words(culprits: Iterable[Culprit], world_size: int) -> str:
-    first = next(iter(culprits), None)
-    if first is None:
-        return "the norm of the gradient became infinite or no number"
-    return f"the training loss became {first.loss}" + (f" on rank {first.rank}" if world_size > 1 else "")
-
-
-def _details(culprits: list[Culprit]) -> Mapping[str, Any]:
-    """Where to look: the processes, and the samples of their micro-batches."""
-    if not culprits:
-        return {}
-    ranks = sorted({each.rank for each in culprits})
-    return {"ranks": ranks, "samples": sorted({sample for each in culprits for sample in each.samples})}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,17 +28,7 @@ class Precision:
         self.name = name
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(name)
-        self.scaler = (
-            torch.amp.GradScaler(
-                device.type,
-                init_scale=scaler.init_scale,
-                growth_factor=scaler.growth_factor,
-                backoff_factor=scaler.backoff_factor,
-                growth_interval=scaler.growth_interval,
-            )
-            if name == "fp16"
-            else None
-        )
+        self.scaler = torch.amp.GradScaler(device.type, **asdict(scaler)) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of a forward pass."""
@@ -97,15 +87,3 @@ def set_float32_matmul(name: str) -> None:
         return
     torch.set_float32_matmul_precision(name)
     torch.backends.cudnn.allow_tf32 = name != "highest"
-
-
-@contextmanager
-def keeping_float32_matmul() -> Iterator[None]:
-    """Give back, at the end, how this process multiplied fp32 numbers before."""
-    products, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        yield
-    finally:
-        if (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) != (products, tf32):
-            torch.set_float32_matmul_precision(products)
-            torch.backends.cudnn.allow_tf32 = tf32

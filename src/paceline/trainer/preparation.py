@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,52 +27,46 @@ from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.preflight import Findings, Loading, look_at_machine
-from paceline.data.slices import SampleWeights
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
 from paceline.distributed.sharding import check_sharded
-from paceline.errors import CheckpointError, DataError, ModelError, RecipeError, did_you_mean
+from paceline.errors import CheckpointError, DataError, ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
 from paceline.models.adapters import described
 from paceline.models.build import lay_out, parameter_count
 from paceline.models.compiled import check_backend
-from paceline.models.deferred import FirstValues, NotDeferrableError
+from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
 from paceline.models.transfer import adapt, calm_classifier, first_steps, last_steps, load_fitting, with_shared
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
-from paceline.plan import DataFacts, MachineFacts, NetworkFacts, Plan, TaskFacts, make
-from paceline.plan.compute import resolve_evaluation_batch
+from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, TaskFacts, make
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.storage.cache import local_path
 from paceline.tasks.task import Task, check_used_by, task_name
 from paceline.telemetry.trackers import check_trackers
-from paceline.trainer.meta_network import build_without_numbers, may_be_spread, numbers_of
 from paceline.trainer.precision import set_float32_matmul
 from paceline.units import format_count
 from paceline.world import World
 
 
-def find_host_limits(plan: Plan, recipe: Recipe) -> Findings:
-    """Compare a plan with this machine; nothing is found of tasks that do not say how they load their samples."""
-    scored = plan.evaluation_batch_size if plan.evaluates else 0
-    return _look(plan.data, recipe, plan.local_world_size, trained=plan.micro_batch_size, scored=scored)
+def find_host_limits(
+    data: Mapping[str, Any], recipe: Recipe, processes: int, *, scored: int, trained: int = 0
+) -> Findings:
+    """Compare what loader processes will take with this machine.
 
-
-def find_scoring_limits(facts: DataFacts, recipe: Recipe, world: World) -> Findings:
-    """The same of weights that are scored on their own."""
-    scored = resolve_evaluation_batch(recipe)
-    return _look(facts.description, recipe, world.local_world_size, trained=0, scored=scored)
-
-
-def _look(data: Mapping[str, Any], recipe: Recipe, processes: int, *, trained: int, scored: int) -> Findings:
-    """Compare batches of so many images with this machine."""
-    if data.get("backend") != "pytorch":
-        return Findings()  # DALI's workers are threads, and what is in memory has none
-    facts = {name: data.get(name) for name in ("workers", "channels", "image_size", "evaluation_size")}
-    known = {name: value for name, value in facts.items() if isinstance(value, int)}
-    if len(known) < len(facts):
+    Args:
+        data: Facts of the data; nothing is found of tasks that do not say how they load their samples.
+        recipe: The run's.
+        processes: Processes on this machine.
+        scored: Images of a batch that is scored.
+        trained: Images of a batch that is trained on.
+    """
+    names = ("workers", "channels", "image_size", "evaluation_size")
+    known = {name: data[name] for name in names if isinstance(data.get(name), int)}
+    # DALI's workers are threads, and what is in memory has none.
+    if data.get("backend") != "pytorch" or len(known) < len(names):
         return Findings()
     ratio = LARGEST_RATIO if "evaluation_shapes" in data else 1
     return look_at_machine(
@@ -84,6 +78,12 @@ def _look(data: Mapping[str, Any], recipe: Recipe, processes: int, *, trained: i
             evaluation_batch_bytes=scored * known["channels"] * known["evaluation_size"] ** 2 * ratio,
         )
     )
+
+
+def find_limits_of_plan(plan: Plan, recipe: Recipe) -> Findings:
+    """The same of a run."""
+    scored = plan.evaluation_batch_size if plan.evaluates else 0
+    return find_host_limits(plan.data, recipe, plan.local_world_size, trained=plan.micro_batch_size, scored=scored)
 
 
 # Of one process: four terabytes of weights, more than any device holds.
@@ -121,7 +121,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     make_plan = planner(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)
     plan = make_plan()
-    limits = find_host_limits(plan, recipe)
+    limits = find_limits_of_plan(plan, recipe)
     if limits.refusal:
         raise DataError(limits.refusal)
     bind(cores)  # before loader processes and threads are begun, which inherit it
@@ -163,24 +163,18 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     return prepared
 
 
-def _weights_of(task: Task) -> SampleWeights | None:
-    """What samples count for.
+def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
+    """Which samples every step of a run uses, and what they weigh.
 
     Raises:
         DataError: If one counts for nothing: a step of such would have no mean loss.
     """
-    weights = task.sample_weights()
+    classes, weights = task.sample_classes(), task.sample_weights()
     if weights is not None and len(weights) and int(weights.min()) < 1:
         raise DataError(
             f"training sample {int(weights.argmin())} counts for {int(weights.min())} {task.unit} "
             f"({task_name(task)}.sample_weights), and a step of such samples would have no mean loss; leave them out."
         )
-    return weights
-
-
-def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
-    """Which samples every step of a run uses, and what they weigh."""
-    classes = task.sample_classes()
     return StepGeometry(
         seed=recipe.seed,
         samples=plan.train_samples,
@@ -189,7 +183,7 @@ def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
         repeats=recipe.data.augment.repeats,
         growth=tuple((p.first_epoch, p.global_batch_size, p.logical_ranks) for p in plan.batch_phases[1:]),
         in_step=plan.strategy == "fsdp",
-        weights=_weights_of(task),
+        weights=weights,
         lengths=task.sample_lengths(),
         balanced=recipe.batch.balance,
         sort_key=task.sample_keys(),
@@ -292,9 +286,7 @@ def best_metric(task: Task) -> Metric:
         RecipeError: If the task does not measure the one asked for.
     """
     asked = task.recipe.evaluate.metric
-    if asked == "auto":
-        return headline_of(task)
-    return find_metric(task, asked, f"evaluate.metric={asked}")
+    return headline_of(task) if asked == "auto" else find_metric(task, asked, f"evaluate.metric={asked}")
 
 
 def find_metric(task: Task, name: str, asked: str) -> Metric:
@@ -329,7 +321,10 @@ def _build(
 ) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
     """The network, whole or, where each process is to hold a part of it, without numbers; and what is to be said."""
     plan = make_plan()
-    if not may_be_spread(recipe, plan):
+    # A plan that knows no network yet may come to weights that are spread over processes. On a CPU processes share the
+    # host's memory, and `auto` takes replicas unless they are very large.
+    is_open = plan.strategy == "ddp" and recipe.parallel.strategy == "auto" and plan.device == "cuda"
+    if plan.strategy != "fsdp" and not is_open:
         return *build_network(recipe, task, placement), None
     notices: tuple[str, ...] = ()
     try:
@@ -341,6 +336,61 @@ def _build(
             notices = (f"every process built the whole network before it was spread: {error}",)
     network, more = build_network(recipe, task, placement)
     return network, (*notices, *more), None
+
+
+def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Module:
+    """The network that a run would train, with its frozen parts, adapters and recomputed blocks; no numbers in it.
+
+    Raises:
+        PacelineError: If the recipe names none, or one that cannot be built.
+    """
+    try:
+        with torch.device("meta"):
+            network = _built(recipe, task)
+    except PacelineError:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
+        # A constructor that looks at the numbers it has drawn. Real ones then: as much memory as the weights, for a
+        # moment.
+        network = _built(recipe, task)
+    return lay_out(network.to("meta"), channels_last=channels_last)
+
+
+def _built(recipe: Recipe, task: Task) -> nn.Module:
+    network = task.build_model()
+    adapt(network, recipe.model)
+    return network
+
+
+def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, FirstValues]:
+    """The network as every process will have it, but without numbers, and what gives them to it.
+
+    Its first values are those of the whole network with the same seed, to the bit.
+
+    Raises:
+        NotDeferrableError: If it has to be built whole; says why.
+        PacelineError: For a mistake in the recipe.
+    """
+    for key in ("initialize_from", "pretrained"):
+        if getattr(recipe.model, key):
+            raise NotDeferrableError(f"model.{key} gives all of it at once")
+    if plan.precision == "fp8":
+        raise NotDeferrableError("train.precision=fp8 changes its layers")
+
+    torch.manual_seed(recipe.seed)
+    network, first_values = build_deferred(partial(_built, task.recipe, task))
+    if any(isinstance(each, _NormBase) for each in network.modules()):
+        raise NotDeferrableError("it has BatchNorm, which is tried out whole")
+    if task.begins_from_data(network):
+        raise NotDeferrableError("some of its first weights are made of the training data")
+    with torch.device("meta"):
+        task.check_network(network)
+    return network, first_values
+
+
+def numbers_of(network: nn.Module) -> ParameterNumbers:
+    """How many parameters it has."""
+    return ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
 
 
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
@@ -399,7 +449,20 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     before = make_plan()
     first = first_steps(network, recipe.model, before.unfreeze_steps)
     last = last_steps(network, recipe.model, before.freeze_after_steps)
-    _check_network(network, recipe, first, last)
+    if parameter_count(network) == 0:
+        raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
+    trained = {name for name, each in network.named_parameters() if each.requires_grad}
+    if trained.issubset(first):
+        raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
+    if trained.issubset(last):
+        raise ModelError("model.freeze_after leaves nothing to train to the end; let it mean some parameters only.")
+    synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if recipe.parallel.exact and synced:
+        raise ModelError(
+            f"model.name={recipe.model.name} has SyncBatchNorm ({', '.join(synced[:3])}{', …' * (len(synced) > 3)}), "
+            "whose statistics are sums over the processes in an order that depends on their number; parallel.exact "
+            "needs BatchNorm, which here normalises each logical rank by itself."
+        )
     numbers = numbers_of(network)
     if numbers.every > _MOST_PARAMETERS * before.world_size:
         raise ModelError(
@@ -417,23 +480,6 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     return plan
-
-
-def _check_network(network: nn.Module, recipe: Recipe, first: Collection[str], last: Collection[str]) -> None:
-    if parameter_count(network) == 0:
-        raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
-    trained = {name for name, each in network.named_parameters() if each.requires_grad}
-    if trained.issubset(first):
-        raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
-    if trained.issubset(last):
-        raise ModelError("model.freeze_after leaves nothing to train to the end; let it mean some parameters only.")
-    synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if recipe.parallel.exact and synced:
-        raise ModelError(
-            f"model.name={recipe.model.name} has SyncBatchNorm ({', '.join(synced[:3])}{', …' * (len(synced) > 3)}), "
-            "whose statistics are sums over the processes in an order that depends on their number; parallel.exact "
-            "needs BatchNorm, which here normalises each logical rank by itself."
-        )
 
 
 def _check_single_samples(prepared: Prepared) -> None:
@@ -456,17 +502,13 @@ def _check_single_samples(prepared: Prepared) -> None:
         with torch.no_grad():
             prepared.task.loss(trial, sample)
     except ValueError as error:
-        samples, ranks = _smallest_step(plan)
+        # The step that has the smallest micro-batches is an epoch's last, or any.
+        epochs = plan.epochs
+        steps = [(epochs.last_step_samples(p), p.logical_ranks) for p in epochs.finished_phases(plan.total_steps)]
+        steps += [(phase.global_batch_size, phase.logical_ranks) for phase in epochs.phases]
+        samples, ranks = min(steps, key=lambda step: step[0] // step[1])
         raise RecipeError(
             f"a step of {samples} sample(s) in {ranks} micro-batch(es) brings a micro-batch of one sample, and this "
             f"model cannot train on a single one ({error}); choose another batch.global_size or batch.micro_size, or "
             "larger images."
         ) from None
-
-
-def _smallest_step(plan: Plan) -> tuple[int, int]:
-    """Samples and logical ranks of the step that has the smallest micro-batches: an epoch's last, or any."""
-    epochs = plan.epochs
-    steps = [(epochs.last_step_samples(each), each.logical_ranks) for each in epochs.finished_phases(plan.total_steps)]
-    steps += [(each.global_batch_size, each.logical_ranks) for each in epochs.phases]
-    return min(steps, key=lambda step: step[0] // step[1])

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import random
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import FrameType
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch.backends import cuda
 
-from paceline.trainer.precision import keeping_float32_matmul
 from paceline.world import STOP_SIGNALS
 
 # A launcher and a terminal may both deliver one request; a second one counts only after this.
@@ -90,10 +89,12 @@ def keep_freed_memory(device: torch.device, environment: Mapping[str, str] = os.
         device: Where the network is.
         environment: Variables of this process.
     """
-    library = None if device.type != "cpu" or _is_chosen(environment) else _gnu_library()
-    if library is None:
+    is_chosen = any(environment.get(name) for name in _MALLOC_SETTINGS)
+    is_chosen = is_chosen or any("malloc" in environment.get(name, "") for name in _SAYING)
+    if device.type != "cpu" or is_chosen or platform.libc_ver()[0] != "glibc":
         yield False
         return
+    library = ctypes.CDLL(None)
     library.mallopt(_MMAP_MAX, _NO_BLOCKS)
     library.mallopt(_TRIM_THRESHOLD, _NEVER)
     _keeping.append(device)
@@ -107,51 +108,15 @@ def keep_freed_memory(device: torch.device, environment: Mapping[str, str] = os.
             library.malloc_trim(0)
 
 
-def _is_chosen(environment: Mapping[str, str]) -> bool:
-    settings = any(environment.get(name) for name in _MALLOC_SETTINGS)
-    return settings or any("malloc" in environment.get(name, "") for name in _SAYING)
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""Something that holds for the whole process: what reads it, and what sets it."""
 
 
-def _gnu_library() -> ctypes.CDLL | None:
-    """The C library of this process, if it is GNU's."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        if (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
-            return ctypes.CDLL(None)
-    return None
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One thing that holds for the whole process.
-
-    Attributes:
-        name: What it is called.
-        read: Returns its value.
-        write: Sets it.
-    """
-
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
-
-    def now(self) -> Any:
-        """Its value; None where torch refuses to tell, as an old and a new name of it say two things."""
-        try:
-            return self.read()
-        except RuntimeError:
-            return None
-
-
-def _of(path: str, *attributes: str) -> Iterator[Setting]:
-    """Attributes of something in torch, by its dotted name there."""
-    holder = attrgetter(path)(torch)
-    for each in attributes:
-        yield Setting(f"{path}.{each}", partial(getattr, holder, each), partial(setattr, holder, each))
-
-
-def _set_device(device: torch.device) -> None:
-    # The CPU is what holds where nothing was set.
-    torch.set_default_device(None if device.type == "cpu" else device)
+def _of_torch(names: str) -> Iterator[Setting]:
+    """Attributes in torch, by their dotted names there."""
+    for path, _, name in (each.rpartition(".") for each in names.split()):
+        holder = attrgetter(path)(torch)
+        yield partial(getattr, holder, name), partial(setattr, holder, name)
 
 
 def _set_environment(wanted: dict[str, str]) -> None:
@@ -172,100 +137,87 @@ def _set_autocast(device: str, state: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_dtype(device, state[1])
 
 
-# Torch has an old and a new name for each of these. The old ones come first, as they set the new ones too; of the new
-# ones the general before the particular, which takes its value where it has none of its own.
-_PRECISIONS = (
-    Setting("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    *_of("backends.cudnn", "allow_tf32"),
-    *_of("backends.mkldnn", "allow_tf32"),
-    *_of("backends", "fp32_precision"),
-    *_of("backends.cudnn", "fp32_precision"),
-    *_of("backends.cudnn.conv", "fp32_precision"),
-    *_of("backends.cudnn.rnn", "fp32_precision"),
-    *_of("backends.cuda.matmul", "fp32_precision"),
-    *_of("backends.mkldnn.matmul", "fp32_precision"),
-    *_of("backends.mkldnn.conv", "fp32_precision"),
-    *_of("backends.mkldnn.rnn", "fp32_precision"),
-)
-_SETTINGS: tuple[Setting, ...] = (
-    Setting("threads", torch.get_num_threads, torch.set_num_threads),
-    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("default device", torch.get_default_device, _set_device),
-    Setting(
-        "anomaly mode",
+_OF_TORCH: tuple[Setting, ...] = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    # The CPU is what holds where nothing was set.
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
+    (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda state: torch.autograd.set_detect_anomaly(*state),
     ),
-    Setting("determinism", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *_of("utils.deterministic", "fill_uninitialized_memory"),
-    *_of("backends.cudnn", "benchmark", "benchmark_limit", "enabled", "deterministic"),
-    *_of("backends.mkldnn", "enabled", "deterministic"),
-    *_PRECISIONS,
-    *_of("backends.cuda.matmul", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
-    Setting("flash attention", cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    Setting("memory-efficient attention", cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    Setting("plain attention", cuda.math_sdp_enabled, cuda.enable_math_sdp),
-    Setting("cuDNN's attention", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    Setting("autocast on a CPU", partial(_autocast, "cpu"), partial(_set_autocast, "cpu")),
-    Setting("autocast on a GPU", partial(_autocast, "cuda"), partial(_set_autocast, "cuda")),
-    Setting("environment", lambda: dict(os.environ), _set_environment),
-    Setting("working directory", os.getcwd, os.chdir),
-    Setting("NumPy's errors", np.geterr, lambda kinds: np.seterr(**kinds)),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    # Torch has an old and a new name for precisions. The old ones come first, as they set the new ones too; of the new
+    # ones the general before the particular, which takes its value where it has none of its own.
+    *_of_torch(
+        """
+        utils.deterministic.fill_uninitialized_memory
+        backends.cudnn.benchmark backends.cudnn.benchmark_limit backends.cudnn.enabled backends.cudnn.deterministic
+        backends.mkldnn.enabled backends.mkldnn.deterministic
+        backends.cudnn.allow_tf32 backends.mkldnn.allow_tf32
+        backends.fp32_precision
+        backends.cudnn.fp32_precision backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision
+        backends.cuda.matmul.fp32_precision
+        backends.mkldnn.matmul.fp32_precision backends.mkldnn.conv.fp32_precision backends.mkldnn.rnn.fp32_precision
+        backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        """
+    ),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    *((partial(_autocast, device), partial(_set_autocast, device)) for device in ("cpu", "cuda")),
+)
+_OF_THE_PROCESS: tuple[Setting, ...] = (
+    (lambda: dict(os.environ), _set_environment),
+    (os.getcwd, os.chdir),
+    (np.geterr, lambda kinds: np.seterr(**kinds)),
 )
 
 
-@contextlib.contextmanager
-def restore_settings() -> Iterator[None]:
-    """Put back, also after an error, every setting that is otherwise at the end."""
-    with _without_warnings():
-        before = [(each, each.now()) for each in _SETTINGS]
+def _read(read: Callable[[], Any]) -> Any:
+    """The value of a setting; None where torch refuses to tell, as an old and a new name of it say two things."""
     try:
-        yield
-    finally:
-        with _without_warnings():
-            _put_back(before)
+        return read()
+    except RuntimeError:
+        return None
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Torch warns of its old names; they are all that some of its versions have."""
+def restore_torch_settings(*more: Setting) -> Iterator[None]:
+    """Put back, also after an error, every setting of torch that a run may change; a command ends after it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _put_back(before: list[tuple[Setting, Any]]) -> None:
-    # Only what is otherwise: to set some of them takes long, as it imports torch's compiler.
-    for setting, value in before:
-        if value is not None and setting.now() != value:
-            setting.write(value)
-
-
-_SHARED_OUT = ("cuda", "xpu")
-
-
-@contextlib.contextmanager
-def restore_torch_settings() -> Iterator[None]:
-    """Give back what a run sets for the whole process; a command ends after it, a caller goes on."""
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        warnings.simplefilter("ignore")  # of torch's old names, which are all that some of its versions have
+        before = [(read, write, _read(read)) for read, write in (*_OF_TORCH, *more)]
     try:
-        with keeping_float32_matmul():
-            yield
+        yield
     finally:
-        torch.set_num_threads(threads)
-        torch.backends.cudnn.benchmark = benchmark
-        if torch.are_deterministic_algorithms_enabled() != deterministic[0]:
-            # Only then: the call imports torch's compiler, which takes seconds.
-            torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for read, write, value in before:
+                # Only what is otherwise: to set some of them takes long, as it imports torch's compiler.
+                if value is not None and _read(read) != value:
+                    write(value)
 
 
 @contextlib.contextmanager
 def restore_globals(device: str | None = None) -> Iterator[None]:
     """Give back, also after an error, every state that a run or the code it calls may have drawn from or set.
 
-    These are the settings of torch, NumPy and the process, and the random states of torch (those of its devices too),
-    Python and NumPy.
+    These are the settings of torch, NumPy and the process, and the random states.
+
+    Args:
+        device: As for :func:`restore_random_states`.
+    """
+    with restore_random_states(device), restore_torch_settings(*_OF_THE_PROCESS):
+        yield
+
+
+@contextlib.contextmanager
+def restore_random_states(device: str | None) -> Iterator[None]:
+    """Give back, also after an error, the random states of torch (those of its devices too), Python and NumPy.
 
     Args:
         device: ``parallel.device`` of the recipe that is about to run; the random states of devices that it cannot mean
@@ -273,34 +225,18 @@ def restore_globals(device: str | None = None) -> Iterator[None]:
     """
     python = random.getstate()
     numpy = np.random.get_state()  # noqa: NPY002  # the caller's global state, which newer generators have none of
-    host, devices = torch.get_rng_state(), _states_of_devices(device)
+    states = [(torch.set_rng_state, torch.get_rng_state())]
+    for kind in ("cuda", "xpu"):
+        module = torch.get_device_module(kind)
+        # A run would use the device, so that asking it for its state begins nothing that would not be begun.
+        if module.is_initialized() if device is None else device in ("auto", kind) and module.is_available():
+            states.append((module.set_rng_state_all, module.get_rng_state_all()))
+    if device in (None, "auto", "mps") and torch.backends.mps.is_available():
+        states.append((torch.mps.set_rng_state, torch.mps.get_rng_state()))
     try:
-        with restore_settings():
-            yield
+        yield
     finally:
-        torch.set_rng_state(host)
-        _set_states_of_devices(devices)
+        for write, state in states:
+            write(state)
         np.random.set_state(numpy)  # noqa: NPY002  # as above
         random.setstate(python)
-
-
-def _states_of_devices(asked: str | None) -> dict[str, Any]:
-    # A run would use the device, so that asking it for its state begins nothing that would not be begun.
-    modules = {kind: torch.get_device_module(kind) for kind in _SHARED_OUT}
-    kinds = [
-        kind
-        for kind, module in modules.items()
-        if (module.is_initialized() if asked is None else asked in ("auto", kind) and module.is_available())
-    ]
-    found: dict[str, Any] = {kind: modules[kind].get_rng_state_all() for kind in kinds}
-    if asked in (None, "auto", "mps") and torch.backends.mps.is_available():
-        found["mps"] = torch.mps.get_rng_state()
-    return found
-
-
-def _set_states_of_devices(states: dict[str, Any]) -> None:
-    for kind, state in states.items():
-        if kind == "mps":
-            torch.mps.set_rng_state(state)
-        else:
-            torch.get_device_module(kind).set_rng_state_all(state)

@@ -74,16 +74,10 @@ def over_ranks(seconds: Sequence[Sequence[float]], *, untold: Collection[str] = 
         untold: Phases to leave out.
     """
     found = {}
-    for index, phase in enumerate(PHASES):
-        values = [each[index] for each in seconds]
+    for phase, values in zip(PHASES, zip(*seconds, strict=True), strict=True):
         least, most = min(values), max(values)
-        found[phase] = {
-            "minimum": least,
-            "median": median(values),
-            "maximum": most,
-            "least_rank": values.index(least),
-            "most_rank": values.index(most),
-        }
+        found[phase] = {"minimum": least, "median": median(values), "maximum": most}
+        found[phase] |= {"least_rank": values.index(least), "most_rank": values.index(most)}
     return {phase: each for phase, each in found.items() if phase not in untold}
 
 
@@ -174,15 +168,9 @@ class Recorder:
         """Record what is to be told of the trackers, in their order."""
         for tracker, message in zip(self._trackers, said, strict=True):
             if message:
-                self.write(
-                    IncidentEvent(
-                        step=event.step,
-                        position=event.position,
-                        incident="tracker",
-                        message=message,
-                        details={"tracker": tracker.name},
-                    )
-                )
+                here: dict[str, Any] = {"step": event.step, "position": event.position}
+                details = {"tracker": tracker.name}
+                self.write(IncidentEvent(**here, incident="tracker", message=message, details=details))
 
     def flush(self, *, durable: bool = False) -> None:
         """Hand records and ledger to the system; with ``durable``, to the disk."""

@@ -70,7 +70,6 @@ class Run:
     """
 
     recipe: Recipe
-    recipe_sha256: str
     identity: str
     plan: Plan
     world: World

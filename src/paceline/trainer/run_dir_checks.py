@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.format import Manifest, read_header
+from paceline.checkpoint.format import read_header
 from paceline.checkpoint.reading import check_sizes, read_manifest
 from paceline.checkpoint.store import BEST_FILE_NAME, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
 from paceline.data.balance import SampleLengths
@@ -25,22 +25,10 @@ from paceline.plain_json import load_json
 from paceline.plan import Plan
 from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
+from paceline.records import reader
 from paceline.records.environment import capture_environment
 from paceline.records.events import truncate_after
 from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
-from paceline.records.reader import (
-    Identity,
-    forget_evaluations_after,
-    had_checkpoint,
-    read_environment,
-    read_events,
-    read_identity,
-    read_json,
-    read_plan_to_resume,
-    read_recipe,
-    read_summary,
-    write_identity,
-)
 from paceline.records.run_directory import RunDirectory, cannot, sync_directory, write_json, write_text
 from paceline.telemetry.trackers import TRACKERS
 
@@ -57,7 +45,16 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
     if collectives.world.world_size == 1:
         return
     mark = root / ".lock"
-    written = collectives.on_first(lambda: _write_word(mark))
+
+    def write() -> str:
+        word = _word()
+        try:
+            mark.write_text(word)
+        except OSError as error:
+            raise cannot("write", mark, error) from error
+        return word
+
+    written = collectives.on_first(write)
     deadline = time.monotonic() + patience_seconds
     while not (sees := _read_or_nothing(mark) == written) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -75,15 +72,6 @@ def _word() -> str:
     return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
 
 
-def _write_word(mark: Path) -> str:
-    word = _word()
-    try:
-        mark.write_text(word)
-    except OSError as error:
-        raise cannot("write", mark, error) from error
-    return word
-
-
 def _read_or_nothing(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         return path.read_text()
@@ -91,32 +79,18 @@ def _read_or_nothing(path: Path) -> str | None:
 
 
 # What may differ between a run and its continuation: none of it changes which samples a step sees.
-_FREE = ("train.duration", "train.until", "evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size")
-_FREE_DATA = (
-    "data.path",
-    "data.workers",
-    "data.prefetch",
-    "data.max_broken",
-    "train.precision",
-    "train.nonfinite",
-    "train.max_nonfinite",
-    "model.channels_last",
-    "model.compile",
-    "model.compile_mode",
-    "model.compile_backend",
-    "model.activation_checkpointing",
-    "distillation.teacher",
+_FREE = (
+    *("train.duration", "train.until", "train.precision", "train.nonfinite", "train.max_nonfinite"),
+    *("evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
+    *("data.path", "data.workers", "data.prefetch", "data.max_broken"),
+    *("model.channels_last", "model.compile", "model.activation_checkpointing"),
 )
 _NAMED = 4
 
 
 def fixed_differences(old: Recipe, new: Recipe) -> str:
     """Name the keys that differ and must not for one recipe to continue the run of another; empty if none does."""
-    changed = {
-        key: values
-        for key, values in differences(old, new).items()
-        if not key.startswith(_FREE) and key not in _FREE_DATA
-    }
+    changed = {key: values for key, values in differences(old, new).items() if not key.startswith(_FREE)}
     return "; ".join(f"{key} was {old} and is now {new}" for key, (old, new) in list(changed.items())[:_NAMED])
 
 
@@ -129,7 +103,7 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         directory: The run's.
         recipe: The run's.
     """
-    own, store = read_identity(directory), CheckpointStore(directory.checkpoints)
+    own, store = reader.read_identity(directory), CheckpointStore(directory.checkpoints)
     found = []
     for step in store.steps():
         path = store.path(step)
@@ -140,20 +114,16 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         theirs = manifest.facts.get("run")
         if own and theirs and theirs != own.id:
             found.append(DamagedCheckpoint(path, step, f"its run is {theirs}, and this one {own.id}"))
-        elif changed := _recipe_differences(path, manifest, recipe):
-            found.append(DamagedCheckpoint(path, step, changed))
+            continue
+        model = manifest.components.get("model")
+        if model is None or not model.tensor_files:
+            continue
+        # Damaged is found out later, and a version's recipe that cannot be read is no other one.
+        with contextlib.suppress(OSError, ValueError, KeyError, PacelineError):
+            stored = load_json(read_header(path / model.tensor_files[0])[1]["recipe"])
+            if changed := fixed_differences(stored_recipe(stored, str(path)), recipe):
+                found.append(DamagedCheckpoint(path, step, changed))
     return found
-
-
-def _recipe_differences(path: Path, manifest: Manifest, recipe: Recipe) -> str:
-    model = manifest.components.get("model")
-    if model is None or not model.tensor_files:
-        return ""
-    try:
-        stored = load_json(read_header(path / model.tensor_files[0])[1]["recipe"])
-        return fixed_differences(stored_recipe(stored, str(path)), recipe)
-    except (OSError, ValueError, KeyError, PacelineError):
-        return ""  # damaged, which is found out later, or of a version whose recipe cannot be read
 
 
 def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe, total_steps: int) -> Choice:
@@ -175,7 +145,14 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
             f"the run in '{directory.root}' stands at step {position}, beyond the {total_steps} steps of "
             "train.duration; give a longer one, or go back with --resume and one of its checkpoints."
         )
-    lost = list(_lost_events(directory, choice))
+    lost = []
+    if choice.path is not None:  # the event of a checkpoint is on the disk before the checkpoint is
+        events = list(reader.read_events(directory.events)) if directory.events.exists() else []
+        saved = (event for event in events if event["event"] == "checkpoint")
+        if all(step_of(Path(str(event.get("checkpoint")))) != choice.step for event in saved):
+            last = events[-1]["step"] if events else 0
+            missing = not directory.events.exists()
+            lost.append("there is no events.jsonl" if missing else f"events.jsonl ends at step {last}")
     unusable = [("damaged", "damaged", each) for each in choice.damaged]
     unusable += [("foreign", "of another run", each) for each in foreign]
     for kind, _, each in unusable:
@@ -186,7 +163,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     samples = truncate_ledgers(directory.ledger, max(position, 0))
     if samples < facts.get("samples", 0):
         lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
-    forget_evaluations_after(directory, position)
+    reader.forget_evaluations_after(directory, position)
     incidents = [
         (f"{kind}_checkpoint", f"checkpoint {each.path.name} is {what} and was set aside: {each.reason}")
         for kind, what, each in unusable
@@ -213,41 +190,11 @@ def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[Damaged
 
 
 def _check_none_is_lost(directory: RunDirectory) -> None:
-    if had_checkpoint(directory):
+    if reader.had_checkpoint(directory):
         raise CheckpointError(
             f"the records of '{directory.root}' say that checkpoints were saved, but {directory.checkpoints} holds "
             "none; nothing was changed. Bring them back (is their disk mounted?), or begin again in another --run-dir."
         )
-
-
-def _lost_events(directory: RunDirectory, choice: Choice) -> Iterator[str]:
-    """Say what the events lack: that of a checkpoint is on the disk before the checkpoint is."""
-    if choice.path is None:
-        return
-    events = read_events(directory.events) if directory.events.exists() else ()
-    last = 0
-    for event in events:
-        if event["event"] == "checkpoint" and step_of(Path(str(event.get("checkpoint")))) == choice.step:
-            return
-        last = event["step"]
-    yield f"{directory.events.name} ends at step {last}" if directory.events.exists() else "there is no events.jsonl"
-
-
-def settle_identity(directory: RunDirectory, choice: Choice) -> str:
-    """Write to ``run.json`` what is known by now, and return the run's identity.
-
-    A run of an earlier version has no such file, and a kill may come between a checkpoint and its note there.
-
-    Args:
-        directory: The run's.
-        choice: The checkpoint that it goes on from.
-    """
-    own, stored = read_identity(directory), None
-    if own is None and choice.path is not None:
-        stored = read_manifest(choice.path).facts.get("run")
-    own = own or (Identity(stored) if isinstance(stored, str) else Identity.new())
-    write_identity(directory, replace(own, has_checkpoint=choice.path is not None))
-    return own.id
 
 
 # Numbers of the plan that must not change at a resume: arithmetic and samples depend on them.
@@ -261,6 +208,16 @@ _FIXED_NUMBERS = {
     "classes_sha256": "the samples' classes or sets, by which data.sampling or data.mixture draws them",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
     "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
+}
+
+# Facts of its data that must not change, and what to say of a run in which they have.
+_FIXED_DATA = {
+    "task": "the run in {where} trains the task {before}, not {now}; go on with the same",
+    "digest": "the data of the run in {where} has changed since it began: other files, names or sizes; restore them",
+    "content_digest": "images of the run in {where} have changed since it began, under the same names and sizes "
+    "({pixels}): restore them",
+    "teacher": "the run in {where} began with another teacher than {teacher} is now; give distillation.teacher the "
+    "same weights, best a checkpoint's file",
 }
 
 # Those that an exact run must also keep: its bits depend on them.
@@ -382,8 +339,13 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if not directory.exists() or never_trained(directory):
         return _begin(directory, request)
     check_same_run(directory, request)
-    notices = _notices(directory, read_plan_to_resume(directory), request)
-    wanted = _wanted(directory, request.resume)
+    notices = _notices(directory, reader.read_plan_to_resume(directory), request)
+    wanted = None if request.resume in ("auto", "never") else Path(request.resume)
+    if wanted and (wanted.parent.resolve() != directory.checkpoints.resolve() or step_of(wanted) is None):
+        raise RunDirectoryError(
+            f"--resume={request.resume} is no checkpoint of the run in '{directory.root}'; give one of its "
+            "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
+        )
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
             f"'{directory.root}' holds a run already and --resume=never was asked; choose another --run-dir, "
@@ -396,7 +358,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         return ResumeDecision(choice=Choice(None, 0), completed=True)
     resumes = 0
     if directory.events.is_file():  # before the records are cut back
-        resumed = read_events(directory.events, kinds={"resume"})
+        resumed = reader.read_events(directory.events, kinds={"resume"})
         resumes = max((int(event["resumes"]) for event in resumed), default=0)
     choice = prepare_resume(directory, wanted, request.recipe, request.plan.total_steps)
     return _take(directory, request, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
@@ -411,19 +373,23 @@ def _take(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
             each.unlink(missing_ok=True)
     for folder in (directory.checkpoints, directory.ledger):
         folder.mkdir(exist_ok=True)
-    identity = settle_identity(directory, decision.choice)
+    # A run of an earlier version has no run.json, and a kill may come between a checkpoint and its note there.
+    own, path = reader.read_identity(directory), decision.choice.path
+    if own is None:
+        stored = None if path is None else read_manifest(path).facts.get("run")
+        own = reader.Identity(stored) if isinstance(stored, str) else reader.Identity.new()
+    reader.write_identity(directory, replace(own, has_checkpoint=path is not None))
     sync_directory(directory.root)
-    environment = capture_environment(request.device_facts)
     if request.lengths is not None and request.plan.lengths_sha256 is not None:
         write_lengths(directory.sample_lengths, request.lengths.tokens)
     if request.draws is not None:
         write_lengths(directory.sample_classes, request.draws.classes)
     write_json(directory.plan, request.plan.to_tree())
-    write_json(directory.environment, environment)
+    write_json(directory.environment, capture_environment(request.device_facts))
     # Last, since a directory counts as a run's once its recipe is there.
     write_text(directory.recipe, to_yaml(request.recipe))
     choice = replace(decision.choice, incidents=(*decision.choice.incidents, *aside))
-    return replace(decision, choice=choice, identity=identity)
+    return replace(decision, choice=choice, identity=own.id)
 
 
 def check_links(directory: RunDirectory) -> None:
@@ -461,10 +427,10 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
         return "it is not a file"
     try:
         if path == directory.summary:
-            read_summary(directory)
+            reader.read_summary(directory)
         elif path.suffix == ".json":
-            read_json(path)
-        if path == directory.identity and read_identity(directory) is None:
+            reader.read_json(path)
+        if path == directory.identity and reader.read_identity(directory) is None:
             return "it lacks 'id' or 'has_checkpoint'"
     except RunDirectoryError as error:
         if isinstance(error.__cause__, OSError):
@@ -473,10 +439,19 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
     return None
 
 
+# What a launch that was killed early, or a batch job, may have left before there was a run.
+_OURS = (
+    *("plan.json", "environment.json", "mirror.json", "run.json", ".lock"),
+    *("sample_lengths.npy", "sample_classes.npy"),
+)
+_BEGUN = (".writable-", ".plan", ".environment", ".sample_", ".recipe", ".mirror", ".run", "slurm-")
+
+
 def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     root = directory.root
     check_links(directory)
-    if not directory.exists() and any(not _is_ours(entry.name) for entry in root.iterdir()):
+    names = [entry.name for entry in root.iterdir()]
+    if not directory.exists() and any(name not in _OURS and not name.startswith(_BEGUN) for name in names):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
         )
@@ -489,18 +464,10 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a launch that was killed early, or a batch job, may have left this file before there was a run."""
-    ours = ("plan.json", "environment.json", "mirror.json", "run.json", ".lock")
-    samples = ("sample_lengths.npy", "sample_classes.npy")
-    begun = (".writable-", ".plan", ".environment", ".sample_", ".recipe", ".mirror", ".run", "slurm-")
-    return name in (*ours, *samples) or name.startswith(begun)
-
-
 def never_trained(directory: RunDirectory) -> bool:
     """Whether no step was ever taken: nothing here then needs to be kept."""
     used = any(path.stat().st_size for path in ledger_files(directory.ledger))
-    return not used and not CheckpointStore(directory.checkpoints).steps() and not had_checkpoint(directory)
+    return not used and not CheckpointStore(directory.checkpoints).steps() and not reader.had_checkpoint(directory)
 
 
 def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: str | None = None) -> None:
@@ -516,7 +483,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     """
     where = f"'{directory.root}'" if address is None else address
     elsewhere = "in another --run-dir" if address is None else "at another address (checkpoint.mirror)"
-    stored = stored_recipe(read_recipe(directory), str(directory.recipe))
+    stored = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
     if listed := fixed_differences(stored, request.recipe):
         if address is not None:
             raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Begin {elsewhere}.")
@@ -524,7 +491,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
             f"{where} holds a run of another recipe: {listed}. Choose another --run-dir, or repeat its own recipe: "
             f"paceline train {directory.recipe} --run-dir {directory.root}"
         )
-    plan = read_plan_to_resume(directory)
+    plan = reader.read_plan_to_resume(directory)
     fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
         if number in _ON_CPU_ONLY and request.plan.device != "cpu":
@@ -542,87 +509,63 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
             f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
             f"state. Begin a new run {elsewhere}, with model.initialize_from set to its weights."
         )
-    task, asked_task = plan["data"].get("task"), request.plan.data.get("task")
-    if task != asked_task:
-        raise RunDirectoryError(
-            f"the run in {where} trains the task {task}, not {asked_task}; go on with the same, or begin {elsewhere}."
-        )
-    _check_same_data(plan["data"], request, where, elsewhere)
+    before, now = plan["data"], request.plan.data
+    for key, what in _FIXED_DATA.items():
+        # Runs of earlier versions, and of data sets that are too large for it, have no digest of their content.
+        is_known = key != "content_digest" or (key in before and key in now)
+        if is_known and before.get(key) != now.get(key):
+            told = what.format(
+                where=where,
+                before=before.get(key),
+                now=now.get(key),
+                pixels=request.plan.reasons.get("data.content_digest", "other pixels"),
+                teacher=request.recipe.distillation.teacher,
+            )
+            raise RunDirectoryError(f"{told}, or begin {elsewhere}.")
 
 
-def _check_same_data(before: Mapping[str, Any], request: ResumeRequest, where: str, elsewhere: str) -> None:
-    now = request.plan.data
-    if before.get("digest") != now.get("digest"):
-        raise RunDirectoryError(
-            f"the data of the run in {where} has changed since it began: other files, names or sizes; "
-            f"restore them, or begin {elsewhere}."
-        )
-    # Runs of earlier versions, and of data sets that are too large for it, have no such digest.
-    if before.get("content_digest") != now.get("content_digest") and before.keys() & now.keys() >= {"content_digest"}:
-        raise RunDirectoryError(
-            f"images of the run in {where} have changed since it began, under the same names and sizes "
-            f"({request.plan.reasons.get('data.content_digest', 'other pixels')}): restore them, or begin {elsewhere}."
-        )
-    if before.get("teacher") != now.get("teacher"):
-        raise RunDirectoryError(
-            f"the run in {where} began with another teacher than {request.recipe.distillation.teacher} is "
-            f"now; give distillation.teacher the same weights, best a checkpoint's file, or begin {elsewhere}."
-        )
+_OTHER_BITS = "the same samples, but not the same bits"
+_PERHAPS_OTHER_BITS = "the same samples, but perhaps not the same bits"
 
 
 def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRequest) -> tuple[str, ...]:
     """Say what has changed and may change."""
     notices = []
-    for number, name in _BITS.items():
-        if plan["strategy"] == "exact" and number == "world_size":
-            continue
-        if number in _ON_CPU_ONLY and request.plan.device != "cpu":
-            continue
-        now = getattr(request.plan, number)
-        before = plan.get(number, now)
+    current, mix = request.plan, request.recipe.data.mix
+
+    def compare(what: str, before: Any, now: Any, effect: str = _OTHER_BITS) -> None:
         if before != now:
-            mixes = request.recipe.data.mix.mixup > 0 or request.recipe.data.mix.cutmix > 0
-            pairs = ", otherwise mixed" * (number == "logical_ranks" and mixes)
-            notices.append(f"{name}: {before} before, {now} now: the same samples{pairs}, but not the same bits")
-    before, now = None, request.device_facts["torch"]
+            notices.append(f"{what}: {before} before, {now} now: {effect}")
+
+    for number, name in _BITS.items():
+        is_kept = number == "world_size" and plan["strategy"] == "exact"
+        if not is_kept and (number not in _ON_CPU_ONLY or current.device == "cpu"):
+            is_mixed = number == "logical_ranks" and (mix.mixup > 0 or mix.cutmix > 0)
+            effect = "the same samples, otherwise mixed, but not the same bits" if is_mixed else _OTHER_BITS
+            now = getattr(current, number)
+            compare(name, plan.get(number, now), now, effect)
+    torch_now = request.device_facts["torch"]
     with contextlib.suppress(RunDirectoryError):
-        before = read_environment(directory).get("torch")
-    if before is not None and before != now:
-        notices.append(f"torch: {before} before, {now} now: the same samples, but perhaps not the same bits")
-    if request.plan.strategy == "exact" != plan["strategy"]:
-        notices.append("parallel.exact: off before, on now: the same samples, but not the same bits")
-    elif "fsdp" in (plan["strategy"], request.plan.strategy) and plan["strategy"] != request.plan.strategy:
-        before, now = plan["strategy"], request.plan.strategy
-        notices.append(f"strategy: {before} before, {now} now: the same samples, but perhaps not the same bits")
-    recipe = stored_recipe(read_recipe(directory), str(directory.recipe))
-    before, now = recipe.parallel.gradient_compression, request.recipe.parallel.gradient_compression
-    if before != now:
-        notices.append(f"gradients: sent as {before} before, {now} now: the same samples, but not the same bits")
-    if plan["total_steps"] != request.plan.total_steps:
-        before, now = plan["total_steps"], request.plan.total_steps
-        notices.append(f"length: {before} steps before, {now} now; the learning rate follows the new length")
+        compare("torch", reader.read_environment(directory).get("torch", torch_now), torch_now, _PERHAPS_OTHER_BITS)
+    if current.strategy == "exact" != plan["strategy"]:
+        compare("parallel.exact", "off", "on")
+    elif "fsdp" in (plan["strategy"], current.strategy):
+        compare("strategy", plan["strategy"], current.strategy, _PERHAPS_OTHER_BITS)
+    recipe = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
+    of_run, of_request = (each.parallel.gradient_compression for each in (recipe, request.recipe))
+    compare("gradients are sent as", of_run, of_request)
+    effect = "the learning rate follows the new length"
+    compare("length", f"{plan['total_steps']} steps", f"{current.total_steps} steps", effect)
     return tuple(notices)
-
-
-def _wanted(directory: RunDirectory, resume: str) -> Path | None:
-    if resume in ("auto", "never"):
-        return None
-    path = Path(resume)
-    if path.parent.resolve() != directory.checkpoints.resolve() or step_of(path) is None:
-        raise RunDirectoryError(
-            f"--resume={resume} is no checkpoint of the run in '{directory.root}'; give one of its "
-            "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
-        )
-    return path
 
 
 def _is_complete(directory: RunDirectory, request: ResumeRequest) -> bool:
     if not directory.summary.is_file() or _damage_of(directory, directory.summary) is not None:
         return False
-    summary = read_summary(directory)
-    if summary.status != "completed" or request.plan.total_steps > read_plan_to_resume(directory)["total_steps"]:
+    summary = reader.read_summary(directory)
+    if summary.status != "completed" or request.plan.total_steps > reader.read_plan_to_resume(directory)["total_steps"]:
         return False
     if summary.details.get("ending") != "patience":
         return True
-    before = stored_recipe(read_recipe(directory), str(directory.recipe)).evaluate.patience
+    before = stored_recipe(reader.read_recipe(directory), str(directory.recipe)).evaluate.patience
     return before == request.recipe.evaluate.patience

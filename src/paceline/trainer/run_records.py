@@ -70,7 +70,13 @@ def _write_step(run: Run) -> None:
         )
         run.recorder.incident("slow_rank", message, {"rank": slowest.rank, "phase": slowest.phase})
     if any(each[-1] for each in drained.seconds):
-        _report_recompiles(run, surprises)
+        for rank, reasons in enumerate(run.collectives.gather(surprises)):
+            if reasons:
+                message = (
+                    f"rank {rank} has compiled the network {counted(len(reasons), 'time')} more than planned, "
+                    f"since what it was compiled for has changed ({reasons[-1]}), and may do so again."
+                )
+                run.recorder.incident("recompile", message, {"rank": rank, "count": len(reasons)})
     if warning := linear_rule_warning(run.noise, run.recipe.optimizer, plan, run.geometry, **progress.here):
         run.recorder.incident("linear_lr_rule", warning)
     report_mirror(run.mirroring, run.recorder)
@@ -120,17 +126,6 @@ def _write_kept(run: Run, evaluation: Evaluation) -> None:
         run.recorder.incident("not_kept", message)
 
 
-def _report_recompiles(run: Run, reasons: list[str]) -> None:
-    """Say what was compiled in vain on any process; a collective."""
-    for rank, each in enumerate(run.collectives.gather(reasons)):
-        if each:
-            message = (
-                f"rank {rank} has compiled the network {counted(len(each), 'time')} more than planned, "
-                f"since what it was compiled for has changed ({each[-1]}), and may do so again."
-            )
-            run.recorder.incident("recompile", message, {"rank": rank, "count": len(each)})
-
-
 def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
     """Write down unreadable samples that were left out.
 
@@ -151,15 +146,16 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
     most = data.most_unread(run.plan.train_samples + run.plan.evaluation_samples)
     if new and count > most:
         found = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
-        if data.on_bad == "skip":
-            raise DataError(
-                f"{found} data.on_bad=skip leaves out {most} after the start: 1 % of all, and at least 10. More is a "
-                "failing disk rather than broken files; the same command resumes when the disk is well."
-            )
-        raise DataError(
-            f"{found} data.max_broken={most}; the same command with data.max_broken={count} goes on "
-            "without them, or repair or remove them and begin in another --run-dir."
+        advice = (
+            f"data.max_broken={most}; the same command with data.max_broken={count} goes on without them, or repair or "
+            "remove them and begin in another --run-dir."
         )
+        if data.on_bad == "skip":
+            advice = (
+                f"data.on_bad=skip leaves out {most} after the start: 1 % of all, and at least 10. More is a failing "
+                "disk rather than broken files; the same command resumes when the disk is well."
+            )
+        raise DataError(f"{found} {advice}")
 
 
 def digests(run: Run) -> dict[str, str]:
@@ -188,6 +184,10 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
     # What part of its data the run has seen, if not all of it.
     if part := {key: plan.data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in plan.data}:
         details["data"] = {"digest": plan.data.get("digest"), **part}
+    metrics: dict[str, Any] = {}
+    if last := progress.last:  # of the moving average where there is one, then every set of weights and the best
+        headline = "ema" if "ema" in last else "model"
+        metrics = {**last[headline], "weights": headline, "last": last, "best": progress.best}
     return Summary(
         status=status,
         step=progress.step,
@@ -196,7 +196,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         world_size=plan.world_size,
         weights_sha256=sha256.get("model"),
         ema_sha256=sha256.get("ema"),
-        metrics=_metrics(run),
+        metrics=metrics,
         train_seconds=clock.train_seconds,
         total_seconds=progress.total_seconds,
         throughput_samples_per_second=clock.throughput_samples_per_second,
@@ -210,12 +210,3 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         resumes=progress.resumes,
         details=details,
     )
-
-
-def _metrics(run: Run) -> dict[str, Any]:
-    """The last evaluation, of the moving average where there is one, then every set of weights and the best."""
-    last = run.progress.last
-    if not last:
-        return {}
-    headline = "ema" if "ema" in last else "model"
-    return {**last[headline], "weights": headline, "last": last, "best": run.progress.best}

@@ -15,11 +15,11 @@ from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.sharded import ShardedSave
 from paceline.checkpoint.store import Best, Choice, SavedCheckpoint, checkpoint_name
 from paceline.errors import CheckpointError, TrainingError
-from paceline.recipe.load import to_yaml
+from paceline.recipe.load import recipe_digest, to_yaml
 from paceline.records.events import CheckpointEvent, ResumeEvent
 from paceline.records.reader import Identity, write_identity
 from paceline.records.run_directory import write_text
-from paceline.trainer.mirroring import report_mirror, sendable_records
+from paceline.trainer.mirroring import report_mirror, sendable_records, wait_until_copied
 from paceline.trainer.nonfinite import check_loss, check_state
 from paceline.trainer.run import Run
 from paceline.trainer.step_stats import Window
@@ -49,22 +49,17 @@ def save_checkpoint(run: Run) -> None:
         run.recorder.flush(durable=True)
         # What differs between ranks is gathered; of the rest, the first rank's stands for all.
         run.window.gather()
-        _submit(run)
+        if not run.strategy.is_sharded:
+            run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
+        else:
+            staging_dir = run.collectives.on_first(lambda: run.checkpoints.make_staging_dir(run.progress.step))
+            patience = run.recipe.parallel.timeout.seconds
+            sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.given_up)
+            # Nobody begins before all have taken their state, and found nothing wrong with it.
+            run.writer.submit(run.collectives.on_all(lambda: _write_later(run, sharded)))
         run.saved_position, run.saved_name = run.progress.position, name
     if news := run.cadence.saved(time.perf_counter() - begun):
         run.display.message(news)
-
-
-def _submit(run: Run) -> None:
-    """Let the first process write its state, or all of them their parts."""
-    if not run.strategy.is_sharded:
-        run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
-        return
-    staging_dir = run.collectives.on_first(lambda: run.checkpoints.make_staging_dir(run.progress.step))
-    patience = run.recipe.parallel.timeout.seconds
-    sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.given_up)
-    # Nobody begins before all have taken their state, and found nothing wrong with it.
-    run.writer.submit(run.collectives.on_all(lambda: _write_later(run, sharded)))
 
 
 def finish_saving(run: Run) -> None:
@@ -118,7 +113,7 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
     facts = {
         "version": __version__,
         "run": run.identity,
-        "recipe_sha256": run.recipe_sha256,
+        "recipe_sha256": recipe_digest(run.recipe),
         "world_size": run.plan.world_size,
         "position": position,
         "samples": run.plan.samples_before(position),
@@ -171,38 +166,33 @@ def finish_mirroring(run: Run) -> None:
     mirroring, recipe = run.mirroring, run.recipe
     if recipe.checkpoint.mirror is None:
         return
-    patience = min(recipe.parallel.timeout.seconds / 10, 2.0)
-    deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
+    wait_until_copied(
+        *(mirroring, recipe, run.collectives),
+        has_ended=lambda: mirroring is not None and mirroring.has_failed,
+        tick=run.heartbeat.tick,
+    )
 
-    def is_over() -> bool:
-        if mirroring is None or mirroring.has_failed or mirroring.is_over(within_seconds=patience):
-            return True
-        return time.monotonic() > deadline
+    def report() -> None:
+        if mirroring is None:
+            return
+        checkpoint, root = recipe.checkpoint, run.directory.root
+        report_mirror(mirroring, run.recorder)
+        if mirroring.has_failed:
+            raise TrainingError(
+                f"checkpoints could not be copied to {checkpoint.mirror} for longer than "
+                f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
+                f"'{root}': mend the address and run the same command again."
+            )
+        if lacking := mirroring.lacks:
+            message = f"the newest checkpoint is in '{root}', and not at {checkpoint.mirror}: {lacking}"
+            run.recorder.incident("mirror_behind", message)
+            run.display.message(message)
+            return
+        best = [run.progress.best["step"]] if run.progress.best and checkpoint.keep_best else []
+        with contextlib.suppress(CheckpointError):
+            run.checkpoints.prune(keep=checkpoint.keep, protect=best)
 
-    while not run.collectives.on_first(is_over):
-        run.heartbeat.tick()
-    run.collectives.on_first(lambda: _report_mirrored(run))
-
-
-def _report_mirrored(run: Run) -> None:
-    mirroring, checkpoint, root = run.mirroring, run.recipe.checkpoint, run.directory.root
-    if mirroring is None:
-        return
-    report_mirror(mirroring, run.recorder)
-    if mirroring.has_failed:
-        raise TrainingError(
-            f"checkpoints could not be copied to {checkpoint.mirror} for longer than "
-            f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
-            f"'{root}': mend the address and run the same command again."
-        )
-    if lacking := mirroring.lacks:
-        message = f"the newest checkpoint is in '{root}', and not at {checkpoint.mirror}: {lacking}"
-        run.recorder.incident("mirror_behind", message)
-        run.display.message(message)
-        return
-    best = [run.progress.best["step"]] if run.progress.best and checkpoint.keep_best else []
-    with contextlib.suppress(CheckpointError):
-        run.checkpoints.prune(keep=checkpoint.keep, protect=best)
+    run.collectives.on_first(report)
 
 
 def restore(run: Run, choice: Choice, *, resumes: int) -> None:

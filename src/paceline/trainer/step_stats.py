@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -84,10 +83,8 @@ class Progress:
 
     def advance(self, *, stepped: bool) -> None:
         """Count one global batch."""
-        if stepped:
-            self.step += 1
-        else:
-            self.skipped += 1
+        self.step += stepped
+        self.skipped += not stepped
 
     def take_results(self, results: Results, metric: Metric) -> None:
         """Note an evaluation, and whether it is the best so far over all sets of weights."""
@@ -99,13 +96,8 @@ class Progress:
         if comparable and goodness[weights] <= _goodness(self.best["value"], metric):
             self.evaluations_since_best += 1
             return
-        self.best = {
-            **self.here,
-            "weights": weights,
-            "metric": metric.name,
-            "value": value,
-            "results": results[weights],
-        }
+        self.best = {**self.here, "weights": weights, "metric": metric.name, "value": value}
+        self.best["results"] = results[weights]
         self.evaluations_since_best = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,8 +120,7 @@ def _goodness(value: float, metric: Metric) -> float:
     return value if metric.higher_is_better else -value
 
 
-@dataclass(frozen=True)
-class Drained:
+class Drained(NamedTuple):
     """What all processes have since the last record.
 
     Attributes:
@@ -142,7 +133,7 @@ class Drained:
     loss: float | None
     broken: list[BrokenSample]
     seconds: list[list[float]]
-    logged: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float]
 
 
 class Window:
@@ -349,46 +340,37 @@ class Utilisation:
     seconds: float = 0.0
 
     @property
-    def flops_per_sample(self) -> float | None:
-        """All of them; None if they could not be counted."""
-        return sum(self.flops.values()) or None
+    def flops_per_sample(self) -> float:
+        """All of them; 0 if they could not be counted."""
+        return sum(self.flops.values())
 
     @property
-    def peak(self) -> float | None:
-        """What one device could reach at best, in FLOP/s: each part at its own dense peak; None without a count."""
-        whole = self.flops_per_sample
-        ceilings = Ceilings(self.device, "none")
-        return None if whole is None else whole / sum(each / ceilings.peak(name) for name, each in self.flops.items())
-
-    def mfu(self, samples_per_second: float | None) -> float | None:
-        """Model FLOPs utilisation at a throughput over all processes, in [0, 1]; None without either."""
-        whole, peak = self.flops_per_sample, self.peak
-        if samples_per_second is None or whole is None or peak is None:
-            return None
-        return utilisation(whole * samples_per_second, 1.0, peak, self.processes)
+    def peak(self) -> float:
+        """What one device could reach at best, in FLOP/s: each part at its own dense peak."""
+        peak_of = Ceilings(self.device, "none").peak
+        return self.flops_per_sample / sum(each / peak_of(name) for name, each in self.flops.items())
 
     def for_record(self, samples_per_second: float | None) -> dict[str, float | None]:
-        """What a step record says of it; nothing if it is not known."""
-        return {} if self.flops_per_sample is None else {"mfu": self.mfu(samples_per_second)}
+        """Model FLOPs utilisation at a throughput over all processes, in [0, 1]; empty if FLOPs are not known."""
+        if not self.flops_per_sample:
+            return {}
+        if samples_per_second is None:
+            return {"mfu": None}
+        return {"mfu": utilisation(self.flops_per_sample * samples_per_second, 1.0, self.peak, self.processes)}
 
     def event(self, here: dict[str, Any]) -> MeasurementEvent:
         """The record at the run's start."""
-        whole, peak = self.flops_per_sample, self.peak
-        if whole is None or peak is None:
-            message, metrics = f"mfu is not recorded: {self.why_not}", {}
-        else:
-            message = f"mfu: {whole / 1e9:.4g} GFLOP per sample, forward and backward, of {self._of_peaks(whole)}"
-            metrics = {"flops_per_sample": whole, "peak_flops_per_second": peak}
+        message, metrics = f"mfu is not recorded: {self.why_not}", {}
+        if whole := self.flops_per_sample:
+            peak_of, title = Ceilings(self.device, "none").peak, self.device.title
+            rates = {name: f"{peak_of(name) / 1e12:,.4g} TFLOP/s" for name in self.flops}
+            peaks = "".join(f"the dense {name} peak of {title}, {rate}" for name, rate in rates.items())
+            if len(rates) > 1:
+                parts = [f"{name} {rate} for {self.flops[name] / whole:.1%}" for name, rate in rates.items()]
+                peaks = f"the dense peaks of {title}, each for what is computed in it: {', '.join(parts)}"
+            message = f"mfu: {whole / 1e9:.4g} GFLOP per sample, forward and backward, of {peaks}"
+            metrics = {"flops_per_sample": whole, "peak_flops_per_second": self.peak}
         return MeasurementEvent(**here, what="flops", message=message, seconds=self.seconds, metrics=metrics)
-
-    def _of_peaks(self, whole: float) -> str:
-        ceilings = Ceilings(self.device, "none")
-        rates = {name: f"{ceilings.peak(name) / 1e12:,.4g} TFLOP/s" for name in self.flops}
-        if len(rates) == 1:
-            ((name, rate),) = rates.items()
-            return f"the dense {name} peak of {self.device.title}, {rate}"
-        parts = [f"{name} {rate} for {self.flops[name] / whole:.1%}" for name, rate in rates.items()]
-        return f"the dense peaks of {self.device.title}, each for what is computed in it: {', '.join(parts)}"
 
 
 def find_utilisation(prepared: Prepared) -> Utilisation | None:
@@ -402,34 +384,34 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
         return None
     begun = time.perf_counter()
     flops: dict[str, float] = {}
-    why_not = _why_not(prepared)
-    if not why_not:
-        try:
-            flops = _flops_of_a_sample(prepared, device)
-        except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
-            why_not = " ".join(str(error).split())[:300] or type(error).__name__
+    why_not = "nothing of it is a product"
+    try:
+        _check_countable(prepared)
+        flops = _flops_of_a_sample(prepared, device)
+    except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
+        why_not = " ".join(str(error).split())[:300] or type(error).__name__
     return Utilisation(
-        device=device,
-        processes=plan.world_size,
-        flops=flops,
-        why_not=why_not or "nothing of it is a product",
-        seconds=time.perf_counter() - begun,
+        device=device, processes=plan.world_size, flops=flops, why_not=why_not, seconds=time.perf_counter() - begun
     )
 
 
-def _why_not(prepared: Prepared) -> str:
-    """What makes the FLOPs of a sample another number from one step to the next, or not to be had without data."""
-    task, recipe = prepared.task, prepared.recipe
+def _check_countable(prepared: Prepared) -> None:
+    """Find what makes the FLOPs of a sample another number from one step to the next, or not to be had without data.
+
+    Raises:
+        ModelError: If there is something.
+    """
+    task, recipe, plan = prepared.task, prepared.recipe, prepared.plan
     if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
-        return "the task has a pipeline of its own, whose batches are not known without reading them"
-    if recipe.data.progressive.start_size is not None:
-        return "data.progressive changes the size of images"
-    for key, turns in (("unfreeze", prepared.plan.unfreeze_steps), ("freeze_after", prepared.plan.freeze_after_steps)):
-        if turns:
-            return f"model.{key} changes which weights are trained"
-    if recipe.distillation.teacher is not None:
-        return "distillation.teacher computes beside the model"
-    return ""
+        raise ModelError("the task has a pipeline of its own, whose batches are not known without reading them")
+    for is_so, why in (
+        (recipe.data.progressive.start_size is not None, "data.progressive changes the size of images"),
+        (plan.unfreeze_steps, "model.unfreeze changes which weights are trained"),
+        (plan.freeze_after_steps, "model.freeze_after changes which weights are trained"),
+        (recipe.distillation.teacher is not None, "distillation.teacher computes beside the model"),
+    ):
+        if is_so:
+            raise ModelError(why)
 
 
 def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
@@ -442,7 +424,16 @@ def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
     # A copy, so that what the task keeps of the network that it builds stays that of the run.
     task = copy.copy(prepared.task)
     task.recipe = without_initial_weights(task.recipe)
-    task.build_model = partial(_built_anew, task.build_model, prepared.network)  # type: ignore[method-assign]  # of the copy
+    build = task.build_model
+
+    def build_anew() -> nn.Module:
+        """A second network, whose numbers may be taken away."""
+        network = build()
+        if not {*prepared.network.modules()}.isdisjoint(network.modules()):
+            raise ModelError("the network is kept by what builds it, so that there is no second one to count on")
+        return network
+
+    task.build_model = build_anew  # type: ignore[method-assign]  # of the copy
     with fake_step(prepared.recipe, task, processes=plan.world_size, machine=machine) as step:
         with WorkCounter(step.network) as counter:
             step.backward(step.forward())
@@ -455,15 +446,3 @@ def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
         for name in by_precision:
             ceilings.peak(name)  # a network may choose numbers that the device has no units for
         return {name: each / step.micro_batch for name, each in by_precision.items()}
-
-
-def _built_anew(build: Callable[[], nn.Module], training: nn.Module) -> nn.Module:
-    """A second network, whose numbers may be taken away.
-
-    Raises:
-        ModelError: If a task or factory keeps its network: it is the one in training.
-    """
-    network = build()
-    if {id(each) for each in training.modules()} & {id(each) for each in network.modules()}:
-        raise ModelError("the network is kept by what builds it, so that there is no second one to count on")
-    return network

@@ -25,8 +25,10 @@ from paceline.distributed.environment import Launch, read_launch
 from paceline.distributed.waiting import EndedBySignals
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
+from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
+from paceline.plan.batching import usable_processes
 from paceline.recipe.load import LoadedRecipe, recipe_digest
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, MeasurementEvent, StartEvent, Status, StopEvent
@@ -36,38 +38,19 @@ from paceline.storage.addresses import is_address
 from paceline.tasks.task import Task, build_task
 from paceline.telemetry.display import Display, RunProgress, SilentDisplay
 from paceline.telemetry.mlperf_log import write_mlperf_log
+from paceline.trainer import mirroring, preparation
 from paceline.trainer.build import OpenedRun, build_run
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.fake_batch import with_stand_in_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
-from paceline.trainer.meta_network import network_to_plan
-from paceline.trainer.mirroring import (
-    check_all_resume,
-    check_resumed,
-    mirror_checkpoints,
-    on_first_without_timeout,
-    restore_from_mirror,
-    will_resume,
-)
 from paceline.trainer.nonfinite import check_outcome, divergence
-from paceline.trainer.preparation import (
-    Prepared,
-    find_host_limits,
-    plan_network,
-    planner,
-    prepare,
-    take_initial_weights,
-    without_initial_weights,
-    without_mirror,
-)
-from paceline.trainer.process_settings import StopRequest, keep_freed_memory
+from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
-from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.units import counted, format_count, format_metric, metric_title
 from paceline.world import World
 
@@ -76,6 +59,8 @@ Reporter = Callable[[RunDirectory], object]
 
 _PATIENCE_SECONDS = 5.0
 _ROWS_SHOWN = 20
+# Parameters of the largest network that is built whole to be planned: four hundred megabytes.
+_TRIED = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,20 +158,36 @@ def plan_only(
     launch = read_launch(os.environ)
     world = launch.world if world_size is None else World(world_size=world_size, local_world_size=world_size)
     device = choose_device(recipe.parallel.device, world)
-    task = build_task(without_initial_weights(recipe))
+    task = build_task(preparation.without_initial_weights(recipe))
     source = recipe.model.initialize_from
-    if elsewhere or source is None or is_address(source) or will_resume(without_mirror(recipe), run_dir, world):
+    if (
+        elsewhere
+        or source is None
+        or is_address(source)
+        or mirroring.will_resume(preparation.without_mirror(recipe), run_dir, world)
+    ):
         source = None
     else:
         check_target(Path(source))
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
-    make_plan = planner(recipe, task, machine, world)
-    notes = _limits(make_plan(), recipe) | ({} if assumed is None else {"data.path": assumed})
-    begin = partial(take_initial_weights, asked=replace(recipe.model, initialize_from=source))
-    network = network_to_plan(recipe, task, begin)
+    make_plan = preparation.planner(recipe, task, machine, world)
+    notes = {} if assumed is None else {"data.path": assumed}
+    planned = make_plan()
+    limits = preparation.find_limits_of_plan(planned, recipe)
+    if limits.refusal and planned.local_world_size == 1:  # one of many processes may be meant for another machine
+        raise DataError(limits.refusal)
+    if said := [each for each in (limits.refusal, *limits.warnings) if each]:
+        notes["this machine"] = " ".join(said)
+    with restore_random_states("cpu"):
+        network = preparation.build_shapes(recipe, task, channels_last=False)
+    if sum(each.numel() for each in network.parameters()) <= _TRIED:  # a larger one is planned without its numbers
+        network = task.build_model()
+        task.check_network(network)
+        preparation.take_initial_weights(network, replace(recipe.model, initialize_from=source))
+        adapt(network, recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
-    plan = plan_network(partial(make_plan, notes=notes), network, recipe)
+    plan = preparation.plan_network(partial(make_plan, notes=notes), network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
     return plan
 
@@ -199,17 +200,8 @@ def forecast_only(loaded: LoadedRecipe) -> MeasurementEvent | None:
     """
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         options = Options(run_dir=Path(scratch) / "run", resume="never")
-        with opened_run(replace(loaded, recipe=without_initial_weights(loaded.recipe)), options) as run:
+        with opened_run(replace(loaded, recipe=preparation.without_initial_weights(loaded.recipe)), options) as run:
             return measure(run, ReadAhead(run.train_batches()), cautious=True)
-
-
-def _limits(plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """What stands against a plan on this machine; one of many processes may be meant for another."""
-    found = find_host_limits(plan, recipe)
-    if found.refusal and plan.local_world_size == 1:
-        raise DataError(found.refusal)
-    said = [each for each in (found.refusal, *found.warnings) if each]
-    return {"this machine": " ".join(said)} if said else {}
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
@@ -246,7 +238,7 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
     """
     # What feeds the model best is for the run itself to find out.
     options = replace(options, task=options.task or build_task)
-    loaded = replace(loaded, recipe=without_mirror(loaded.recipe))
+    loaded = replace(loaded, recipe=preparation.without_mirror(loaded.recipe))
     with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opened):
         run = build_run(opened)
         with contextlib.closing(run.recorder), contextlib.closing(run.writer):
@@ -264,50 +256,61 @@ def _opened(
     display = options.display if options.display and world.is_first else SilentDisplay()
 
     # Each process by itself: everything that the recipe can get wrong.
-    resumes = will_resume(recipe, options.run_dir, world)
+    resumes = mirroring.will_resume(recipe, options.run_dir, world)
     with loading():
         make_task = build_task if options.task is None else options.task
-        task = make_task(without_initial_weights(recipe) if resumes else recipe)
+        task = make_task(preparation.without_initial_weights(recipe) if resumes else recipe)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.enter_context(affinity_restored())
         if options.task is None and not resumes:
             measure_feeding(recipe, task, world, stopped=lambda: stop.requested, say=display.message)
         with loading():
-            prepared = prepare(recipe, task, world)
+            prepared = preparation.prepare(recipe, task, world)
         loaded = loaded.checked(prepared.plan.unused)
         stack.enter_context(keep_freed_memory(prepared.device))
         stack.callback(prepared.pipeline.close)
 
         # All processes together: the same run, in the same directory.
-        collectives = stack.enter_context(_joined(launch, prepared))
+        collectives = join(launch, prepared.device, timeout_seconds=prepared.recipe.parallel.timeout.seconds)
+        # Not after an error: taking the group down may wait for peers, and the error must be told first.
+        stack.push(lambda error, *_: None if error else leave())
         waiting = stack.enter_context(contextlib.closing(EndedBySignals(world)))
         directory, lock = stack.enter_context(_directory(options, loaded, collectives))
         _check_agreement(prepared, collectives)
-        check_all_resume(resumes, recipe, collectives)
+        mirroring.check_all_resume(resumes, recipe, collectives)
 
         # The first process: where the run begins, from the copy at an address or from what is here.
         request = ResumeRequest(
             recipe=prepared.recipe,
             plan=prepared.plan,
             resume=options.resume,
-            device_facts=_device_facts(prepared, launch),
+            device_facts={
+                "torch": torch.__version__,
+                "device": str(prepared.device),
+                "affinity": None if prepared.cores is None else prepared.cores.why,
+                "cuda": torch.version.cuda,
+                "float32_matmul": torch.get_float32_matmul_precision(),
+                "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+                "world_size": world.world_size,
+                "launched_by": launch.source,
+            },
             lengths=prepared.geometry.lengths,
             draws=prepared.geometry.draws,
         )
-        mirror_state = restore_from_mirror(directory, request, collectives, display.message)
-        opening = on_first_without_timeout(
+        mirror_state = mirroring.restore_from_mirror(directory, request, collectives, display.message)
+        opening = mirroring.on_first_without_timeout(
             collectives, recipe, partial(open_directory, directory, request), name="open"
         )
-        check_resumed(resumes, recipe, opening)
+        mirroring.check_resumed(resumes, recipe, opening)
         opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
         if not opening.completed:
             # The first process holds the directory open, so that a run that is moved still writes to its own.
             directory = collectives.on_all(
                 lambda: stack.enter_context(directory.held()) if world.is_first else directory
             )
-        mirroring = stack.enter_context(
-            mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)
+        copying = stack.enter_context(
+            mirroring.mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)
         )
         waiting.close()
         yield (
@@ -320,7 +323,7 @@ def _opened(
                 display=display,
                 stop=stop,
                 callbacks=options.callbacks,
-                mirroring=mirroring,
+                mirroring=copying,
                 lock=lock,
                 started=started,
             ),
@@ -333,22 +336,19 @@ def _check_restarts(launch: Launch, options: Options) -> None:
     Raises:
         LaunchError: If they would not, since every start would choose a run directory of its own, or go back.
     """
-    if launch.comes_again is None:
-        return
+    said = ""
     if options.resume != "auto":
-        raise LaunchError(
-            f"torchrun was started with {launch.comes_again} and may start these processes again, and each time they "
-            f"would do what --resume {options.resume} says; run it with --max-restarts=0 and a fixed --nnodes first, "
-            "and from then on without --resume."
+        said = (
+            f"and each time they would do what --resume {options.resume} says; run it with --max-restarts=0 and a "
+            "fixed --nnodes first, and from then on without --resume."
         )
-    if options.run_dir is None:
-        raise LaunchError(
-            f"torchrun was started with {launch.comes_again} and may start these processes again, but they would begin "
-            "a new run each time; name a directory with --run-dir."
-        )
+    elif options.run_dir is None:
+        said = "but they would begin a new run each time; name a directory with --run-dir."
+    if said and launch.comes_again is not None:
+        raise LaunchError(f"torchrun was started with {launch.comes_again} and may start these processes again, {said}")
 
 
-def _check_agreement(prepared: Prepared, collectives: Collectives) -> None:
+def _check_agreement(prepared: preparation.Prepared, collectives: Collectives) -> None:
     """Find out before anything is written whether all processes are about to do the same.
 
     Raises:
@@ -378,8 +378,14 @@ def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> Tr
             result = _train_to_end(run)
         except BaseException as error:
             _wait_for_save(run, error, opened.lock)
-            _conclude_failed(run, error)
             # The error under way matters more than what a refusing disk says once more.
+            with contextlib.suppress(Exception):
+                if run.world.is_first:
+                    message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+                    run.recorder.flush()
+                    # Those that would have to bring their parts of the weights may be gone.
+                    sha256 = {} if run.strategy.is_sharded else digests(run)
+                    _leave_summary(run, "failed", "error", sha256, message=message)
             with contextlib.suppress(Exception):
                 run.recorder.close()
             leave_pages(run, report)
@@ -458,6 +464,11 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
         run.recorder.incident("restart", message)
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
+    device = f"{plan.device_name}, {counted(plan.world_size, 'process')}, {plan.precision}"
+    device += f", {format_count(plan.parameters or 0)} parameters"
+    data = f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples, "
+    data += f"{format_count(plan.total_steps)} steps of {' then '.join(map(format_count, plan.step_sizes))} "
+    data += f"({plan.total_epochs:.4g} epochs)"
     run.display.start(
         RunProgress(
             plan.total_steps,
@@ -468,7 +479,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
             has_ema=run.ema is not None,
         ),
         title=f"{loaded.name} in {run.directory.root}",
-        lines=_plan_in_words(run),
+        lines=(device, data),
     )
 
 
@@ -478,20 +489,6 @@ def _load(run: Run) -> None:
     run.display.status("")
 
 
-def _plan_in_words(run: Run) -> tuple[str, str]:
-    plan = run.plan
-    processes = counted(plan.world_size, "process")
-    samples = (
-        f"{format_count(plan.train_samples)} training and {format_count(plan.evaluation_samples)} held-out samples"
-    )
-    sizes = " then ".join(map(format_count, plan.step_sizes))
-    steps = f"{format_count(plan.total_steps)} steps of {sizes}"
-    return (
-        f"{plan.device_name}, {processes}, {plan.precision}, {format_count(plan.parameters or 0)} parameters",
-        f"{samples}, {steps} ({plan.total_epochs:.4g} epochs)",
-    )
-
-
 def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     run.recorder.flush(durable=True)
     run.collectives.on_first(run.directory.check_in_place)
@@ -499,18 +496,6 @@ def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
     summary = run.collectives.on_first(lambda: _leave_summary(run, status, ending, sha256))
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
-
-
-def _conclude_failed(run: Run, error: BaseException) -> None:
-    """Leave a summary of a failed run behind, if that is still possible; the error itself matters more."""
-    if not run.world.is_first:
-        return
-    with contextlib.suppress(Exception):
-        message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        run.recorder.flush()
-        # Those that would have to bring their parts of the weights may be gone.
-        sha256 = {} if run.strategy.is_sharded else digests(run)
-        _leave_summary(run, "failed", "error", sha256, message=message)
 
 
 def _leave_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, str], **details: str) -> Summary:
@@ -532,48 +517,27 @@ def _leave_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, s
 
 
 @contextlib.contextmanager
-def _joined(launch: Launch, prepared: Prepared) -> Iterator[Collectives]:
-    yield join(launch, prepared.device, timeout_seconds=prepared.recipe.parallel.timeout.seconds)
-    # Not after an error: taking the group down may wait for peers, and the error must be told first.
-    leave()
-
-
-@contextlib.contextmanager
 def _directory(
     options: Options, loaded: LoadedRecipe, collectives: Collectives
 ) -> Iterator[tuple[RunDirectory, RunLock | None]]:
     """The run directory, made if need be and held by the first rank; a new one that was not used goes again."""
     held: list[RunLock] = []
-    timeout = loaded.recipe.parallel.timeout
 
     def take() -> Path:
         is_new = options.run_dir is None or not options.run_dir.exists()
-        root = options.run_dir if options.run_dir is not None else default_run_directory(loaded.name)
-        directory = RunDirectory(root)
+        directory = RunDirectory(options.run_dir or default_run_directory(loaded.name))
         directory.create()
         held.append(RunLock(directory, is_new=is_new))
-        return root
+        return directory.root
 
     root = collectives.on_first(take)
     try:
-        check_visible(root, collectives, patience_seconds=min(60, timeout.seconds / 2))
+        patience_seconds = min(60, loaded.recipe.parallel.timeout.seconds / 2)
+        check_visible(root, collectives, patience_seconds=patience_seconds)
         yield RunDirectory(root), held[0] if held else None
     finally:
         for lock in held:
             lock.release()
-
-
-def _device_facts(prepared: Prepared, launch: Launch) -> dict[str, Any]:
-    return {
-        "torch": torch.__version__,
-        "device": str(prepared.device),
-        "affinity": None if prepared.cores is None else prepared.cores.why,
-        "cuda": torch.version.cuda,
-        "float32_matmul": torch.get_float32_matmul_precision(),
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-        "world_size": launch.world.world_size,
-        "launched_by": launch.source,
-    }
 
 
 def leave_pages(run: Run, report: Reporter | None) -> None:
@@ -588,15 +552,87 @@ def leave_pages(run: Run, report: Reporter | None) -> None:
     except RunDirectoryError:
         return  # told already; nothing is written under the old name
     asked = run.recipe.telemetry
-    if asked.mlperf:
-        _leave(run, "the log in MLPerf's format", write_mlperf_log)
-    if report is not None and asked.report:
-        _leave(run, "the report", report)
+    for what, write in (
+        ("the log in MLPerf's format", write_mlperf_log if asked.mlperf else None),
+        ("the report", report if asked.report else None),
+    ):
+        try:
+            if write is not None:
+                write(run.directory)
+        except Exception as error:  # noqa: BLE001  # a page to look at is not worth a run
+            with contextlib.suppress(Exception):
+                run.display.message(f"note: {what} could not be written: {error}")
 
 
-def _leave(run: Run, what: str, write: Reporter) -> None:
+# Ranks that cannot share the global batch stand by. Where nodes come and go, as many processes train as can share the
+# batch evenly. The others wait until torchrun starts all again because a node has gone or come.
+
+
+def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
+    """The launch of those that train; None if this process is not among them.
+
+    A launch whose size is fixed stays as it is: the plan refuses one that does not fit.
+    """
+    world = launch.world
+    usable = usable_processes(recipe, 1, world.world_size)
+    if not launch.changes_size or not usable or usable[0] == world.world_size:
+        return launch
+    size = usable[0]
+    if world.rank >= size:
+        return None
+    # torchrun numbers the processes of a machine one after another.
+    first_here = world.rank - world.local_rank
+    trained = World(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        world_size=size,
+        local_world_size=min(world.local_world_size, size - first_here),
+    )
+    return replace(launch, world=trained)
+
+
+def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
+    """What the user should know of a launch whose hosts come and go, or come back."""
+    notices = []
+    came, size = launch.world.world_size, training.world.world_size
+    if came != size:
+        notices.append(
+            f"{size} of {came} processes train: no more of them can share the global batch evenly; the others wait"
+        )
+    several_hosts = launch.world.local_world_size < launch.world.world_size
+    if launch.store is not None and (launch.changes_size or (launch.comes_again is not None and several_hosts)):
+        # Seen with torch 2.14: a host that joins later waits for an address that only the first round was told.
+        notices.append(
+            f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started: otherwise "
+            "hosts that join later, or again, do not find the others"
+        )
+    return tuple(notices)
+
+
+def wait_for_training(run_dir: Path, *, poll_seconds: float = 1, patience_seconds: float = 60) -> Summary:
+    """On a standby rank: wait until the run is complete. A signal ends it as any program.
+
+    Args:
+        run_dir: The directory that all hosts share.
+        poll_seconds: How often to look.
+        patience_seconds: A summary that was there before, and stays so long, is not an earlier launch's: nothing is
+            left to do. One that is to be trained longer loses its summary before.
+    """
+    directory = RunDirectory(run_dir)
+    begun = time.monotonic()
+    earlier = _completed(directory)
+    while True:
+        found = _completed(directory)
+        if found is None:
+            earlier = None
+        elif found != earlier or time.monotonic() - begun > patience_seconds:
+            return found
+        time.sleep(poll_seconds)
+
+
+def _completed(directory: RunDirectory) -> Summary | None:
     try:
-        write(run.directory)
-    except Exception as error:  # noqa: BLE001  # a page to look at is not worth a run
-        with contextlib.suppress(Exception):
-            run.display.message(f"note: {what} could not be written: {error}")
+        summary = read_summary(directory)
+    except RunDirectoryError:  # not there, or seen by this host while it was replaced
+        return None
+    return summary if summary.status == "completed" else None

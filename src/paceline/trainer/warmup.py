@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -85,27 +85,9 @@ _ROUNDS = 5
 Gradients = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """How long one thing takes beside another, measured in turns.
-
-    Attributes:
-        ratios: Seconds of the first over seconds of the second, round by round.
-    """
-
-    ratios: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """The middle one."""
-        return statistics.median(self.ratios)
-
-    def inverse(self) -> Comparison:
-        """The second beside the first."""
-        return Comparison(tuple(1 / each for each in self.ratios))
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({min(self.ratios):.2f} to {max(self.ratios):.2f}, {len(self.ratios)} rounds)"
+def _told(ratios: Sequence[float]) -> str:
+    middle = statistics.median(ratios)
+    return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds)"
 
 
 class GradientProbe:
@@ -120,7 +102,10 @@ class GradientProbe:
     @contextmanager
     def without_a_trace(self) -> Iterator[None]:
         """Put buffers and random states back to where they are now, also after an error."""
-        with _random_states_kept(self.run.device), buffers_kept(self.run.network), self._replicas.aside():
+        device = self.run.device
+        on_device: dict[str, Any] = {"devices": [device.index or 0], "device_type": device.type}
+        random_states = torch.random.fork_rng(**({"devices": []} if device.type == "cpu" else on_device))
+        with random_states, buffers_kept(self.run.network), self._replicas.aside():
             yield
 
     def gradients(self, model: Callable[..., Any], *, autocast: bool = True) -> Gradients:
@@ -135,16 +120,17 @@ class GradientProbe:
         found = torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
         return {name: each for name, each in zip(self._named, found, strict=True) if each is not None}
 
-    def compare(self, first: Callable[[], Any], second: Callable[[], Any]) -> Comparison:
-        """Time two things in turns, both of which have been done before."""
-        return Comparison(tuple(self._seconds(first) / self._seconds(second) for _ in range(_ROUNDS)))
+    def compare(self, first: Callable[[], Any], second: Callable[[], Any]) -> list[float]:
+        """Time two things in turns, both of which have been done before: seconds of the first over the second's."""
 
-    def _seconds(self, act: Callable[[], Any]) -> float:
-        self.settle()
-        begun = time.perf_counter()
-        act()
-        self.settle()
-        return time.perf_counter() - begun
+        def seconds(act: Callable[[], Any]) -> float:
+            self.settle()
+            begun = time.perf_counter()
+            act()
+            self.settle()
+            return time.perf_counter() - begun
+
+        return [seconds(first) / seconds(second) for _ in range(_ROUNDS)]
 
     def settle(self) -> None:
         """Wait until the device has done what it was given."""
@@ -174,7 +160,9 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
                 found = each(probe)
         except ModelError as error:
             failure = str(error)
-        _agree(run, failure)
+        for rank, everyones in enumerate(failures := run.collectives.gather(failure)):
+            if everyones:
+                raise ModelError(everyones if len(failures) == 1 else f"rank {rank}: {everyones}")
         if found is not None:
             run.recorder.write(replace(found, seconds=time.perf_counter() - begun))
     run.recorder.flush()
@@ -193,8 +181,15 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
         return probe.gradients(run.network)
 
     def freely() -> Gradients:
-        with _any_kernels(run.device):
+        """The same as in a run that does not ask for determinism."""
+        benchmark = torch.backends.cudnn.benchmark
+        torch.use_deterministic_algorithms(mode=False)
+        torch.backends.cudnn.benchmark = run.device.type == "cuda"
+        try:
             return passes()
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            torch.use_deterministic_algorithms(mode=True)
 
     try:
         passes()
@@ -207,42 +202,10 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
     return MeasurementEvent(
         **run.progress.here,
         what="deterministic",
-        message=f"train.deterministic=true: forward and backward passes take {cost} times as long as without it",
+        message=f"train.deterministic=true: forward and backward passes take {_told(cost)} times as long as without it",
         seconds=0.0,
-        metrics={"slowdown": cost.median},
+        metrics={"slowdown": statistics.median(cost)},
     )
-
-
-@contextmanager
-def _any_kernels(device: torch.device) -> Iterator[None]:
-    """As a run computes that does not ask for determinism."""
-    benchmark = torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(mode=False)
-    torch.backends.cudnn.benchmark = device.type == "cuda"
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = benchmark
-        torch.use_deterministic_algorithms(mode=True)
-
-
-@contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        index = [device.index or 0]
-        with torch.random.fork_rng(devices=index, device_type=device.type):
-            yield
-
-
-def _agree(run: Run, failure: str) -> None:
-    """Fail on every process if one does; a collective."""
-    failures: Mapping[int, str] = dict(enumerate(run.collectives.gather(failure)))
-    for rank, each in failures.items():
-        if each:
-            raise ModelError(each if len(failures) == 1 else f"rank {rank}: {each}")
 
 
 # How far a parameter's gradient may be from the uncompiled one's, in shares of its length. Where numbers are rounded
@@ -271,8 +234,8 @@ def check_compiled(probe: GradientProbe) -> MeasurementEvent:
     compiled_seconds = sum(each.seconds for each in compiled.log.graphs)
     error = _distance(probe, found, expected)
     speedup = probe.compare(lambda: probe.gradients(run.network), lambda: probe.gradients(called))
-    if max(speedup.ratios) < 1:
-        longer = speedup.inverse()
+    if max(speedup) < 1:
+        longer = _told([1 / each for each in speedup])
         message = f"the compiled network takes {longer} times as long as uncompiled here; set model.compile=false."
         run.recorder.incident("slow_compile", message)
     return MeasurementEvent(
@@ -280,10 +243,10 @@ def check_compiled(probe: GradientProbe) -> MeasurementEvent:
         what="compile",
         message=(
             f"model.compile: compiled in {compiled_seconds:.1f} s; the gradient of the first micro-batch differs from "
-            f"the uncompiled one's by {error:.1e}; forward and backward passes are {speedup} times as fast"
+            f"the uncompiled one's by {error:.1e}; forward and backward passes are {_told(speedup)} times as fast"
         ),
         seconds=0.0,
-        metrics={"gradient_error": error, "speedup": speedup.median},
+        metrics={"gradient_error": error, "speedup": statistics.median(speedup)},
     )
 
 

@@ -19,8 +19,7 @@ from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline.trainer.meta_network import build_shapes
-from paceline.trainer.preparation import plan_network, planner, without_initial_weights
+from paceline.trainer.preparation import build_shapes, plan_network, planner, without_initial_weights
 from paceline.world import World
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measured, run_bursts

@@ -16,7 +16,8 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.environment import read_launch
 from paceline.errors import PacelineError
 from paceline.plan.rates import lr_factor
-from paceline.trainer.precision import keeping_float32_matmul, set_float32_matmul
+from paceline.trainer.precision import set_float32_matmul
+from paceline.trainer.process_settings import restore_torch_settings
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape import measures
@@ -49,7 +50,7 @@ def explore(request: Landscape, _: Log) -> LandscapeReport:
     """
     launch = read_launch(os.environ)
     with contextlib.ExitStack() as opened:
-        opened.enter_context(keeping_float32_matmul())
+        opened.enter_context(restore_torch_settings())
         set_float32_matmul("highest")
         runs = [open_run(target, request, launch.world) for target in request.targets]
         for run in runs:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
+
+from paceline.data.pipeline import Placement
+from paceline.distributed.collectives import Collectives
+from paceline.recipe.load import load_recipe
+from paceline.recipe.training import GradScaler
+from paceline.telemetry.display import SilentDisplay
+from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.precision import Precision
+from paceline.world import World
+
+Make = Callable[..., Any]
+CPU = torch.device("cpu")
 
 COUNTING = {"optimizer.lr": 1.0, "optimizer.momentum": 0, "schedule.name": "constant"}
 
@@ -25,7 +40,7 @@ class Counting(nn.Module):
 
 
 @pytest.fixture
-def scripted(tiny_task: Callable[..., Any], train_tiny: Callable[..., Any]) -> Callable[..., Any]:
+def scripted(tiny_task: Make, train_tiny: Make) -> Make:
     """``scripted("a", [10, 30, 20], {...})`` trains one step after another, each evaluated to the next number."""
 
     def train(
@@ -48,3 +63,60 @@ def scripted(tiny_task: Callable[..., Any], train_tiny: Callable[..., Any]) -> C
         return train_tiny(name, {**common, **(overrides or {})}, task=task, **more)
 
     return train
+
+
+@pytest.fixture
+def opened(tiny_task: Make, tiny_recipe: Path) -> Make:
+    """``opened({...}, classes=7)``: a tiny task, opened as the trainer does, and its pipeline."""
+
+    def make(overrides: Any = None, **changes: Any) -> Any:
+        task = tiny_task(**changes)(load_recipe(tiny_recipe, overrides or {}).recipe)
+        task.data_facts(World())
+        return task, task.open_pipeline(Placement(device=CPU))
+
+    return make
+
+
+@pytest.fixture
+def evaluator() -> Make:
+    """``evaluator(task, pipeline, precision="bf16")``: scores on this process, in batches of 16."""
+
+    def make(task: Any, pipeline: Any, *, precision: str = "fp32", **more: Any) -> Evaluator:
+        common: dict[str, Any] = {"collectives": Collectives(World()), "device": CPU, "batch_size": 16}
+        scaled = Precision(precision, CPU, GradScaler())
+        return Evaluator(task=task, pipeline=pipeline, precision=scaled, **common, **more)
+
+    return make
+
+
+@pytest.fixture
+def listening() -> SilentDisplay:
+    """A display that keeps what a user is told, in ``heard``."""
+
+    class Listening(SilentDisplay):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def message(self, text: str) -> None:
+            self.heard.append(text)
+
+    return Listening()
+
+
+@pytest.fixture(scope="session")
+def make_photos() -> Callable[..., Path]:
+    """``make_photos(folder, train=10, val=3)``: so many smooth pictures of each of two classes."""
+
+    def make(
+        root: Path, *, names: Sequence[str] = ("cat", "dog"), side: int = 24, ending: str = "png", **splits: int
+    ) -> Path:
+        generator = np.random.default_rng(11)
+        for split, count in splits.items():
+            for name in names:
+                (root / split / name).mkdir(parents=True)
+                for number in range(count):
+                    coarse = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+                    Image.fromarray(coarse).resize((side, side)).save(root / split / name / f"{number:02d}.{ending}")
+        return root
+
+    return make

@@ -25,6 +25,8 @@ from paceline.telemetry.display import SilentDisplay
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 from paceline.trainer.train import Options, train_recipe
 
+Make = Callable[..., Any]
+
 STEPS = 10
 DELAYS = {
     "data_wait": 0.024,
@@ -133,7 +135,7 @@ class SlowSource:
         return self._source.path(sample)
 
 
-def train(delays: Delays, runs: Path, tiny_recipe: Path, tiny_task: Callable[..., Any]) -> Path:
+def train(delays: Delays, runs: Path, tiny_recipe: Path, tiny_task: Make) -> Path:
     """Train with every planted place in it; a phase that ``delays`` is not given takes no time."""
     Network.delays = delays
 
@@ -170,9 +172,7 @@ def train(delays: Delays, runs: Path, tiny_recipe: Path, tiny_task: Callable[...
 
 
 @pytest.fixture(scope="module")
-def slow(
-    tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path, tiny_task: Callable[..., Any]
-) -> tuple[Delays, Attribution]:
+def slow(tmp_path_factory: pytest.TempPathFactory, tiny_recipe: Path, tiny_task: Make) -> tuple[Delays, Attribution]:
     """A run that is slow everywhere."""
     delays = Delays(*DELAYS)
     return delays, attribute_run(train(delays, tmp_path_factory.mktemp("runs"), tiny_recipe, tiny_task))
@@ -211,15 +211,13 @@ def test_a_step_that_is_slow_everywhere_is_bound_by_its_data(slow: tuple[Delays,
     [("data_wait", "data: "), ("h2d", "data: "), ("optimizer", "optimizer: "), ("ema", "moving average: "),
      ("logging", "logging: "), ("host", "host: "), ("forward", "computing: "), ("backward", "computing: ")],
 )  # fmt: skip
-def test_what_is_slow_is_named(
-    phase: str, said: str, runs: Path, tiny_recipe: Path, tiny_task: Callable[..., Any]
-) -> None:
+def test_what_is_slow_is_named(phase: str, said: str, runs: Path, tiny_recipe: Path, tiny_task: Make) -> None:
     found = attribute_run(train(Delays(phase), runs, tiny_recipe, tiny_task))
     assert found.bottleneck is not None
     assert found.bottleneck.startswith(said)
 
 
-def test_the_summary_has_the_shares(train_tiny: Callable[..., Any]) -> None:
+def test_the_summary_has_the_shares(train_tiny: Make) -> None:
     summary = train_tiny("run", {"evaluate.every": "off"}).summary
     assert set(summary.phase_fractions) == set(PHASES)
     assert sum(summary.phase_fractions.values()) == pytest.approx(1)

@@ -13,6 +13,8 @@ import torch
 import paceline
 from paceline.errors import RecipeError
 
+Make = Callable[..., Any]
+
 
 class Notes:
     """Notes what it hears, draws at random, and asks to stop after a step."""
@@ -35,7 +37,7 @@ class Notes:
 
 
 @pytest.fixture
-def observe(tiny_recipe: Path, runs: Path, tiny_task: Callable[..., Any]) -> Callable[..., Any]:
+def observe(tiny_recipe: Path, runs: Path, tiny_task: Make) -> Make:
     def train(name: str, *callbacks: object) -> Any:
         overrides = {"model.options.dropout": 0.3}
         return paceline.train(
@@ -45,7 +47,7 @@ def observe(tiny_recipe: Path, runs: Path, tiny_task: Callable[..., Any]) -> Cal
     return train
 
 
-def test_they_hear_everything_and_change_no_bit(observe: Callable[..., Any]) -> None:
+def test_they_hear_everything_and_change_no_bit(observe: Make) -> None:
     notes = Notes()
     observed, plain = observe("observed", notes), observe("plain")
     expected = [("step", step) for step in range(1, 9)]
@@ -56,9 +58,7 @@ def test_they_hear_everything_and_change_no_bit(observe: Callable[..., Any]) -> 
     assert observed.summary.weights_sha256 == plain.summary.weights_sha256
 
 
-def test_one_may_stop_the_run_which_resumes_to_the_same_bits(
-    observe: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_one_may_stop_the_run_which_resumes_to_the_same_bits(observe: Make, events: Make) -> None:
     stopped = observe("stopped", Notes(stop_at=3))
     assert (stopped.status, stopped.summary.step) == ("stopped", 3)
     (stop,) = events(stopped.run_dir, "stop")
@@ -66,7 +66,7 @@ def test_one_may_stop_the_run_which_resumes_to_the_same_bits(
     assert observe("stopped").summary.weights_sha256 == observe("plain").summary.weights_sha256
 
 
-def test_what_they_raise_ends_the_run(observe: Callable[..., Any], runs: Path) -> None:
+def test_what_they_raise_ends_the_run(observe: Make, runs: Path) -> None:
     class Failing:
         def on_step_end(self, step: int) -> None:
             raise KeyError(step)
@@ -76,7 +76,7 @@ def test_what_they_raise_ends_the_run(observe: Callable[..., Any], runs: Path) -
     assert json.loads((runs / "failed" / "summary.json").read_text())["status"] == "failed"
 
 
-def test_an_object_without_any_of_the_methods_is_refused(observe: Callable[..., Any], tiny_recipe: Path) -> None:
+def test_an_object_without_any_of_the_methods_is_refused(observe: Make, tiny_recipe: Path) -> None:
     with pytest.raises(RecipeError, match="callback object has none of the methods on_step_end"):
         observe("none", object())
     with pytest.raises(RecipeError, match="processes=2: callbacks"):

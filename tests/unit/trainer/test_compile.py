@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 
 from paceline.errors import ModelError, RecipeError
 
+Make = Callable[..., Any]
+
 # Traced as for inductor, and then run as it was written: seconds instead of minutes.
 EAGER = {"model.compile": True, "model.compile_backend": "eager"}
 AOT = {"model.compile": True, "model.compile_backend": "aot_eager"}
@@ -58,7 +60,7 @@ def watching_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool,
 
 
 def test_every_planned_size_is_compiled_once_and_nothing_else(
-    train_tiny: Callable[..., Any], events: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watching_calls(monkeypatch) as called:
         result = train_tiny("compiled", {**ALL, **EAGER, "evaluate.every": "2 steps"})
@@ -69,14 +71,14 @@ def test_every_planned_size_is_compiled_once_and_nothing_else(
     assert recompiled(events(result.run_dir, "incident")) == []
 
 
-def test_rare_sizes_run_uncompiled(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_rare_sizes_run_uncompiled(train_tiny: Make, tiny_task: Make) -> None:
     task = tiny_task(train_images=16 * 25 + 5, evaluation_images=8 * 25 + 3)
     result = train_tiny("compiled", {**ALL, **EAGER, "train.duration": "1 epochs"}, task=task)
     assert result.status == "completed"
     assert compiled_graphs() == 3  # training at 16, evaluation at 8 for two sets of weights
 
 
-def test_images_that_grow_are_compiled_size_by_size(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_images_that_grow_are_compiled_size_by_size(train_tiny: Make, events: Make) -> None:
     growing = {"data.progressive.start_size": 4, "data.progressive.multiple": 2, "data.progressive.end": 2}
     result = train_tiny(
         "compiled", {**ALL, **EAGER, **growing, "train.duration": "5 epochs", "evaluate.every": "1 epochs"}
@@ -99,9 +101,7 @@ class Restless(nn.Module):
         return self.body(x) * (1 + self.calls * 1e-6)
 
 
-def test_what_is_compiled_anew_is_told_with_the_reason(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_what_is_compiled_anew_is_told_with_the_reason(train_tiny: Make, tiny_task: Make, events: Make) -> None:
     result = train_tiny(
         "compiled", {**ALL, **EAGER, "train.duration": "3 steps"}, task=tiny_task(make_network=Restless)
     )
@@ -113,7 +113,7 @@ def test_what_is_compiled_anew_is_told_with_the_reason(
 
 # The third, bf16, is fp16 without a scale.
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.thorough)])
-def test_the_self_test_leaves_no_trace(train_tiny: Callable[..., Any], precision: str) -> None:
+def test_the_self_test_leaves_no_trace(train_tiny: Make, precision: str) -> None:
     """What is compiled by the `eager` back-end computes the very same: so must the run, for all its trials."""
     sensitive = {**ALL, "model.options.dropout": 0.3, "data.augment.flip": 0.5, "train.precision": precision}
     plain = train_tiny("plain", sensitive)
@@ -124,7 +124,7 @@ def test_the_self_test_leaves_no_trace(train_tiny: Callable[..., Any], precision
 
 
 def test_gradients_of_micro_batches_add_up_as_uncompiled_and_the_self_test_tells_error_and_speed(
-    train_tiny: Callable[..., Any], events: Callable[..., Any], weights: Callable[..., Any]
+    train_tiny: Make, events: Make, weights: Make
 ) -> None:
     plain = train_tiny("plain", {**ALL, "batch.micro_size": 4})
     compiled = train_tiny("compiled", {**ALL, **AOT, "batch.micro_size": 4})
@@ -145,7 +145,7 @@ def faulty(name: str, spoil: Fault) -> str:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
-    def backward(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def backward(graph: torch.fx.GraphModule, _: Any) -> Make:
         def run(*args: Any) -> list[Any]:
             found = list(graph.forward(*args))
             spoil([each for each in found if each is not None])
@@ -176,7 +176,7 @@ WRONG = [faulty(f"paceline{each.__name__}", each) for each in (_a_tenth_too_larg
 
 @pytest.mark.parametrize(("backend", "precision"), [*((each, "fp32") for each in WRONG), (WRONG[0], "bf16")])
 def test_a_compiler_that_computes_something_else_is_found_before_the_first_step(
-    train_tiny: Callable[..., Any], runs: Path, backend: str, precision: str
+    train_tiny: Make, runs: Path, backend: str, precision: str
 ) -> None:
     wrong = {"model.compile": True, "model.compile_backend": backend, "train.precision": precision}
     with pytest.raises(ModelError, match=r"gradient of \S+ is not the network's own: .* set model.compile=false"):
@@ -185,16 +185,16 @@ def test_a_compiler_that_computes_something_else_is_found_before_the_first_step(
 
 
 @register_backend(name="paceline_broken")
-def _broken(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+def _broken(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Make:
     raise RuntimeError("no compiler of C++ is installed")
 
 
-def test_a_network_that_cannot_be_compiled_is_named(train_tiny: Callable[..., Any]) -> None:
+def test_a_network_that_cannot_be_compiled_is_named(train_tiny: Make) -> None:
     with pytest.raises(ModelError, match=r"paceline_broken cannot compile small_resnet \(.*no compiler of C\+\+"):
         train_tiny("broken", {**ALL, "model.compile": True, "model.compile_backend": "paceline_broken"})
 
 
-def test_an_unknown_back_end_is_named(train_tiny: Callable[..., Any]) -> None:
+def test_an_unknown_back_end_is_named(train_tiny: Make) -> None:
     with pytest.raises(ModelError, match=r"compile_backend=inductr is unknown .*inductor"):
         train_tiny("unknown", {**ALL, "model.compile": True, "model.compile_backend": "inductr"})
 
@@ -203,9 +203,7 @@ def test_an_unknown_back_end_is_named(train_tiny: Callable[..., Any]) -> None:
     "first", [{}, pytest.param(EAGER, marks=pytest.mark.thorough)], ids=["compiled later", "compiled at first"]
 )
 @pytest.mark.everyday
-def test_a_run_may_go_on_compiled_or_not(
-    train_tiny: Callable[..., Any], train_shared: Callable[..., Any], first: dict[str, Any]
-) -> None:
+def test_a_run_may_go_on_compiled_or_not(train_tiny: Make, train_shared: Make, first: dict[str, Any]) -> None:
     later = {} if first else EAGER
     whole = train_shared(ALL)
     train_tiny("parts", {**ALL, **first, "train.until": "4 steps"})
@@ -214,9 +212,7 @@ def test_a_run_may_go_on_compiled_or_not(
     assert ended.summary.weights_sha256 == whole.summary.weights_sha256
 
 
-def test_a_resumed_run_meets_the_same_graphs(
-    train_tiny: Callable[..., Any], train_shared: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_a_resumed_run_meets_the_same_graphs(train_tiny: Make, train_shared: Make, events: Make) -> None:
     """Also where its first step is an epoch's small one, which would otherwise be the one that graphs are made for."""
     whole = train_shared({**ALL, **EAGER})
     train_tiny("parts", {**ALL, **EAGER, "train.until": "3 steps"})
@@ -228,13 +224,7 @@ def test_a_resumed_run_meets_the_same_graphs(
     assert recompiled(events(ended.run_dir, "incident")) == []
 
 
-def test_checkpoints_have_the_network_s_own_keys(train_shared: Callable[..., Any], weights: Callable[..., Any]) -> None:
-    plain, compiled = train_shared(ALL), train_shared({**ALL, **EAGER})
-    assert set(weights(compiled)) == set(weights(plain))
-    assert set(weights(compiled, "ema")) == set(weights(plain, "ema"))
-
-
-def test_an_exact_run_may_be_compiled(train_tiny: Callable[..., Any]) -> None:
+def test_an_exact_run_may_be_compiled(train_tiny: Make) -> None:
     exact = {**ALL, "parallel.exact": True, "parallel.logical_ranks": 4}
     plain, compiled = train_tiny("plain", exact), train_tiny("compiled", {**exact, **EAGER})
     assert compiled.summary.weights_sha256 == plain.summary.weights_sha256
@@ -242,10 +232,7 @@ def test_an_exact_run_may_be_compiled(train_tiny: Callable[..., Any]) -> None:
 
 @pytest.mark.timeout(600)
 def test_inductor_computes_what_the_network_does(
-    train_tiny: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    events: Callable[..., Any],
-    weights: Callable[..., Any],
+    train_tiny: Make, tiny_task: Make, events: Make, weights: Make
 ) -> None:
     """Dropout included: both draw the same."""
     # Each size takes a compiler of C++ its seconds: one to train with, and one to evaluate.
@@ -264,6 +251,6 @@ def test_inductor_computes_what_the_network_does(
     assert ended.summary.weights_sha256 == compiled.summary.weights_sha256
 
 
-def test_a_mode_of_inductor_needs_inductor(train_tiny: Callable[..., Any]) -> None:
+def test_a_mode_of_inductor_needs_inductor(train_tiny: Make) -> None:
     with pytest.raises(RecipeError, match="is a mode of inductor"):
         train_tiny("mode", {**EAGER, "model.compile_mode": "max-autotune-no-cudagraphs"})

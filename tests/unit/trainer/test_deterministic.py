@@ -14,11 +14,13 @@ from torch import nn
 
 from paceline.errors import ModelError
 
+Make = Callable[..., Any]
+
 ASKED = {"train.deterministic": True}
 SENSITIVE = {"model.options.dropout": 0.3, "data.augment.flip": 0.5, "train.ema": 0.9, "batch.micro_size": 8}
 
 
-def test_its_cost_is_told_once(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_its_cost_is_told_once(train_tiny: Make, events: Make) -> None:
     result = train_tiny("run", {**SENSITIVE, **ASKED, "train.until": "4 steps"})
     (measured,) = events(result.run_dir, "measurement")
     assert (measured["what"], measured["step"]) == ("deterministic", 0)
@@ -29,7 +31,7 @@ def test_its_cost_is_told_once(train_tiny: Callable[..., Any], events: Callable[
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_measuring_leaves_no_trace(train_tiny: Callable[..., Any], precision: str) -> None:
+def test_measuring_leaves_no_trace(train_tiny: Make, precision: str) -> None:
     """On a CPU the kernels are the same ones."""
     plain = train_tiny("plain", {**SENSITIVE, "train.precision": precision})
     measured = train_tiny("measured", {**SENSITIVE, "train.precision": precision, **ASKED})
@@ -37,7 +39,7 @@ def test_measuring_leaves_no_trace(train_tiny: Callable[..., Any], precision: st
     assert measured.summary.ema_sha256 == plain.summary.ema_sha256
 
 
-def test_buffers_come_back_to_where_they_were(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_buffers_come_back_to_where_they_were(train_tiny: Make, tiny_task: Make) -> None:
     """Those too that a forward pass has put another tensor in the place of."""
     seen: list[float] = []
 
@@ -76,14 +78,12 @@ class Unpooling(nn.Module):
         return self.body(F.max_unpool2d(pooled, places, 2).flatten(1))
 
 
-def test_an_operation_without_a_deterministic_kernel_is_named(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_an_operation_without_a_deterministic_kernel_is_named(train_tiny: Make, tiny_task: Make) -> None:
     with pytest.raises(ModelError, match=r"train.deterministic=true: max_unpool\S+ does not have a deterministic"):
         train_tiny("run", ASKED, task=tiny_task(make_network=Unpooling))
 
 
-def test_products_are_in_the_plan_and_in_the_environment(train_tiny: Callable[..., Any]) -> None:
+def test_products_are_in_the_plan_and_in_the_environment(train_tiny: Make) -> None:
     run_dir: Path = train_tiny("run", {"train.float32_matmul": "highest"}).run_dir
     assert json.loads((run_dir / "plan.json").read_text())["float32_matmul"] == "highest"
     environment = json.loads((run_dir / "environment.json").read_text())

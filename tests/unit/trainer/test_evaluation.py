@@ -12,16 +12,12 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.data.pipeline import Placement
-from paceline.distributed.collectives import Collectives
 from paceline.metrics.accumulator import Accumulator, Metric
-from paceline.recipe.load import load_recipe
-from paceline.recipe.training import GradScaler
 from paceline.tasks.image_classification import ImageClassification
-from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.trainer.precision import Precision
 from paceline.world import World
+
+Make = Callable[..., Any]
 
 CPU = torch.device("cpu")
 
@@ -39,34 +35,11 @@ class Linear(nn.Module):
         return logits
 
 
-@pytest.fixture
-def opened(tiny_task: Callable[..., Any], tiny_recipe: Any) -> Callable[..., Any]:
-    """Open a tiny task as the trainer does: facts first, then the pipeline."""
-
-    def make(overrides: Any = None, **changes: Any) -> Any:
-        task = tiny_task(**changes)(load_recipe(tiny_recipe, overrides or {}).recipe)
-        task.data_facts(World())
-        return task, task.open_pipeline(Placement(device=CPU))
-
-    return make
-
-
-def evaluator(task: Any, pipeline: Any, batch_size: int = 16, precision: str = "fp32") -> Evaluator:
-    return Evaluator(
-        task=task,
-        pipeline=pipeline,
-        precision=Precision(precision, CPU, GradScaler()),
-        collectives=Collectives(World()),
-        device=CPU,
-        batch_size=batch_size,
-    )
-
-
 # ------------------------------------------------------------------------------------------- exactness
 
 
 @pytest.mark.parametrize("samples", [1, 7, 21, 1000])
-def test_any_number_of_processes_finds_the_same(samples: int, opened: Callable[..., Any]) -> None:
+def test_any_number_of_processes_finds_the_same(samples: int, opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=samples, classes=7)
     model = Linear(7).eval()
     images = task.dataset.validation.images
@@ -93,16 +66,6 @@ def test_any_number_of_processes_finds_the_same(samples: int, opened: Callable[.
         assert part.results(rows) == (samples, whole.results["model"])
 
 
-@pytest.mark.parametrize("batch_size", [1, 5, 21, 64])
-def test_the_batch_size_is_invisible(batch_size: int, opened: Callable[..., Any]) -> None:
-    task, pipeline = opened()
-    model = Linear(3)
-    found = evaluator(task, pipeline, batch_size)({"model": model}).results["model"]
-    expected = evaluator(task, pipeline, 16)({"model": model}).results["model"]
-    assert found["top1_accuracy"] == expected["top1_accuracy"]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-
-
 class Counted(Linear):
     """Counts its forward passes."""
 
@@ -113,23 +76,23 @@ class Counted(Linear):
         return super().forward(x)
 
 
-def predicted(task: Any, pipeline: Any, model: nn.Module) -> list[float]:
+def predicted(evaluator: Make, task: Any, pipeline: Any, model: nn.Module) -> list[float]:
     found: list[float] = []
     evaluator(task, pipeline)({"model": model}, lambda _, __, values: found.extend(values["probability"].tolist()))
     return found
 
 
-def test_predicting_what_was_scored_takes_no_second_forward_pass(opened: Callable[..., Any]) -> None:
+def test_predicting_what_was_scored_takes_no_second_forward_pass(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=40)
     model = Counted(3)
-    observed = predicted(task, pipeline, model)
+    observed = predicted(evaluator, task, pipeline, model)
     assert model.passes == 3  # batches of 16
     images = task.dataset.validation.images
     inputs = (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.25
     assert observed == pytest.approx(model(inputs).softmax(dim=1).max(dim=1).values.tolist(), rel=1e-5)
 
 
-def test_an_answer_that_scoring_has_written_into_is_not_used_for_predicting(opened: Callable[..., Any]) -> None:
+def test_an_answer_that_scoring_has_written_into_is_not_used_for_predicting(opened: Make, evaluator: Make) -> None:
     def spoil(model: Any, batch: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert model.layers is not None  # a score may use more of the network than its answer
         model(batch.inputs).zero_()
@@ -137,10 +100,10 @@ def test_an_answer_that_scoring_has_written_into_is_not_used_for_predicting(open
 
     task, pipeline = opened(on_score=spoil)
     expected, plain = opened()
-    assert predicted(task, pipeline, Linear(3)) == predicted(expected, plain, Linear(3))
+    assert predicted(evaluator, task, pipeline, Linear(3)) == predicted(evaluator, expected, plain, Linear(3))
 
 
-def test_every_set_of_weights_is_scored_on_its_own(opened: Callable[..., Any]) -> None:
+def test_every_set_of_weights_is_scored_on_its_own(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened()
     first, second = Linear(3), Linear(3)
     nn.init.zeros_(second.layers[1].weight)
@@ -150,7 +113,7 @@ def test_every_set_of_weights_is_scored_on_its_own(opened: Callable[..., Any]) -
     assert together["model"] != together["ema"]
 
 
-def test_the_training_loss_is_smoothed_and_the_evaluations_is_not(opened: Callable[..., Any]) -> None:
+def test_the_training_loss_is_smoothed_and_the_evaluations_is_not(opened: Make, evaluator: Make) -> None:
     model = Linear(3)
     plain, smooth = opened(), opened({"train.label_smoothing": 0.5})
     assert evaluator(*smooth)({"m": model}).results == evaluator(*plain)({"m": model}).results
@@ -158,7 +121,7 @@ def test_the_training_loss_is_smoothed_and_the_evaluations_is_not(opened: Callab
     assert smooth[0].loss(model, batch).item() != pytest.approx(plain[0].loss(model, batch).item())
 
 
-def test_a_run_records_what_it_found(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_a_run_records_what_it_found(train_tiny: Make, events: Make) -> None:
     result = train_tiny("run", {"train.ema": 0.5, "evaluate.every": "3 steps"})
     found = events(result.run_dir, "evaluation")
     assert [(event["step"], event["weights"]) for event in found] == [
@@ -173,9 +136,7 @@ def test_a_run_records_what_it_found(train_tiny: Callable[..., Any], events: Cal
     assert result.metrics["last"]["model"]["loss"] == found[-2]["loss"]
 
 
-def test_without_held_out_samples_there_is_no_evaluation(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_without_held_out_samples_there_is_no_evaluation(train_tiny: Make, tiny_task: Make, events: Make) -> None:
     result = train_tiny("run", task=tiny_task(evaluation_images=0))
     assert result.status == "completed"
     assert not events(result.run_dir, "evaluation")
@@ -215,7 +176,7 @@ NAN, INF = math.nan, math.inf
     ],
 )
 def test_what_counts_as_an_answer(
-    logits: list[float], right: list[int], among_two: list[int], opened: Callable[..., Any]
+    logits: list[float], right: list[int], among_two: list[int], opened: Make, evaluator: Make
 ) -> None:
     """Of four classes with five samples each: ties go to the lower index, and what is no number is never right."""
     task, pipeline = opened({"evaluate.top_k": 2}, classes=4, evaluation_images=20)
@@ -237,7 +198,7 @@ def modes(model: nn.Module) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
-def test_each_module_gets_its_own_mode_back(opened: Callable[..., Any]) -> None:
+def test_each_module_gets_its_own_mode_back(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened()
     model = half_frozen()
     before, seen = modes(model), []
@@ -247,7 +208,7 @@ def test_each_module_gets_its_own_mode_back(opened: Callable[..., Any]) -> None:
     assert seen == [False, False]
 
 
-def test_also_after_an_error(opened: Callable[..., Any]) -> None:
+def test_also_after_an_error(opened: Make, evaluator: Make) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a metric of one's own is wrong")
 
@@ -261,9 +222,7 @@ def test_also_after_an_error(opened: Callable[..., Any]) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_a_frozen_batchnorm_stays_frozen_through_a_run(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], weights: Callable[..., Any]
-) -> None:
+def test_a_frozen_batchnorm_stays_frozen_through_a_run(train_tiny: Make, tiny_task: Make, weights: Make) -> None:
     made: list[nn.Module] = []
     task = tiny_task(make_network=lambda: made.append(half_frozen()) or made[-1])
     result = train_tiny("run", {"evaluate.every": "1 steps", "train.ema": 0.9}, task=task)
@@ -275,7 +234,7 @@ def test_a_frozen_batchnorm_stays_frozen_through_a_run(
         assert torch.equal(saved["1.running_var"], torch.ones(4))
 
 
-def test_evaluation_leaves_gradients_and_buffers_alone(opened: Callable[..., Any]) -> None:
+def test_evaluation_leaves_gradients_and_buffers_alone(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened()
     model = half_frozen()
     for parameter in model.parameters():
@@ -286,7 +245,7 @@ def test_evaluation_leaves_gradients_and_buffers_alone(opened: Callable[..., Any
     assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
 
 
-def test_predictions_are_observed_for_each_batch(opened: Callable[..., Any]) -> None:
+def test_predictions_are_observed_for_each_batch(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened()
     seen: dict[int, int] = {}
 
@@ -353,11 +312,11 @@ class _Spread:
         return {"spread": max(values) - min(values), "scored": float(len(values))}
 
 
-def test_a_collector_sees_each_sample_once_for_each_set_of_weights(opened: Callable[..., Any]) -> None:
+def test_a_collector_sees_each_sample_once_for_each_set_of_weights(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(classes=4, evaluation_images=21)
     task.metrics = (*task.metrics, Metric(name="spread", is_collected=True))
     task.collectors = lambda: (_Spread(),)
-    found = evaluator(task, pipeline, batch_size=8)({"model": Linear(4), "ema": Linear(4)})
+    found = evaluator(task, pipeline)({"model": Linear(4), "ema": Linear(4)})
     assert found.results["model"]["scored"] == found.results["ema"]["scored"] == 21
     assert found.results["model"]["spread"] > 0
     assert {"loss", "top1_accuracy", "spread", "scored"} <= found.results["model"].keys()

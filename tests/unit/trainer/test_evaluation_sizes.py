@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 import paceline
 from paceline.data.image.datasets import open_dataset
@@ -23,11 +21,11 @@ from paceline.trainer.evaluate_target import (
     EvaluationReport,
     EvaluationRequest,
     SizeSweep,
-    SizeTrial,
     evaluate_target,
     sweep_sizes,
 )
 
+Make = Callable[..., Any]
 RECIPE: dict[str, Any] = {
     "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}},
     "data": {"dataset": "image_folder", "image_size": 16, "workers": 0, "channels": 3},
@@ -41,17 +39,9 @@ RECIPE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory: pytest.TempPathFactory, make_photos: Make) -> Path:
     """Twenty pictures to train on and six to evaluate on, of two classes each."""
-    root = tmp_path_factory.mktemp("photos")
-    generator = np.random.default_rng(11)
-    for split, count in (("train", 10), ("val", 3)):
-        for name in ("first", "second"):
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                coarse = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-                Image.fromarray(coarse).resize((24, 24)).save(root / split / name / f"{number}.png")
-    return root
+    return make_photos(tmp_path_factory.mktemp("photos"), names=("first", "second"), train=10, val=3)
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +89,16 @@ def test_what_is_held_out_is_never_trained_on(trained: Callable[[float], Path], 
 def test_each_size_is_evaluated_as_if_it_were_the_recipes(trained: Callable[[float], Path]) -> None:
     run_dir = trained(0.2)
     sweep = sweep_sizes(EvaluationRequest(target=run_dir, on="holdout"), (24, 16, 20))
-    assert [trial.size for trial in sweep.trials] == [24, 16, 20]
-    for trial in sweep.trials:
-        alone = EvaluationRequest(target=run_dir, on="holdout", overrides=[f"data.evaluation_size={trial.size}"])
-        assert evaluate_target(alone).metrics == trial.report.metrics
-        assert (trial.report.samples, trial.samples_per_second > 0) == (4, True)
-    assert len({trial.report.metrics["loss"] for trial in sweep.trials}) == 3
+    assert list(sweep.reports) == [24, 16, 20]
+    for size, report in sweep.reports.items():
+        alone = EvaluationRequest(target=run_dir, on="holdout", overrides=[f"data.evaluation_size={size}"])
+        assert evaluate_target(alone).metrics == report.metrics
+        assert (report.samples, report.samples_per_second > 0) == (4, True)
+    assert len({report.metrics["loss"] for report in sweep.reports.values()}) == 3
     document = sweep.to_json()
     assert (document["on"], document["samples"], document["metric"]) == ("holdout", 4, "top1_accuracy")
     assert [each["size"] for each in document["sizes"]] == [24, 16, 20]
-    assert document["best_size"] == sweep.best.size
+    assert document["best_size"] == sweep.best_size
 
 
 @pytest.mark.parametrize(
@@ -119,16 +109,15 @@ def test_each_size_is_evaluated_as_if_it_were_the_recipes(trained: Callable[[flo
     ],
 )
 def test_the_best_of_equal_sizes_is_the_smallest(metric: str, values: dict[int, float], best: int) -> None:
-    def trial(size: int, value: float) -> SizeTrial:
-        report = EvaluationReport(
+    reports = {
+        size: EvaluationReport(
             path=Path("x"), weights="model", samples=8, metrics={metric: value}, counts={}, broken=(), seconds=2.0
         )
-        return SizeTrial(size=size, report=report)
-
-    trials = tuple(trial(size, value) for size, value in reversed(values.items()))
-    sweep = SizeSweep(trials=trials, on="holdout", metric=metric)
-    assert sweep.best.size == best
-    assert sweep.best.samples_per_second == 4.0
+        for size, value in reversed(values.items())
+    }
+    sweep = SizeSweep(reports=reports, on="holdout", metric=metric)
+    assert sweep.best_size == best
+    assert sweep.first.samples_per_second == 4.0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +152,7 @@ def test_other_data_have_nothing_that_is_known_to_be_held_out(
 
 def test_on_the_validation_images_it_may_be_asked_for(trained: Callable[[float], Path]) -> None:
     sweep = sweep_sizes(EvaluationRequest(target=trained(0.0)), (16, 24))
-    assert [trial.report.samples for trial in sweep.trials] == [6, 6]
+    assert [report.samples for report in sweep.reports.values()] == [6, 6]
 
 
 def test_a_size_ends_its_loader_processes(trained: Callable[[float], Path], monkeypatch: pytest.MonkeyPatch) -> None:

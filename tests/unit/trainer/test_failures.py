@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -16,40 +15,15 @@ from torch import nn
 
 import paceline
 from paceline.data.batch import Batch
-from paceline.errors import RecipeError, TrainingError
+from paceline.errors import RecipeError
 from paceline.trainer.process_settings import StopRequest
 from paceline.world import STOP_SIGNALS
 
-
-def spoiled_from(step: int) -> Callable[[Batch, torch.Tensor], torch.Tensor]:
-    return lambda batch, loss: loss * float("nan") if batch.slice.step >= step - 1 else loss
-
-
-def test_a_loss_that_is_no_number_ends_the_run(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any]
-) -> None:
-    with pytest.raises(TrainingError) as caught:
-        train_tiny("run", task=tiny_task(on_loss=spoiled_from(5)))
-    assert str(caught.value).startswith(
-        "the training loss became nan at step 5; lower optimizer.lr, lengthen schedule.warmup, or set "
-    )
-    assert events(runs / "run", "step")[-1]["step"] == 4
-    assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
-
-
-def test_spoiled_weights_are_never_saved(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
-) -> None:
-    """A checkpoint is due before the record that would find out: to go on from it would fail for ever."""
-    overrides = {"checkpoint.every": "1 steps", "telemetry.log_every": "8 steps", "evaluate.every": "off"}
-    with pytest.raises(TrainingError, match="the training loss became nan"):
-        train_tiny("run", overrides, task=tiny_task(on_loss=spoiled_from(3)))
-    whole = train_tiny("whole", overrides)
-    assert train_tiny("run", overrides).summary.weights_sha256 == whole.summary.weights_sha256
+Make = Callable[..., Any]
 
 
 def test_an_error_of_ones_own_task_comes_out_as_it_is(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], runs: Path
+    train_tiny: Make, tiny_task: Make, events: Make, runs: Path
 ) -> None:
     def fail(batch: Batch, _: torch.Tensor) -> None:
         if batch.slice.step == 4:
@@ -60,7 +34,7 @@ def test_an_error_of_ones_own_task_comes_out_as_it_is(
     assert [event["step"] for event in events(runs / "run", "step")] == [2, 4]
 
 
-def test_an_error_before_training_leaves_nothing_open(train_tiny: Callable[..., Any], tiny_task: Any) -> None:
+def test_an_error_before_training_leaves_nothing_open(train_tiny: Make, tiny_task: Any) -> None:
     """Warnings of files left open are errors here."""
 
     def no_network() -> nn.Module:
@@ -79,7 +53,7 @@ def normalised() -> nn.Module:
 
 
 def test_a_tail_batchnorm_cannot_take_is_found_before_training(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], runs: Path
+    train_tiny: Make, tiny_task: Make, events: Make, runs: Path
 ) -> None:
     task = tiny_task(make_network=normalised, train_images=49)
     with pytest.raises(RecipeError) as caught:
@@ -130,7 +104,7 @@ def test_one_request_delivered_twice_is_one_request() -> None:
         assert stop.signal_name == "SIGINT"
 
 
-def test_handlers_are_put_back(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_handlers_are_put_back(train_tiny: Make, tiny_task: Make) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("stop here")
 
@@ -141,9 +115,7 @@ def test_handlers_are_put_back(train_tiny: Callable[..., Any], tiny_task: Callab
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_a_stop_is_recorded_with_its_signal(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_a_stop_is_recorded_with_its_signal(train_tiny: Make, tiny_task: Make, events: Make) -> None:
     def ask(batch: Batch, _: torch.Tensor) -> None:
         if batch.slice.step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -155,9 +127,7 @@ def test_a_stop_is_recorded_with_its_signal(
     assert [event["event"] for event in events(result.run_dir)][-3:] == ["checkpoint", "stop", "finish"]
 
 
-def test_asked_to_stop_in_its_last_step_it_is_complete(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_asked_to_stop_in_its_last_step_it_is_complete(train_tiny: Make, tiny_task: Make) -> None:
     def ask(batch: Batch, _: torch.Tensor) -> None:
         if batch.slice.step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -166,7 +136,7 @@ def test_asked_to_stop_in_its_last_step_it_is_complete(
     assert (result.status, result.summary.step) == ("completed", 8)
 
 
-def test_a_run_in_another_thread_trains_too(train_tiny: Callable[..., Any]) -> None:
+def test_a_run_in_another_thread_trains_too(train_tiny: Make) -> None:
     """Only the main thread may handle signals; a notebook's worker still may train."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(train_tiny("run")))
@@ -175,9 +145,7 @@ def test_a_run_in_another_thread_trains_too(train_tiny: Callable[..., Any]) -> N
     assert results[0].status == "completed"
 
 
-def test_training_says_nothing_when_asked_to_be_quiet(
-    train_tiny: Callable[..., Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_says_nothing_when_asked_to_be_quiet(train_tiny: Make, capfd: pytest.CaptureFixture[str]) -> None:
     train_tiny("run")
     assert capfd.readouterr() == ("", "")
 

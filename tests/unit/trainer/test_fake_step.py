@@ -36,13 +36,14 @@ def one_step(step: Any) -> None:
 
 
 @pytest.fixture
-def own_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``own_code(name=object)``: what a user's module ``mine`` has."""
+def own_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``own_code(net=Network)``: a recipe whose network is in a user's module ``mine``."""
 
-    def define(**names: Any) -> None:
+    def define(asked: Any = None, **names: Any) -> Any:
         module = types.ModuleType("mine")
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, "mine", module)
+        return load_recipe("digits", {"model": None, "model.name": "mine:net"} if asked is None else asked).recipe
 
     return define
 
@@ -134,8 +135,7 @@ def test_a_backward_operation_is_of_the_layer_that_was_at_work(own_code: Any) ->
                 seen.setdefault(func.overloadpacket.__name__, step.layer)
             return func(*args, **(kwargs or {}))
 
-    own_code(net=Net)
-    with fake_step(load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe) as step, Watch():
+    with fake_step(own_code(net=Net)) as step, Watch():
         one_step(step)
     assert seen["nll_loss_backward"] == ""
     assert seen["mm"] == "last"
@@ -192,8 +192,7 @@ def test_a_gpu_s_autocast_normalises_layers_in_fp32_and_a_cpu_s_does_not(own_cod
             dtypes.append(x.dtype)
             return self.drop(x)
 
-    own_code(net=Normed)
-    recipe = load_recipe("digits", {"model": None, "model.name": "mine:net", "train.precision": "bf16"}).recipe
+    recipe = own_code({"model": None, "model.name": "mine:net", "train.precision": "bf16"}, net=Normed)
     for machine in (H100, None):
         with fake_step(recipe, machine=machine) as step:
             one_step(step)
@@ -225,17 +224,14 @@ class _Drawn(nn.Linear):
 
 
 def test_a_network_that_needs_its_numbers_is_refused_in_one_sentence(own_code: Any) -> None:
-    own_code(net=_Counting)
-    recipe = load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe
+    recipe = own_code(net=_Counting)
     wanted = r"mine:net cannot be run without its numbers: Data.*find-batch"
     with fake_step(recipe) as step, pytest.raises(ModelError, match=wanted):
         step.forward()
 
 
 def test_a_constructor_may_read_its_numbers(own_code: Any) -> None:
-    own_code(net=_Drawn)
-    recipe = load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe
-    with fake_step(recipe) as step:
+    with fake_step(own_code(net=_Drawn)) as step:
         one_step(step)
 
 
@@ -249,9 +245,7 @@ def test_shared_parameters_stay_shared(own_code: Any) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out(self.into(x.flatten(1)))
 
-    own_code(net=Tied)
-    recipe = load_recipe("digits", {"model": None, "model.name": "mine:net"}).recipe
-    with fake_step(recipe) as step:
+    with fake_step(own_code(net=Tied)) as step:
         assert step.network.out.weight is step.network.into.weight
         one_step(step)
 
@@ -267,8 +261,7 @@ class OwnLoss(paceline.ImageClassification):
 
 
 def test_a_task_of_one_s_own_shows_what_its_pipeline_gives(own_code: Any) -> None:
-    own_code(OwnLoss=OwnLoss)
-    with fake_step(load_recipe("digits", {"task": "mine:OwnLoss"}).recipe, micro_batch=48) as step:
+    with fake_step(own_code({"task": "mine:OwnLoss"}, OwnLoss=OwnLoss), micro_batch=48) as step:
         assert step.batch.inputs.shape == (48, 1, 8, 8)
         assert step.batch.inputs.dtype == torch.float32
         assert len(step.batch.ids) == 48

@@ -11,15 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from paceline.data.image.feeding import remembered
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
-from paceline.trainer import feeding
 from paceline.trainer.feeding import measure_feeding
 from paceline.world import World
 
@@ -34,16 +31,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., Recipe]:
+def recipe(tmp_path: Path, make_photos: Callable[..., Path]) -> Callable[..., Recipe]:
     """A long run over a few photographs, of a network that takes no time."""
-    generator = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            folder = tmp_path / "photos" / split / name
-            folder.mkdir(parents=True)
-            for number in range(16):
-                pixels = generator.integers(0, 255, (96, 128, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    make_photos(tmp_path / "photos", train=16, val=16, side=96, ending="jpg")
 
     def make(**changes: Any) -> Recipe:
         overrides = {
@@ -109,14 +99,14 @@ def test_a_run_that_is_asked_to_stop_does_not_wait(recipe: Callable[..., Recipe]
     assert not list((cache / "paceline" / "feeding").iterdir())
 
 
-def test_why_it_failed_is_told(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "_overrides", lambda _: {"model.name": "no_such_network", "model.options": None})
+def test_why_it_failed_is_told(recipe: Callable[..., Recipe]) -> None:
     said = Said()
-    said.ask(recipe())
+    wrong = recipe(model__name="no_such_network", model__options=None)
+    said.ask(wrong)
     assert said[-1].startswith("not measured (unknown model 'no_such_network'"), said
     # What failed a moment ago is not tried again.
     said.clear()
-    said.ask(recipe())
+    said.ask(wrong)
     assert said == []
 
 

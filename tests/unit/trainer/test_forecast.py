@@ -13,6 +13,8 @@ from paceline.data.batch import Batch
 from paceline.trainer import forecast as module
 from paceline.trainer.forecast import ReadAhead
 
+Make = Callable[..., Any]
+
 LONG = {"train.duration": "48 steps", "batch.micro_size": 8, "evaluate.every": "10 steps", "data.workers": 0}
 SENSITIVE = {"model.options.dropout": 0.3, "data.augment.flip": 0.5, "train.ema": 0.9, "optimizer.momentum": 0.9}
 
@@ -26,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def timed_task(clock: SimpleNamespace, tiny_task: Callable[..., Any]) -> Callable[[float], Any]:
+def timed_task(clock: SimpleNamespace, tiny_task: Make) -> Callable[[float], Any]:
     """``timed_task(0.5)``: training a sample takes so many seconds of the clock, and scoring it half of that."""
 
     def take(seconds: float) -> Any:
@@ -48,7 +50,7 @@ def forecast_of(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ema", ["off", 0.9])
 def test_it_counts_samples_steps_and_evaluations(
-    timed_task: Callable[[float], Any], train_tiny: Callable[..., Any], events: Callable[..., Any], ema: Any
+    timed_task: Callable[[float], Any], train_tiny: Make, events: Make, ema: Any
 ) -> None:
     result = train_tiny("run", LONG | {"train.ema": ema}, task=timed_task(0.01))
     expected = forecast_of(events(result.run_dir, "measurement"))
@@ -61,11 +63,7 @@ def test_it_counts_samples_steps_and_evaluations(
 
 
 def test_what_a_gpu_sets_up_the_first_time_is_not_counted(
-    clock: SimpleNamespace,
-    tiny_task: Callable[..., Any],
-    train_tiny: Callable[..., Any],
-    events: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    clock: SimpleNamespace, tiny_task: Make, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"loss": 0, "score": 0}
 
@@ -80,9 +78,7 @@ def test_what_a_gpu_sets_up_the_first_time_is_not_counted(
     assert expected["expected_seconds"] < 2
 
 
-def test_a_resumed_run_counts_what_is_left(
-    timed_task: Callable[[float], Any], train_tiny: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_a_resumed_run_counts_what_is_left(timed_task: Callable[[float], Any], train_tiny: Make, events: Make) -> None:
     asked = LONG | {"train.ema": "off"}
     train_tiny("run", asked | {"train.until": "20 steps"}, task=timed_task(0.01))
     result = train_tiny("run", asked, task=timed_task(0.01))
@@ -92,12 +88,12 @@ def test_a_resumed_run_counts_what_is_left(
     assert second["expected_seconds"] < 2 * first["expected_seconds"]
 
 
-def test_nothing_is_measured_of_a_short_run(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_nothing_is_measured_of_a_short_run(train_tiny: Make, events: Make) -> None:
     assert not events(train_tiny("run", LONG | {"train.duration": "19 steps"}).run_dir, "measurement")
 
 
 @pytest.mark.everyday
-def test_measuring_leaves_no_trace(train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_leaves_no_trace(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = train_tiny("measured", LONG | SENSITIVE)
     monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)
     plain = train_tiny("plain", LONG | SENSITIVE)
@@ -106,9 +102,7 @@ def test_measuring_leaves_no_trace(train_tiny: Callable[..., Any], monkeypatch: 
     assert measured.summary.metrics == plain.summary.metrics
 
 
-def test_a_loss_may_write_into_its_inputs(
-    tiny_task: Callable[..., Any], train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_may_write_into_its_inputs(tiny_task: Make, train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def task(recipe: Any) -> Any:
         made = tiny_task()(recipe)
         loss = made.loss
@@ -126,7 +120,7 @@ def test_a_loss_may_write_into_its_inputs(
 
 
 def test_more_than_an_hour_on_a_cpu_names_a_shorter_run(
-    timed_task: Callable[[float], Any], train_tiny: Callable[..., Any], events: Callable[..., Any]
+    timed_task: Callable[[float], Any], train_tiny: Make, events: Make
 ) -> None:
     result = train_tiny("run", LONG | {"train.ema": "off", "evaluate.every": "off"}, task=timed_task(20.0))
     message = forecast_of(events(result.run_dir, "measurement"))["message"]
@@ -153,7 +147,7 @@ def test_no_more_is_read_ahead_than_there_is_room_for() -> None:
 
 
 def test_what_fails_while_measuring_is_left_to_the_step(
-    tiny_task: Callable[..., Any], train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tiny_task: Make, train_tiny: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError

@@ -13,6 +13,8 @@ from paceline.recipe.load import load_recipe
 from paceline.telemetry.display import SilentDisplay
 from paceline.trainer.train import Options, train_recipe
 
+Make = Callable[..., Any]
+
 # Dropout, BatchNorm, augmentation, moving average, clipping: whatever an observer could disturb.
 SENSITIVE = {
     "model.options.dropout": 0.3,
@@ -41,21 +43,21 @@ SENSITIVE = {
     ids=" ".join,
 )
 @pytest.mark.everyday
-def test_watching_changes_nothing(watching: dict[str, Any], train_tiny: Callable[..., Any]) -> None:
+def test_watching_changes_nothing(watching: dict[str, Any], train_tiny: Make) -> None:
     alone = train_tiny("alone", SENSITIVE)
     watched = train_tiny("watched", {**SENSITIVE, **watching})
     assert watched.summary.weights_sha256 == alone.summary.weights_sha256
     assert watched.summary.ema_sha256 == alone.summary.ema_sha256
 
 
-def test_measuring_the_gradient_changes_nothing(train_tiny: Callable[..., Any]) -> None:
+def test_measuring_the_gradient_changes_nothing(train_tiny: Make) -> None:
     """Without clipping the norm is computed for the record only."""
     plain = {**SENSITIVE, "optimizer.clip_norm": "off"}
     often = train_tiny("often", {**plain, "telemetry.log_every": "1 steps"})
     assert often.summary.weights_sha256 == train_tiny("never", plain).summary.weights_sha256
 
 
-def test_an_observer_may_draw_random_numbers(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_an_observer_may_draw_random_numbers(train_tiny: Make, tiny_task: Make) -> None:
     def draw(*_: Any) -> None:
         torch.rand(3)
         torch.manual_seed(99)

@@ -17,17 +17,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
 from paceline.metrics.answers import Answers, Confusion
 from paceline.metrics.confusion import confusion_document
-from paceline.recipe.load import load_recipe
-from paceline.recipe.training import GradScaler
 from paceline.records.run_directory import RunDirectory
-from paceline.trainer.evaluate import Evaluator, Keep, KeptAnswers, write_kept
+from paceline.trainer.evaluate import Keep, KeptAnswers, write_kept
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.trainer.precision import Precision
 from paceline.world import World
+
+Make = Callable[..., Any]
 
 CPU = torch.device("cpu")
 
@@ -47,32 +45,10 @@ class Linear(nn.Module):
         return logits
 
 
-@pytest.fixture
-def opened(tiny_task: Callable[..., Any], tiny_recipe: Path) -> Callable[..., Any]:
-    def make(**changes: Any) -> Any:
-        task = tiny_task(**changes)(load_recipe(tiny_recipe).recipe)
-        task.data_facts(World())
-        return task, task.open_pipeline(Placement(device=CPU))
-
-    return make
-
-
-def evaluator(task: Any, pipeline: Any, keep: Keep) -> Evaluator:
-    return Evaluator(
-        task=task,
-        pipeline=pipeline,
-        precision=Precision("fp32", CPU, GradScaler()),
-        collectives=Collectives(World()),
-        device=CPU,
-        batch_size=16,
-        keep=keep,
-    )
-
-
-def test_the_matrix_counts_what_was_scored(opened: Callable[..., Any]) -> None:
+def test_the_matrix_counts_what_was_scored(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=101, classes=7)
     model = Linear(7)
-    found = evaluator(task, pipeline, Keep(weights="model", examples=24))({"model": model})
+    found = evaluator(task, pipeline, keep=Keep(weights="model", examples=24))({"model": model})
     assert model.passes == 7  # batches of 16: what is kept takes no pass of its own
     confusion = found.kept.confusion
     assert confusion is not None
@@ -110,11 +86,11 @@ class AlwaysAlike(nn.Module):
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize(("network", "count"), [(lambda: Linear(7), 9), (AlwaysAlike, 60)])
 def test_any_number_of_processes_keeps_the_same(
-    samples: int, world_size: int, network: Callable[[], nn.Module], count: int, opened: Callable[..., Any]
+    samples: int, world_size: int, network: Callable[[], nn.Module], count: int, opened: Make, evaluator: Make
 ) -> None:
     task, pipeline = opened(evaluation_images=samples, classes=7)
     model, keep = network().eval(), Keep(weights="model", examples=count)
-    alone = evaluator(task, pipeline, keep)({"model": model}).kept
+    alone = evaluator(task, pipeline, keep=keep)({"model": model}).kept
     passing = []
     for rank in range(world_size):
         passing.append(KeptAnswers(task, keep))
@@ -139,10 +115,10 @@ def test_any_number_of_processes_keeps_the_same(
     assert len(kept.examples["examples"]) == min(count, samples)
 
 
-def test_examples_are_the_most_confident_mistakes_and_a_few_right_answers(opened: Callable[..., Any]) -> None:
+def test_examples_are_the_most_confident_mistakes_and_a_few_right_answers(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=300, classes=3)
     model = Linear(3)
-    found = evaluator(task, pipeline, Keep(weights="model", examples=12))({"model": model}).kept.examples
+    found = evaluator(task, pipeline, keep=Keep(weights="model", examples=12))({"model": model}).kept.examples
     assert found is not None
     images, labels = task.dataset.validation.images, task.dataset.validation.labels
     with torch.no_grad():
@@ -198,9 +174,7 @@ def told(run_dir: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((run_dir / "evaluation" / f"{name}.json").read_text()))
 
 
-def test_a_run_keeps_its_last_evaluation_of_the_average(
-    train_tiny: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_a_run_keeps_its_last_evaluation_of_the_average(train_tiny: Make, events: Make) -> None:
     result = train_tiny("run", {"train.ema": 0.5, "evaluate.every": "3 steps"})
     last = events(result.run_dir, "evaluation")[-1]
     confusion, examples = told(result.run_dir, "confusion"), told(result.run_dir, "examples")
@@ -213,7 +187,7 @@ def test_a_run_keeps_its_last_evaluation_of_the_average(
     assert len(examples["examples"]) == 21
 
 
-def test_without_examples_nothing_is_kept_and_the_weights_are_the_same(train_tiny: Callable[..., Any]) -> None:
+def test_without_examples_nothing_is_kept_and_the_weights_are_the_same(train_tiny: Make) -> None:
     kept = train_tiny("kept", {"evaluate.every": "1 steps"})
     plain = train_tiny("plain", {"evaluate.every": "1 steps", "evaluate.keep_examples": 0})
     assert (kept.run_dir / "evaluation").is_dir()
@@ -221,7 +195,7 @@ def test_without_examples_nothing_is_kept_and_the_weights_are_the_same(train_tin
     assert kept.summary.weights_sha256 == plain.summary.weights_sha256
 
 
-def test_a_run_that_goes_back_forgets_what_came_later(train_tiny: Callable[..., Any]) -> None:
+def test_a_run_that_goes_back_forgets_what_came_later(train_tiny: Make) -> None:
     first = train_tiny("run", {"checkpoint.keep": 9})
     before = told(first.run_dir, "confusion"), told(first.run_dir, "examples")
     assert before[0]["step"] == 8
@@ -236,7 +210,7 @@ def test_a_run_that_goes_back_forgets_what_came_later(train_tiny: Callable[..., 
 
 @pytest.mark.parametrize("how", ["raises", "asks again"])
 def test_a_task_whose_answers_fail_is_told_once_and_trains_on(
-    how: str, train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+    how: str, train_tiny: Make, tiny_task: Make, events: Make
 ) -> None:
     def fails(recipe: Any) -> Any:
         task = tiny_task()(recipe)
@@ -303,7 +277,7 @@ class _Odd:
     ],
 )
 def test_what_is_odd_is_scored_as_ever_and_told_once(
-    odd: Callable[[Any], None], train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Any
+    odd: Callable[[Any], None], train_tiny: Make, tiny_task: Make, events: Any
 ) -> None:
     def made(recipe: Any) -> Any:
         task = tiny_task()(recipe)
@@ -318,18 +292,16 @@ def test_what_is_odd_is_scored_as_ever_and_told_once(
     assert incident["incident"] == "not_kept"
 
 
-def test_names_that_are_no_text_are_kept_as_text(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_names_that_are_no_text_are_kept_as_text(opened: Make, tmp_path: Path, evaluator: Make) -> None:
     task, pipeline = opened()
     pipeline.sample_name = lambda sample, *, training: f"caf\udce9-{sample}.png"
-    kept = evaluator(task, pipeline, Keep(weights="model", examples=2))({"model": Linear(3)}).kept
+    kept = evaluator(task, pipeline, keep=Keep(weights="model", examples=2))({"model": Linear(3)}).kept
     assert kept.failure == ""
     write_kept(RunDirectory(tmp_path), kept, {"step": 1})
     assert {each["name"].split("-")[0] for each in told(tmp_path, "examples")["examples"]} == {"caf\\udce9"}
 
 
-def test_a_directory_that_cannot_be_written_does_not_end_the_run(
-    train_tiny: Callable[..., Any], runs: Path, events: Callable[..., Any]
-) -> None:
+def test_a_directory_that_cannot_be_written_does_not_end_the_run(train_tiny: Make, runs: Path, events: Make) -> None:
     (runs / "run").mkdir()
     stopped = train_tiny("run", {"train.until": "2 steps"})
     (stopped.run_dir / "evaluation").write_text("in the way")
@@ -338,9 +310,7 @@ def test_a_directory_that_cannot_be_written_does_not_end_the_run(
     assert [each["incident"] for each in events(result.run_dir, "incident")] == ["not_kept"]
 
 
-def test_evaluating_saved_weights_gives_the_same_matrix(
-    train_tiny: Callable[..., Any], tiny_recipe: Path, runs: Path
-) -> None:
+def test_evaluating_saved_weights_gives_the_same_matrix(train_tiny: Make, tiny_recipe: Path, runs: Path) -> None:
     import paceline
 
     result = paceline.train(tiny_recipe, overrides={"train.duration": "2 steps"}, run_dir=runs / "run", quiet=True)

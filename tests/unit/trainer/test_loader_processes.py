@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import fork_server
-import numpy as np
-from PIL import Image
 
 # The network is the first thing built after the workers: whatever is forked later is counted.
 NETWORK = """
@@ -39,15 +38,9 @@ print("forks after the network was built:", len(counted.forked))
 """
 
 
-def test_nothing_is_forked_once_the_network_is_built(tmp_path: Path) -> None:
+def test_nothing_is_forked_once_the_network_is_built(tmp_path: Path, make_photos: Callable[..., Path]) -> None:
     (tmp_path / "counted.py").write_text(NETWORK)
-    noise = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            folder = tmp_path / "photos" / split / name
-            folder.mkdir(parents=True)
-            for number in range(4):
-                Image.fromarray(noise.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    make_photos(tmp_path / "photos", train=4, val=4, side=8)
     arguments = [sys.executable, "-c", RUN, str(tmp_path / "run"), str(tmp_path / "photos")]
     done = fork_server.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

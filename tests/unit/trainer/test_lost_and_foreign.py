@@ -22,7 +22,7 @@ from paceline.records.reader import read_identity, write_identity
 from paceline.records.run_directory import RunDirectory
 from paceline.report.audit import audit_run
 
-Train = Callable[..., Any]
+Make = Callable[..., Any]
 LONGER = {"train.duration": "12 steps"}
 
 
@@ -41,7 +41,7 @@ def make_older(run: Path) -> None:
 
 
 @pytest.fixture
-def whole(train_tiny: Train) -> str:
+def whole(train_tiny: Make) -> str:
     """The weights of a run that nothing was done to."""
     sha256: str = train_tiny("whole", LONGER).summary.weights_sha256
     return sha256
@@ -65,7 +65,7 @@ def link_to_nothing(folder: Path) -> None:
 )
 @pytest.mark.everyday
 def test_without_its_checkpoints_nothing_is_begun_again(
-    train_tiny: Train, runs: Path, whole: str, leave: Callable[[Path], None], older: bool
+    train_tiny: Make, runs: Path, whole: str, leave: Callable[[Path], None], older: bool
 ) -> None:
     run = train_tiny("run").run_dir
     if older:
@@ -87,7 +87,7 @@ def test_without_its_checkpoints_nothing_is_begun_again(
     assert audit_run(run).passed
 
 
-def test_with_ledger_and_events_gone_too_nothing_is_begun_again(train_tiny: Train) -> None:
+def test_with_ledger_and_events_gone_too_nothing_is_begun_again(train_tiny: Make) -> None:
     run = train_tiny("run").run_dir
     for name in ("checkpoints", "ledger"):
         shutil.rmtree(run / name)
@@ -111,7 +111,7 @@ def refuse_renames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("older", [False, True])
 def test_what_failed_in_its_first_save_begins_again(
-    train_tiny: Train, runs: Path, whole: str, older: bool, monkeypatch: pytest.MonkeyPatch
+    train_tiny: Make, runs: Path, whole: str, older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         refuse_renames(patched)
@@ -125,7 +125,7 @@ def test_what_failed_in_its_first_save_begins_again(
     assert audit_run(runs / "run").passed
 
 
-def test_a_kill_between_a_checkpoint_and_its_note_does_no_harm(train_tiny: Train, whole: str) -> None:
+def test_a_kill_between_a_checkpoint_and_its_note_does_no_harm(train_tiny: Make, whole: str) -> None:
     run = train_tiny("run").run_dir
     document = json.loads((run / "run.json").read_text())
     assert document["has_checkpoint"] is True
@@ -155,9 +155,7 @@ def wait_for_the_first_save(run: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_whose_records_are_removed_ends(
-    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, whole: str
-) -> None:
+def test_a_run_whose_records_are_removed_ends(train_tiny: Make, tiny_task: Make, runs: Path, whole: str) -> None:
     def on_loss(batch: Any, _: Any) -> None:
         if batch.slice.step == 6:
             wait_for_the_first_save(runs / "run")
@@ -172,7 +170,7 @@ def test_a_run_whose_records_are_removed_ends(
 @pytest.mark.parametrize("strike", [move_all, replace_all, move_checkpoints])
 @pytest.mark.everyday
 def test_a_run_that_is_moved_ends_and_stays_in_one_place(
-    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, whole: str, strike: Callable[[Path], None]
+    train_tiny: Make, tiny_task: Make, runs: Path, whole: str, strike: Callable[[Path], None]
 ) -> None:
     def on_loss(batch: Any, _: Any) -> None:
         if batch.slice.step == 6:
@@ -195,7 +193,7 @@ def test_a_run_that_is_moved_ends_and_stays_in_one_place(
 
 
 def test_a_directory_that_has_gone_does_not_hide_why_a_run_failed(
-    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path
+    train_tiny: Make, tiny_task: Make, runs: Path
 ) -> None:
     def on_loss(*_: Any) -> None:
         shutil.rmtree(runs / "run")
@@ -211,7 +209,7 @@ def test_a_directory_that_has_gone_does_not_hide_why_a_run_failed(
 
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.everyday
-def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Train, whole: str, older: bool) -> None:
+def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Make, whole: str, older: bool) -> None:
     other = train_tiny("other", {"seed": 5, "optimizer.lr": 0.2, **LONGER}).run_dir
     run = train_tiny("run").run_dir
     if older:
@@ -228,14 +226,14 @@ def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Train, whole: str,
     assert "step-00000012" in incident["message"]
 
 
-def test_the_same_recipe_in_another_run_is_another_run(train_tiny: Train, whole: str, runs: Path) -> None:
+def test_the_same_recipe_in_another_run_is_another_run(train_tiny: Make, whole: str, runs: Path) -> None:
     run = train_tiny("run").run_dir
     shutil.copytree(runs / "whole/checkpoints/step-00000012", run / "checkpoints/step-00000012")
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
     assert (run / "checkpoints/step-00000012.foreign").is_dir()
 
 
-def test_with_nothing_but_checkpoints_of_another_run_it_is_refused(train_tiny: Train) -> None:
+def test_with_nothing_but_checkpoints_of_another_run_it_is_refused(train_tiny: Make) -> None:
     other, run = (train_tiny(name, {"seed": seed}).run_dir for seed, name in enumerate(("other", "run")))
     shutil.rmtree(run / "checkpoints")
     shutil.copytree(other / "checkpoints", run / "checkpoints")
@@ -246,7 +244,7 @@ def test_with_nothing_but_checkpoints_of_another_run_it_is_refused(train_tiny: T
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_a_copy_and_a_run_of_an_earlier_version_go_on(train_tiny: Train, runs: Path, whole: str, older: bool) -> None:
+def test_a_copy_and_a_run_of_an_earlier_version_go_on(train_tiny: Make, runs: Path, whole: str, older: bool) -> None:
     run = train_tiny("run").run_dir
     if older:
         make_older(run)
@@ -270,7 +268,7 @@ def cut_in_half(path: Path) -> None:
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b""), cut_in_half])
 @pytest.mark.everyday
 def test_lost_records_are_told_and_objected_to(
-    train_tiny: Train, whole: str, name: str, spoil: Callable[[Path], None]
+    train_tiny: Make, whole: str, name: str, spoil: Callable[[Path], None]
 ) -> None:
     run = train_tiny("run", {"telemetry.log_every": "1 steps"}).run_dir
     spoil(run / name)
@@ -282,7 +280,7 @@ def test_lost_records_are_told_and_objected_to(
     assert not audit_run(run).passed
 
 
-def test_records_that_are_there_twice_are_objected_to(train_tiny: Train) -> None:
+def test_records_that_are_there_twice_are_objected_to(train_tiny: Make) -> None:
     run = train_tiny("run").run_dir
     lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
     (run / "events.jsonl").write_bytes(b"".join(2 * line for line in lines))
@@ -302,7 +300,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("how", DAMAGE)
 @pytest.mark.everyday
-def test_damaged_outputs_are_set_aside(train_tiny: Train, whole: str, how: str) -> None:
+def test_damaged_outputs_are_set_aside(train_tiny: Make, whole: str, how: str) -> None:
     run = train_tiny("run").run_dir
     # Those of which no key is needed can lack none.
     keyless = [] if how == "without its keys" else ["environment.json", "checkpoints/best.json"]
@@ -317,7 +315,7 @@ def test_damaged_outputs_are_set_aside(train_tiny: Train, whole: str, how: str) 
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"strategy": "single", "data": []}', None])
-def test_a_damaged_plan_is_one_sentence(train_tiny: Train, content: str | None) -> None:
+def test_a_damaged_plan_is_one_sentence(train_tiny: Make, content: str | None) -> None:
     run = train_tiny("run").run_dir
     (run / "plan.json").unlink()
     if content is None:
@@ -329,13 +327,13 @@ def test_a_damaged_plan_is_one_sentence(train_tiny: Train, content: str | None) 
             use()
 
 
-def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Train, runs: Path) -> None:
+def test_a_lock_that_is_a_directory_is_one_sentence(train_tiny: Make, runs: Path) -> None:
     (runs / "run/.lock").mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=r"\.lock"):
         train_tiny("run")
 
 
-def test_a_lock_that_is_a_link_leads_nowhere(train_tiny: Train, runs: Path) -> None:
+def test_a_lock_that_is_a_link_leads_nowhere(train_tiny: Make, runs: Path) -> None:
     (runs / "run").mkdir()
     (runs / "notes.txt").write_text("mine")
     (runs / "run/.lock").symlink_to(runs / "notes.txt")
@@ -362,7 +360,7 @@ def test_a_disk_that_does_not_answer_ends_no_run_at_a_record(tmp_path: Path, mon
 
 
 def test_a_recipe_removed_during_the_run_is_written_again(
-    train_tiny: Train, runs: Path, monkeypatch: pytest.MonkeyPatch, whole: str
+    train_tiny: Make, runs: Path, monkeypatch: pytest.MonkeyPatch, whole: str
 ) -> None:
     kept: list[str] = []
 
@@ -381,7 +379,7 @@ def test_a_recipe_removed_during_the_run_is_written_again(
 # ------------------------------------------------------------------------------------------- hard-linked copies
 
 
-def test_resuming_a_hard_linked_copy_leaves_the_original_alone(train_tiny: Train, runs: Path, whole: str) -> None:
+def test_resuming_a_hard_linked_copy_leaves_the_original_alone(train_tiny: Make, runs: Path, whole: str) -> None:
     original = train_tiny("original").run_dir
     shutil.copytree(original, runs / "copy", copy_function=os.link)
     before = fingerprint(original)

@@ -18,7 +18,6 @@ from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, Sto
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.storage.remote import Remote
-from paceline.telemetry.display import SilentDisplay
 from paceline.trainer import mirroring
 from paceline.trainer.run_dir_checks import ResumeDecision
 from paceline.trainer.train import Options, train_recipe
@@ -26,7 +25,7 @@ from paceline.world import World
 
 pytest.importorskip("fsspec", reason="the extra http (fsspec) is not installed")
 
-Train = Callable[..., Any]
+Make = Callable[..., Any]
 SAVES = {"checkpoint.every": "2 steps", "checkpoint.keep": 3, "evaluate.every": "off"}
 
 
@@ -36,7 +35,7 @@ def address(runs: Path) -> str:
 
 
 @pytest.fixture
-def mirrored(train_tiny: Train, address: str) -> Train:
+def mirrored(train_tiny: Make, address: str) -> Make:
     """Trains as ``train_tiny`` does, with copies at the address."""
 
     def train(name: str, overrides: Any = None, **more: Any) -> Any:
@@ -49,7 +48,7 @@ def steps_at(address: str) -> list[int]:
     return [each.step for each in read_commits(Remote(address)).commits]
 
 
-def incidents(events: Callable[..., Any], run_dir: Path) -> list[str]:
+def incidents(events: Make, run_dir: Path) -> list[str]:
     return [f"{each['incident']}: {each['message']}" for each in events(run_dir, "incident")]
 
 
@@ -94,7 +93,7 @@ def test_an_error_of_what_takes_long_reaches_the_caller() -> None:
             mirroring.on_first_without_timeout(collectives, recipe, read, name="read")
 
 
-def test_a_mistaken_resume_deletes_no_copy(mirrored: Train, address: str, runs: Path) -> None:
+def test_a_mistaken_resume_deletes_no_copy(mirrored: Make, address: str, runs: Path) -> None:
     mirrored("run")
     before = steps_at(address)
     shutil.rmtree(runs / "run")
@@ -110,7 +109,7 @@ def test_a_mistaken_resume_deletes_no_copy(mirrored: Train, address: str, runs: 
 
 
 def test_a_checkpoint_that_was_asked_for_comes_from_the_copy(
-    mirrored: Train, address: str, runs: Path, events: Callable[..., Any]
+    mirrored: Make, address: str, runs: Path, events: Make
 ) -> None:
     first = mirrored("run")
     back_to = steps_at(address)[1]
@@ -122,7 +121,7 @@ def test_a_checkpoint_that_was_asked_for_comes_from_the_copy(
 
 
 @pytest.mark.parametrize("gone", ["run", "run/checkpoints"])
-def test_the_copy_is_of_the_same_run(mirrored: Train, runs: Path, events: Callable[..., Any], gone: str) -> None:
+def test_the_copy_is_of_the_same_run(mirrored: Make, runs: Path, events: Make, gone: str) -> None:
     whole = mirrored("whole", {"checkpoint.mirror": None})
     first = mirrored("run", {"train.until": "6 steps"})
     identity = (first.run_dir / "run.json").read_text()
@@ -137,7 +136,7 @@ def test_the_copy_is_of_the_same_run(mirrored: Train, runs: Path, events: Callab
 
 @pytest.mark.parametrize("initial", ["nowhere.safetensors", None])
 def test_what_is_damaged_is_no_reason_to_begin_anew_over_it(
-    mirrored: Train, address: str, runs: Path, initial: str | None
+    mirrored: Make, address: str, runs: Path, initial: str | None
 ) -> None:
     mirrored("run")
     shutil.rmtree(runs / "run")
@@ -162,7 +161,7 @@ def test_without_initial_weights_nothing_is_begun() -> None:
 
 
 def test_a_host_that_comes_back_late_deletes_no_later_copy(
-    mirrored: Train, address: str, runs: Path, events: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    mirrored: Make, address: str, runs: Path, events: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirrored("run", {"train.until": "4 steps"})
     shutil.copytree(runs / "run", runs / "late")
@@ -182,7 +181,7 @@ def test_a_host_that_comes_back_late_deletes_no_later_copy(
     assert any("holds a copy of step 8" in each for each in incidents(events, late.run_dir))
 
 
-def test_checkpoints_on_a_disk_that_is_away_are_not_replaced_by_the_copy(mirrored: Train, runs: Path) -> None:
+def test_checkpoints_on_a_disk_that_is_away_are_not_replaced_by_the_copy(mirrored: Make, runs: Path) -> None:
     mirrored("run", {"train.until": "4 steps"})
     (runs / "run/checkpoints").rename(runs / "disk")
     (runs / "run/checkpoints").symlink_to(runs / "mounted-there")
@@ -193,7 +192,7 @@ def test_checkpoints_on_a_disk_that_is_away_are_not_replaced_by_the_copy(mirrore
     assert [path.read_bytes() for path in files] == before
 
 
-def test_another_recipe_is_refused_before_anything_is_fetched(mirrored: Train, address: str, runs: Path) -> None:
+def test_another_recipe_is_refused_before_anything_is_fetched(mirrored: Make, address: str, runs: Path) -> None:
     mirrored("run")
     with pytest.raises(RunDirectoryError, match=r"copy of a run of another recipe: seed was .* at another address"):
         mirrored("other", {"seed": 9})
@@ -224,19 +223,15 @@ def test_of_several_processes_only_the_first_needs_the_address(monkeypatch: pyte
 
 
 def test_what_lacks_of_a_complete_run_is_sent_or_told(
-    mirrored: Train,
+    mirrored: Make,
     address: str,
     runs: Path,
     tiny_recipe: Path,
-    tiny_task: Callable[..., Any],
+    tiny_task: Make,
     monkeypatch: pytest.MonkeyPatch,
+    listening: Any,
 ) -> None:
-    said = list[str]()
     monkeypatch.setattr(mirroring, "REQUEST_PATIENCE_SECONDS", 0.3)
-
-    class Listening(SilentDisplay):
-        def message(self, text: str) -> None:
-            said.append(text)
 
     mirrored("run")
     shutil.rmtree(runs / "copy")
@@ -245,5 +240,7 @@ def test_what_lacks_of_a_complete_run_is_sent_or_told(
     shutil.rmtree(runs / "copy")
     (runs / "copy").touch()  # no folder can be made there
     recipe = load_recipe(tiny_recipe, {**SAVES, "checkpoint.mirror": address})
-    train_recipe(recipe, Options(run_dir=runs / "run", display=Listening(), task=tiny_task()))
-    assert any(text.startswith("the newest checkpoint of this run is not at") for text in said), said
+    train_recipe(recipe, Options(run_dir=runs / "run", display=listening, task=tiny_task()))
+    assert any(text.startswith("the newest checkpoint of this run is not at") for text in listening.heard), (
+        listening.heard
+    )

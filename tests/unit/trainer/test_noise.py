@@ -19,6 +19,8 @@ from paceline.recipe.load import load_recipe
 from paceline.trainer.noise import HALF_LIFE
 from paceline.trainer.train import plan_only
 
+Make = Callable[..., Any]
+
 # One epoch of 52 samples: three steps of 16, and a last one of 4 whose micro-batches are of 1.
 PARTS = {"batch.micro_size": 4, "telemetry.noise_scale": "1 steps", "telemetry.log_every": "1 steps"}
 QUIET = {"evaluate.every": "off", "checkpoint.every": "off", "train.duration": "4 steps"}
@@ -39,7 +41,7 @@ class Linear(nn.Module):
 
 
 @pytest.fixture
-def known(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> Callable[..., Any]:
+def known(train_tiny: Make, tiny_task: Make) -> Make:
     """``known("a", {...})`` trains where gradients are known: the result, and each micro-batch's samples by step."""
 
     def train(name: str, overrides: dict[str, Any], spoiled: tuple[int, ...] = ()) -> tuple[Any, list[list[Any]]]:
@@ -81,7 +83,7 @@ def expected(steps: list[list[Any]], *, first_only: bool) -> NoiseAverages:
 @pytest.mark.parametrize("exact", [False, True], ids=["accumulated", "exact"])
 @pytest.mark.parametrize("clipped", [{}, {"optimizer.clip_norm": 0.01}], ids=["free", "clipped"])
 def test_records_hold_the_estimates_of_the_runs_own_micro_batches(
-    known: Callable[..., Any], events: Callable[..., Any], exact: bool, clipped: dict[str, Any]
+    known: Make, events: Make, exact: bool, clipped: dict[str, Any]
 ) -> None:
     result, steps = known("a", {"parallel.exact": exact, **clipped})
     for count, event in enumerate(events(result.run_dir, "step"), start=1):
@@ -92,7 +94,7 @@ def test_records_hold_the_estimates_of_the_runs_own_micro_batches(
         assert event["noise_scale"] == (None if found is None else pytest.approx(found.middle, rel=1e-3))
 
 
-def test_the_scale_of_the_loss_is_taken_out(known: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_the_scale_of_the_loss_is_taken_out(known: Make, events: Make) -> None:
     fp16 = {"train.precision": "fp16", "train.grad_scaler.init_scale": 4096.0}
     scaled, plain = (events(known(name, more)[0].run_dir, "step") for name, more in (("a", fp16), ("b", {})))
     for one, other in zip(scaled, plain, strict=True):
@@ -100,14 +102,14 @@ def test_the_scale_of_the_loss_is_taken_out(known: Callable[..., Any], events: C
         assert one["gradient_variance"] == pytest.approx(other["gradient_variance"], rel=1e-2)
 
 
-def test_a_step_that_is_left_out_counts_for_nothing(known: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_a_step_that_is_left_out_counts_for_nothing(known: Make, events: Make) -> None:
     result, steps = known("a", {"train.nonfinite": "skip"}, spoiled=(1,))
     last = events(result.run_dir, "step")[-1]
     ours = expected([steps[0], *steps[2:]], first_only=True)
     assert last["gradient_variance"] == pytest.approx(ours.mean_variance, rel=1e-4)
 
 
-def test_measuring_changes_no_weight(train_tiny: Callable[..., Any]) -> None:
+def test_measuring_changes_no_weight(train_tiny: Make) -> None:
     sensitive = {
         **QUIET,
         "train.duration": "8 steps",
@@ -122,7 +124,7 @@ def test_measuring_changes_no_weight(train_tiny: Callable[..., Any]) -> None:
     assert watched.summary.ema_sha256 == alone.summary.ema_sha256
 
 
-def test_a_resumed_run_records_the_same(train_tiny: Callable[..., Any], course: Callable[..., Any]) -> None:
+def test_a_resumed_run_records_the_same(train_tiny: Make, course: Make) -> None:
     """Also where the checkpoint falls between two records."""
     asked = {**PARTS, "telemetry.log_every": "3 steps", "checkpoint.every": "4 steps", "train.duration": "9 steps"}
     whole = train_tiny("whole", asked)
@@ -132,7 +134,7 @@ def test_a_resumed_run_records_the_same(train_tiny: Callable[..., Any], course: 
     assert parts.summary.weights_sha256 == whole.summary.weights_sha256
 
 
-def test_it_may_be_turned_on_and_off_at_a_resume(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_it_may_be_turned_on_and_off_at_a_resume(train_tiny: Make, events: Make) -> None:
     plain = {"batch.micro_size": 4, "checkpoint.every": "2 steps", "train.duration": "6 steps"}
     for until, noise in (("2 steps", "off"), ("4 steps", "1 steps"), ("6 steps", "off")):
         result = train_tiny("run", {**plain, "train.until": until, "telemetry.noise_scale": noise})
@@ -141,10 +143,7 @@ def test_it_may_be_turned_on_and_off_at_a_resume(train_tiny: Callable[..., Any],
 
 @pytest.mark.parametrize(
     ("overrides", "world_size", "said"),
-    [
-        ({}, 1, "set batch.micro_size=8"),
-        ({"parallel.strategy": "fsdp"}, 2, "parallel.strategy=ddp"),
-    ],
+    [({}, 1, "set batch.micro_size=8"), ({"parallel.strategy": "fsdp"}, 2, "parallel.strategy=ddp")],
 )
 def test_what_cannot_be_measured_is_refused(
     tiny_recipe: Path, overrides: dict[str, Any], world_size: int, said: str
@@ -160,7 +159,7 @@ LINEAR = {"optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 2, "
 
 @pytest.mark.parametrize(("spread", "warns"), [(0.1, True), (30.0, False)], ids=["little noise", "much noise"])
 def test_a_linear_rule_beyond_the_noise_is_told_once(
-    known: Callable[..., Any], events: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, spread: float, warns: bool
+    known: Make, events: Make, monkeypatch: pytest.MonkeyPatch, spread: float, warns: bool
 ) -> None:
     mean = GRADIENTS.mean(0)
     monkeypatch.setitem(globals(), "GRADIENTS", mean + spread * (GRADIENTS - mean))

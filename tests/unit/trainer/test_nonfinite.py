@@ -23,6 +23,8 @@ from paceline.report.audit import audit_run
 from paceline.trainer import build
 from paceline.trainer.nonfinite import NonFiniteGuard
 
+Make = Callable[..., Any]
+
 NAN, INFINITE = float("nan"), float("inf")
 CPU = torch.device("cpu")
 SKIP = {
@@ -74,7 +76,7 @@ def used_at(run_dir: Path, position: int) -> list[int]:
 
 @pytest.mark.parametrize("by", [NAN, INFINITE, -INFINITE])
 def test_the_run_ends_before_the_weights_have_moved(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any], by: float
+    train_tiny: Make, tiny_task: Make, runs: Path, events: Make, by: float
 ) -> None:
     made: list[nn.Module] = []
 
@@ -94,9 +96,7 @@ def test_the_run_ends_before_the_weights_have_moved(
     assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
 
 
-def test_a_step_left_out_advances_nothing_but_the_data(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_a_step_left_out_advances_nothing_but_the_data(train_tiny: Make, tiny_task: Make, events: Make) -> None:
     result = train_tiny("run", SKIP, task=tiny_task(on_loss=spoiled({3, 4, 9})))
     assert (result.status, result.summary.step, result.summary.samples) == ("completed", 7, 2 * 52 + 2 * 16)
     found = {event["position"]: event for event in events(result.run_dir, "step")}
@@ -114,15 +114,11 @@ def test_a_step_left_out_advances_nothing_but_the_data(
 
 @pytest.mark.parametrize(
     ("passes", "rehearsals", "more"),
-    [
-        (1, 0, {}),
-        (4, 0, {"batch.micro_size": 4}),
-        (8, 1, {"parallel.exact": True}),
-    ],
+    [(1, 0, {}), (4, 0, {"batch.micro_size": 4}), (8, 1, {"parallel.exact": True})],
     ids=["plain", "micro-batches", "exact"],
 )
 def test_weights_average_statistics_and_momentum_stay(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], passes: int, rehearsals: int, more: dict[str, Any]
+    train_tiny: Make, tiny_task: Make, passes: int, rehearsals: int, more: dict[str, Any]
 ) -> None:
     """A run that leaves out its last two steps ends where it would have ended without them."""
     # In a middle pass of the sixth step, and the last of the seventh: those before have moved the statistics.
@@ -143,16 +139,14 @@ def test_weights_average_statistics_and_momentum_stay(
         assert all(mine[key].tobytes() == theirs[key].tobytes() for key in mine), name
 
 
-def test_too_many_end_the_run(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path) -> None:
+def test_too_many_end_the_run(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     overrides = {**SKIP, "train.max_nonfinite": 2}
     assert train_tiny("two", overrides, task=tiny_task(on_loss=spoiled({3, 7}))).summary.step == 8
     with pytest.raises(TrainingError, match=r"at step 6, and 3 steps were not taken .* train.max_nonfinite=2;"):
         train_tiny("three", overrides, task=tiny_task(on_loss=spoiled({3, 7, 8})))
 
 
-def test_a_resume_tells_and_counts_the_same(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], course: Callable[..., Any], runs: Path
-) -> None:
+def test_a_resume_tells_and_counts_the_same(train_tiny: Make, tiny_task: Make, course: Make, runs: Path) -> None:
     """Interrupted after a step that was left out and before its checkpoint, and once more after it."""
     overrides = {**SKIP, "checkpoint.every": "4 steps", "train.max_nonfinite": 3}
     positions = {3, 6, 9}
@@ -175,9 +169,7 @@ def test_a_resume_tells_and_counts_the_same(
         train_tiny("run", {**overrides, "train.duration": "12 steps"}, task=tiny_task(on_loss=spoiled({11})))
 
 
-def test_a_run_that_has_ended_goes_on_without_the_step(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_a_run_that_has_ended_goes_on_without_the_step(train_tiny: Make, tiny_task: Make) -> None:
     """What the message proposes is done in the same directory."""
     task = tiny_task(on_loss=spoiled({6}))
     skipping = train_tiny("skipping", {"train.nonfinite": "skip"}, task=task)
@@ -189,7 +181,7 @@ def test_a_run_that_has_ended_goes_on_without_the_step(
 
 
 def test_a_gradient_that_is_clipped_is_looked_at_too(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], runs: Path
+    train_tiny: Make, tiny_task: Make, events: Make, runs: Path
 ) -> None:
     clipped = {**SKIP, "optimizer.clip_norm": 1.0}
     result = train_tiny("run", clipped, task=tiny_task(on_loss=steep({4})))
@@ -201,9 +193,7 @@ def test_a_gradient_that_is_clipped_is_looked_at_too(
 
 
 @pytest.mark.everyday
-def test_weights_that_are_no_numbers_are_never_saved(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
-) -> None:
+def test_weights_that_are_no_numbers_are_never_saved(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     """Their loss was a number; what is saved after them would fail for ever."""
     overrides = {"checkpoint.every": "1 steps", "telemetry.log_every": "8 steps", "evaluate.every": "off"}
     with pytest.raises(TrainingError, match=r"the weight '.*' became infinite or nan by step 3; .*step-00000002"):
@@ -232,7 +222,7 @@ class Overflowing(nn.Module):
 
 
 def test_statistics_that_are_not_finite_are_never_saved(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any]
+    train_tiny: Make, tiny_task: Make, runs: Path, events: Make
 ) -> None:
     """Only evaluation uses them: training goes on as if nothing had happened."""
     overrides = {"checkpoint.every": "2 steps", "evaluate.every": "off"}
@@ -256,13 +246,13 @@ class Sparse(nn.Module):
         return self.body(x) + self.nothing.sum()
 
 
-def test_state_that_is_empty_is_saved(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_state_that_is_empty_is_saved(train_tiny: Make, tiny_task: Make) -> None:
     assert train_tiny("run", {"checkpoint.every": "2 steps"}, task=tiny_task(make_network=Sparse)).status == "completed"
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITE])
 def test_a_run_fails_whose_last_evaluation_is_not_finite(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, events: Callable[..., Any], value: float
+    train_tiny: Make, tiny_task: Make, runs: Path, events: Make, value: float
 ) -> None:
     """At once again if it is run again; one that has recovered by then completes."""
     spoilt = {2, 3, 4, 8}
@@ -287,16 +277,14 @@ def test_a_run_fails_whose_last_evaluation_is_not_finite(
     assert train_tiny("recovered", overrides, task=task).status == "completed"
 
 
-def test_a_run_that_took_no_step_at_all_fails(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_a_run_that_took_no_step_at_all_fails(train_tiny: Make, tiny_task: Make) -> None:
     overrides = {**SKIP, "train.duration": "4 steps"}
     with pytest.raises(TrainingError, match="none of the 4 steps"):
         train_tiny("run", overrides, task=tiny_task(on_loss=spoiled({1, 2, 3, 4})))
 
 
 @pytest.mark.parametrize("last", [1.0, 1e20])
-def test_losses_that_explode_are_told_at_the_end(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], last: float
-) -> None:
+def test_losses_that_explode_are_told_at_the_end(train_tiny: Make, tiny_task: Make, events: Make, last: float) -> None:
     """Also if the schedule brings the loss back to where it began, and across a resume; not if something is learned."""
 
     def course(factors: list[float]) -> Callable[[Any], Any]:
@@ -312,7 +300,7 @@ def test_losses_that_explode_are_told_at_the_end(
     assert "warning" not in recovered.summary.details
 
 
-def test_the_keys_have_an_effect_or_are_refused(train_tiny: Callable[..., Any]) -> None:
+def test_the_keys_have_an_effect_or_are_refused(train_tiny: Make) -> None:
     with pytest.raises(RecipeError, match=r"train\.nonfinite=skip"):
         train_tiny("a", {"train.max_nonfinite": 3})
     with pytest.raises(RecipeError, match="fp16's loss scaling leaves out"):
@@ -358,12 +346,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_read_late_the_weights_have_still_not_moved(
-    train_tiny: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    runs: Path,
-    events: Callable[..., Any],
-    request: pytest.FixtureRequest,
-    optimizer: str,
+    train_tiny: Make, tiny_task: Make, runs: Path, events: Make, request: pytest.FixtureRequest, optimizer: str
 ) -> None:
     made: list[nn.Module] = []
 
@@ -389,7 +372,7 @@ def test_read_late_the_weights_have_still_not_moved(
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("position", [7, 8])
 def test_found_in_the_last_steps_the_run_fails_all_the_same(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, position: int
+    train_tiny: Make, tiny_task: Make, runs: Path, position: int
 ) -> None:
     """They end before the host would have known, but not before their record."""
     with pytest.raises(TrainingError, match="the training loss became nan"):

@@ -16,24 +16,22 @@ from torch import nn
 
 from paceline.errors import DataError, ModelError, RecipeError, TrainingError
 
+Make = Callable[..., Any]
 
-def refused(train_tiny: Callable[..., Any], task: Any, runs: Path, overrides: dict[str, Any]) -> str:
+
+def refused(train_tiny: Make, task: Any, runs: Path, overrides: dict[str, Any]) -> str:
     with pytest.raises((ModelError, RecipeError)) as caught:
         train_tiny("refused", overrides, task=task)
     assert not (runs / "refused").exists()
     return str(caught.value)
 
 
-def test_a_network_without_anything_to_train(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
-) -> None:
+def test_a_network_without_anything_to_train(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).requires_grad_(False))
     assert "no parameter that can be trained" in refused(train_tiny, task, runs, {})
 
 
-def test_a_sample_that_counts_for_nothing(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
-) -> None:
+def test_a_sample_that_counts_for_nothing(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     made = tiny_task()
 
     def weighted(recipe: Any) -> Any:
@@ -46,9 +44,7 @@ def test_a_sample_that_counts_for_nothing(
     assert not (runs / "refused").exists()
 
 
-def test_an_exact_run_whose_norms_add_up_over_the_processes(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path
-) -> None:
+def test_an_exact_run_whose_norms_add_up_over_the_processes(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     def network() -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 3, 8), nn.SyncBatchNorm(3), nn.Flatten())
 
@@ -75,11 +71,7 @@ def pooled() -> nn.Module:
     ids=["evaluated larger", "nothing held out", "tail", "accumulated tail", "accumulated", "of one"],
 )
 def test_a_micro_batch_of_one_is_found_before_training(
-    train_tiny: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    runs: Path,
-    more: dict[str, Any],
-    overrides: dict[str, Any],
+    train_tiny: Make, tiny_task: Make, runs: Path, more: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
     task = tiny_task(make_network=pooled, **more)
     message = refused(train_tiny, task, runs, overrides)
@@ -97,19 +89,11 @@ class NormalisedByHand(nn.Module):
         return self.head(nn.functional.batch_norm(self.hidden(x.flatten(1)), None, None, training=True))
 
 
-def test_a_micro_batch_of_one_that_only_training_finds(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_a_micro_batch_of_one_that_only_training_finds(train_tiny: Make, tiny_task: Make) -> None:
     task = tiny_task(make_network=NormalisedByHand)
     overrides = {"batch.micro_size": 1, "train.duration": "2 steps", "evaluate.every": "off"}
     with pytest.raises(TrainingError, match=r"^step 1 has a micro-batch of one sample.*batch\.micro_size\.$"):
         train_tiny("failed", overrides, task=task)
-
-
-def test_no_micro_batch_of_one_no_complaint(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
-    """The tail of one is not reached."""
-    task = tiny_task(make_network=pooled, train_images=49)
-    assert train_tiny("run", {"train.duration": "3 steps"}, task=task).status == "completed"
 
 
 class Volumes(nn.Module):
@@ -149,9 +133,7 @@ assert stem.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("asked", ["auto", True])
-def test_filters_of_volumes_stay_as_they_are(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], asked: object
-) -> None:
+def test_filters_of_volumes_stay_as_they_are(train_tiny: Make, tiny_task: Make, asked: object) -> None:
     made: list[Volumes] = []
     task = tiny_task(make_network=lambda: made.append(Volumes()) or made[-1])
     result = train_tiny("run", {"model.channels_last": asked, "train.duration": "2 steps", "train.ema": 0.9}, task=task)

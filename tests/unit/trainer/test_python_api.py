@@ -16,6 +16,8 @@ import paceline
 from paceline.errors import RecipeError, TrainingError
 from paceline.world import STOP_SIGNALS
 
+Make = Callable[..., Any]
+
 
 def settings() -> dict[str, Any]:
     return {
@@ -44,7 +46,7 @@ def of_ones_own() -> Iterator[dict[str, Any]]:
 
 
 def test_settings_of_the_process_are_the_caller_s_again(
-    of_ones_own: dict[str, Any], tiny_recipe: Path, tmp_path: Path, tiny_task: Callable[..., Any]
+    of_ones_own: dict[str, Any], tiny_recipe: Path, tmp_path: Path, tiny_task: Make
 ) -> None:
     seen: list[dict[str, Any]] = []
     paceline.train(
@@ -61,7 +63,7 @@ def test_settings_of_the_process_are_the_caller_s_again(
 
 
 def test_they_are_also_after_a_failure(
-    of_ones_own: dict[str, Any], tiny_recipe: Path, tmp_path: Path, tiny_task: Callable[..., Any]
+    of_ones_own: dict[str, Any], tiny_recipe: Path, tmp_path: Path, tiny_task: Make
 ) -> None:
     def fail(*_: Any) -> None:
         raise TrainingError("no more")
@@ -71,7 +73,7 @@ def test_they_are_also_after_a_failure(
     assert settings() == of_ones_own
 
 
-def test_the_history_is_the_records(train_tiny: Callable[..., Any]) -> None:
+def test_the_history_is_the_records(train_tiny: Make) -> None:
     result = train_tiny("run", {"train.ema": 0.9})
     scored, steps = result.history(), result.history("step")
     assert [(each["step"], each["weights"]) for each in scored] == [(4, "model"), (4, "ema"), (8, "model"), (8, "ema")]
@@ -83,7 +85,7 @@ def test_the_history_is_the_records(train_tiny: Callable[..., Any]) -> None:
     assert page.count(",") >= len(steps)  # a point for each record
 
 
-def test_a_task_needs_no_recipe(tmp_path: Path, tiny_task: Callable[..., Any]) -> None:
+def test_a_task_needs_no_recipe(tmp_path: Path, tiny_task: Make) -> None:
     overrides = {"model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}}}
     overrides |= {"train.duration": "2 steps", "batch.global_size": 16, "parallel.device": "cpu"}
     result = paceline.train(task=tiny_task(), overrides=overrides, run_dir=tmp_path / "run", quiet=True)

@@ -27,6 +27,8 @@ from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 
+Make = Callable[..., Any]
+
 CPU = torch.device("cpu")
 SIDES = [(20, 20), (20, 30), (30, 20), (16, 40), (40, 16), (21, 25), (20, 90)]
 # Of an image of 16 pixels, in steps of 8.
@@ -70,7 +72,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(photos: Path) -> Callable[..., Any]:
+def opened(photos: Path) -> Make:
     """Open the pictures as the trainer does: facts first, then the pipeline, then its workers if there are any."""
 
     def make(overrides: Any = ()) -> Any:
@@ -104,7 +106,7 @@ class Answers(nn.Module):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_show_what_single_images_show(workers: int, opened: Callable[..., Any]) -> None:
+def test_batches_show_what_single_images_show(workers: int, opened: Make) -> None:
     """Pixels, shapes and predictions bit for bit; logits too where the kernels do not depend on the batch."""
     _, pipeline, _ = opened([f"data.workers={workers}"])
     exact, usual = Answers(), small_resnet(4, 3, width=4).eval()
@@ -123,7 +125,7 @@ def test_batches_show_what_single_images_show(workers: int, opened: Callable[...
     pipeline.close()
 
 
-def test_each_image_is_shown_at_its_own_shape(opened: Callable[..., Any]) -> None:
+def test_each_image_is_shown_at_its_own_shape(opened: Make) -> None:
     """Against the pictures themselves, decoded one by one, whatever they lie beside in a batch."""
     task, pipeline, facts = opened()
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (task.dataset.mean, task.dataset.std))
@@ -138,7 +140,7 @@ def test_each_image_is_shown_at_its_own_shape(opened: Callable[..., Any]) -> Non
     assert len(counts) == 5
 
 
-def test_any_number_of_processes_finds_the_same(opened: Callable[..., Any]) -> None:
+def test_any_number_of_processes_finds_the_same(opened: Make) -> None:
     task, pipeline, _ = opened()
     model = small_resnet(2, 3, width=4).eval()
     found = []
@@ -163,7 +165,7 @@ def trained(photos: Path, runs: Path) -> Path:
     return paceline.train(recipe, overrides=overrides, run_dir=runs / "run", quiet=True).run_dir
 
 
-def test_training_evaluation_and_prediction_agree(trained: Path, photos: Path, events: Callable[..., Any]) -> None:
+def test_training_evaluation_and_prediction_agree(trained: Path, photos: Path, events: Make) -> None:
     file = trained.parent / "predictions.jsonl"
     report = evaluate_target(EvaluationRequest(target=trained, predictions=file))
     last = events(trained, "evaluation")[-1]
@@ -181,7 +183,7 @@ def test_training_evaluation_and_prediction_agree(trained: Path, photos: Path, e
     assert square.metrics["loss"] != report.metrics["loss"]
 
 
-def test_a_broken_picture_is_left_out_of_its_batch(photos: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:
+def test_a_broken_picture_is_left_out_of_its_batch(photos: Path, tmp_path: Path, opened: Make) -> None:
     for split in ("train", "val"):
         for name in ("first", "second"):
             (tmp_path / split / name).mkdir(parents=True)
@@ -263,7 +265,7 @@ def test_noise_has_one_shape(tiny_recipe: Path) -> None:
         plan_only(noise)
 
 
-def test_evaluation_refuses_it_where_all_images_are_square(train_tiny: Callable[..., Any], runs: Path) -> None:
+def test_evaluation_refuses_it_where_all_images_are_square(train_tiny: Make, runs: Path) -> None:
     run_dir = paceline.train(
         "digits",
         overrides={"train.duration": "1 steps", "parallel.device": "cpu", "telemetry.trackers": []},
@@ -275,7 +277,7 @@ def test_evaluation_refuses_it_where_all_images_are_square(train_tiny: Callable[
         evaluate_target(request)
 
 
-def test_a_network_of_ones_own_is_tried_too(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_a_network_of_ones_own_is_tried_too(train_tiny: Make, tiny_task: Make) -> None:
     """Before training, not at the first evaluation."""
     task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
     with pytest.raises(PacelineError, match=r"the network Sequential .* 12 pixels .* global average pooling"):

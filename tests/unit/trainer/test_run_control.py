@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+Make = Callable[..., Any]
+
 ALONE = {"evaluate.every": "off", "checkpoint.every": "off"}
 OFTEN = {"evaluate.every": "1 steps", "checkpoint.every": "off", "checkpoint.keep": 10}
 
@@ -15,7 +17,7 @@ def saved(run: Any) -> list[str]:
     return sorted(path.name for path in (run.run_dir / "checkpoints").glob("step-*"))
 
 
-def test_training_alone_evaluates_nothing_and_saves_its_end(train_tiny: Callable[..., Any], events: Any) -> None:
+def test_training_alone_evaluates_nothing_and_saves_its_end(train_tiny: Make, events: Any) -> None:
     run = train_tiny("run", ALONE)
     assert events(run.run_dir, "evaluation") == []
     assert run.summary.metrics == {}
@@ -23,9 +25,7 @@ def test_training_alone_evaluates_nothing_and_saves_its_end(train_tiny: Callable
 
 
 @pytest.mark.parametrize("keep_best", [False, True])
-def test_without_checkpoints_the_best_is_saved_if_it_is_to_be_kept(
-    keep_best: bool, train_tiny: Callable[..., Any]
-) -> None:
+def test_without_checkpoints_the_best_is_saved_if_it_is_to_be_kept(keep_best: bool, train_tiny: Make) -> None:
     run = train_tiny("run", {**OFTEN, "checkpoint.keep_best": keep_best})
     best = f"step-{run.metrics['best']['step']:08d}"
     assert (best in saved(run)) == (keep_best or best == "step-00000008")
@@ -33,7 +33,7 @@ def test_without_checkpoints_the_best_is_saved_if_it_is_to_be_kept(
     assert keep_best or len(saved(run)) == 1
 
 
-def test_some_steps_of_a_longer_run_take_its_schedule(train_tiny: Callable[..., Any], events: Any) -> None:
+def test_some_steps_of_a_longer_run_take_its_schedule(train_tiny: Make, events: Any) -> None:
     falling = {**ALONE, "schedule.name": "linear", "telemetry.log_every": "1 steps"}
     whole = events(train_tiny("whole", falling).run_dir, "step")
     part = train_tiny("part", {**falling, "train.until": "3 steps"})

@@ -20,12 +20,11 @@ from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline.telemetry.display import SilentDisplay
 from paceline.trainer import train
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.train import Options, train_recipe
 
-Train = Callable[..., Any]
+Make = Callable[..., Any]
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
@@ -49,7 +48,7 @@ def checkpoints(run_dir: Path) -> list[str]:
 # ------------------------------------------------------------------------------------- completed, extended
 
 
-def test_a_completed_run_is_left_alone(train_tiny: Train) -> None:
+def test_a_completed_run_is_left_alone(train_tiny: Make) -> None:
     first = train_tiny("run")
     before = fingerprint(first.run_dir)
     again = train_tiny("run")
@@ -58,28 +57,22 @@ def test_a_completed_run_is_left_alone(train_tiny: Train) -> None:
     assert fingerprint(first.run_dir) == before
 
 
-def test_another_torch_is_told(train_tiny: Train, tiny_recipe: Path, tiny_task: Callable[..., Any]) -> None:
+def test_another_torch_is_told(train_tiny: Make, tiny_recipe: Path, tiny_task: Make, listening: Any) -> None:
     run_dir = train_tiny("run", {"train.duration": "4 steps"}, task=tiny_task()).run_dir
     environment = json.loads((run_dir / "environment.json").read_text())
     (run_dir / "environment.json").write_text(json.dumps({**environment, "torch": "2.0.0"}))
-    told: list[str] = []
-
-    class Listening(SilentDisplay):
-        def message(self, text: str) -> None:
-            told.append(text)
-
     longer = load_recipe(tiny_recipe, {"train.duration": "6 steps"})
-    train_recipe(longer, Options(run_dir=run_dir, display=Listening(), task=tiny_task()))
-    assert any(text.startswith(f"torch: 2.0.0 before, {torch.__version__} now") for text in told)
+    train_recipe(longer, Options(run_dir=run_dir, display=listening, task=tiny_task()))
+    assert any(text.startswith(f"torch: 2.0.0 before, {torch.__version__} now") for text in listening.heard)
 
 
 @pytest.mark.parametrize("steps", [1, 7, 8])
-def test_asked_for_less_it_is_complete_too(steps: int, train_tiny: Train) -> None:
+def test_asked_for_less_it_is_complete_too(steps: int, train_tiny: Make) -> None:
     train_tiny("run")
     assert train_tiny("run", {"train.duration": f"{steps} steps"}).was_complete
 
 
-def test_asked_for_more_it_goes_on(train_tiny: Train, course: Callable[..., Any]) -> None:
+def test_asked_for_more_it_goes_on(train_tiny: Make, course: Make) -> None:
     whole = train_tiny("whole", {"train.duration": "12 steps"})
     train_tiny("pieces")
     pieces = train_tiny("pieces", {"train.duration": "12 steps"})
@@ -89,7 +82,7 @@ def test_asked_for_more_it_goes_on(train_tiny: Train, course: Callable[..., Any]
     assert train_tiny("pieces", {"train.duration": "12 steps"}).was_complete
 
 
-def test_extended_and_cut_off_it_is_not_complete(train_tiny: Train, tiny_task: Callable[..., Any]) -> None:
+def test_extended_and_cut_off_it_is_not_complete(train_tiny: Make, tiny_task: Make) -> None:
     longer = {"train.duration": "12 steps", "checkpoint.every": "2 steps"}
     train_tiny("run")
     with pytest.raises(InterruptedError):
@@ -97,7 +90,7 @@ def test_extended_and_cut_off_it_is_not_complete(train_tiny: Train, tiny_task: C
     assert train_tiny("run", longer).summary.step == 12
 
 
-def test_while_it_trains_there_is_no_outcome(train_tiny: Train, tiny_task: Callable[..., Any], runs: Path) -> None:
+def test_while_it_trains_there_is_no_outcome(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     """A killed process writes no summary, so that an older one would speak for it."""
     seen: list[bool] = []
     train_tiny("run")
@@ -110,7 +103,7 @@ def test_while_it_trains_there_is_no_outcome(train_tiny: Train, tiny_task: Calla
     assert summary.exists()
 
 
-def test_a_failed_run_says_so_and_goes_on(train_tiny: Train, tiny_task: Callable[..., Any], runs: Path) -> None:
+def test_a_failed_run_says_so_and_goes_on(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     with pytest.raises(InterruptedError):
         train_tiny("run", task=tiny_task(on_loss=cut_off_in(6)))
     summary = read_summary(RunDirectory(runs / "run"))
@@ -135,7 +128,7 @@ def test_a_failed_run_says_so_and_goes_on(train_tiny: Train, tiny_task: Callable
         ({"model.channels_last": True}, "channels_last=False, but here it comes to True"),
     ],
 )
-def test_another_recipe_is_refused(overrides: dict[str, Any], said: str, train_tiny: Train, runs: Path) -> None:
+def test_another_recipe_is_refused(overrides: dict[str, Any], said: str, train_tiny: Make, runs: Path) -> None:
     train_tiny("run", {"train.duration": "1 steps"})
     before = fingerprint(runs / "run")
     with pytest.raises(RunDirectoryError) as caught:
@@ -145,7 +138,7 @@ def test_another_recipe_is_refused(overrides: dict[str, Any], said: str, train_t
     assert fingerprint(runs / "run") == before
 
 
-def test_what_changes_no_step_may_change(train_tiny: Train, runs: Path) -> None:
+def test_what_changes_no_step_may_change(train_tiny: Make, runs: Path) -> None:
     whole = train_tiny("whole")
     train_tiny("run", {"train.duration": "3 steps"})
     free = {
@@ -163,7 +156,7 @@ def test_what_changes_no_step_may_change(train_tiny: Train, runs: Path) -> None:
     assert read_recipe(RunDirectory(runs / "run"))["checkpoint"]["keep"] == 5
 
 
-def test_other_data_is_refused(train_tiny: Train, tiny_task: Callable[..., Any]) -> None:
+def test_other_data_is_refused(train_tiny: Make, tiny_task: Make) -> None:
     train_tiny("run", {"train.duration": "1 steps"})
     with pytest.raises(RunDirectoryError, match="train_samples=52, but here it comes to 53"):
         train_tiny("run", task=tiny_task(train_images=53))
@@ -172,27 +165,18 @@ def test_other_data_is_refused(train_tiny: Train, tiny_task: Callable[..., Any])
 
 
 def test_another_cut_into_micro_batches_is_told(
-    train_tiny: Train, tiny_recipe: Path, tiny_task: Any, runs: Path
+    train_tiny: Make, tiny_recipe: Path, tiny_task: Any, runs: Path, listening: Any
 ) -> None:
-    from paceline.recipe.load import load_recipe
-    from paceline.telemetry.display import SilentDisplay
-    from paceline.trainer.train import Options, train_recipe
-
-    class Listener(SilentDisplay):
-        def message(self, text: str) -> None:
-            heard.append(text)
-
-    heard: list[str] = []
     train_tiny("run", {"train.duration": "1 steps"})
     loaded = load_recipe(tiny_recipe, {"batch.micro_size": 4, "train.duration": "2 steps"})
-    train_recipe(loaded, Options(run_dir=runs / "run", display=Listener(), task=tiny_task()))
-    assert heard == [
+    train_recipe(loaded, Options(run_dir=runs / "run", display=listening, task=tiny_task()))
+    assert listening.heard == [
         "micro-batches per step: 1 before, 4 now: the same samples, but not the same bits",
-        "length: 1 steps before, 2 now; the learning rate follows the new length",
+        "length: 1 steps before, 2 steps now: the learning rate follows the new length",
     ]
 
 
-def test_a_full_folder_is_refused(train_tiny: Train, runs: Path) -> None:
+def test_a_full_folder_is_refused(train_tiny: Make, runs: Path) -> None:
     (runs / "run").mkdir()
     (runs / "run" / "thesis.txt").write_text("mine")
     with pytest.raises(RunDirectoryError, match="is not empty and holds no Paceline run"):
@@ -200,13 +184,13 @@ def test_a_full_folder_is_refused(train_tiny: Train, runs: Path) -> None:
     assert [path.name for path in (runs / "run").iterdir() if path.name != ".lock"] == ["thesis.txt"]
 
 
-def test_a_file_is_no_folder(train_tiny: Train, runs: Path) -> None:
+def test_a_file_is_no_folder(train_tiny: Make, runs: Path) -> None:
     (runs / "run").write_text("mine")
     with pytest.raises(RunDirectoryError, match="run"):
         train_tiny("run")
 
 
-def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Train, tiny_task: Callable[..., Any]) -> None:
+def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Make, tiny_task: Make) -> None:
     """The same directory, another recipe: nothing was trained that could be mixed up."""
     with pytest.raises(paceline.PacelineError, match="unknown model"):
         train_tiny("run", {"model.name": "small_resnt", "model.options": None})
@@ -221,13 +205,13 @@ def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Train, 
 # ---------------------------------------------------------------------------------------------- resume
 
 
-def test_never(train_tiny: Train) -> None:
+def test_never(train_tiny: Make) -> None:
     assert train_tiny("run", resume="never").status == "completed"
     with pytest.raises(RunDirectoryError, match="holds a run already and --resume=never was asked"):
         train_tiny("run", resume="never")
 
 
-def test_a_checkpoint_of_another_run_is_refused(train_tiny: Train, runs: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(train_tiny: Make, runs: Path) -> None:
     other = train_tiny("other")
     train_tiny("run", {"train.duration": "2 steps"})
     for wanted in (other.run_dir / "checkpoints/step-00000004", runs / "run", "latest", runs / "run/checkpoints/x"):
@@ -235,19 +219,19 @@ def test_a_checkpoint_of_another_run_is_refused(train_tiny: Train, runs: Path) -
             train_tiny("run", resume=str(wanted))
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(train_tiny: Train, runs: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_refused(train_tiny: Make, runs: Path) -> None:
     train_tiny("run", {"train.duration": "2 steps"})
     with pytest.raises(CheckpointError, match="step-00000001"):
         train_tiny("run", resume=str(runs / "run/checkpoints/step-00000001"))
     assert train_tiny("run", {"train.duration": "2 steps"}).was_complete
 
 
-def test_there_is_nothing_to_go_on_with(train_tiny: Train, runs: Path) -> None:
+def test_there_is_nothing_to_go_on_with(train_tiny: Make, runs: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"there is no run in '.*/run' to go on with\.$"):
         train_tiny("run", resume=str(runs / "run/checkpoints/step-00000001"))
 
 
-def test_the_run_of_a_checkpoint_is_meant(train_tiny: Train, runs: Path) -> None:
+def test_the_run_of_a_checkpoint_is_meant(train_tiny: Make, runs: Path) -> None:
     train_tiny("run", {"train.duration": "2 steps"})
     with pytest.raises(RunDirectoryError, match=f"Did you mean --run-dir {runs / 'run'}\\?"):
         train_tiny("other", resume=str(runs / "run/checkpoints/step-00000002"))
@@ -271,7 +255,7 @@ def put_pipe(checkpoint: Path) -> None:
 @pytest.mark.parametrize("damage", [damage, put_pipe])
 @pytest.mark.everyday
 def test_a_damaged_newest_checkpoint_is_set_aside(
-    train_tiny: Train, events: Callable[..., Any], course: Callable[..., Any], damage: Callable[[Path], None]
+    train_tiny: Make, events: Make, course: Make, damage: Callable[[Path], None]
 ) -> None:
     whole = train_tiny("whole", {"train.duration": "12 steps"})
     run = train_tiny("run").run_dir
@@ -286,7 +270,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(
     assert [each for each in course(run) if each["event"] != "incident"] == course(whole.run_dir)
 
 
-def test_with_no_whole_checkpoint_nothing_is_begun_again(train_tiny: Train) -> None:
+def test_with_no_whole_checkpoint_nothing_is_begun_again(train_tiny: Make) -> None:
     run = train_tiny("run").run_dir
     for name in checkpoints(run):
         damage(run / "checkpoints" / name)
@@ -296,7 +280,7 @@ def test_with_no_whole_checkpoint_nothing_is_begun_again(train_tiny: Train) -> N
     assert fingerprint(run) == before
 
 
-def test_a_damaged_checkpoint_asked_for_is_never_replaced_by_another(train_tiny: Train) -> None:
+def test_a_damaged_checkpoint_asked_for_is_never_replaced_by_another(train_tiny: Make) -> None:
     run = train_tiny("run").run_dir
     damage(run / "checkpoints" / "step-00000004")
     with pytest.raises(CheckpointError, match="step-00000004"):
@@ -307,7 +291,7 @@ def test_a_damaged_checkpoint_asked_for_is_never_replaced_by_another(train_tiny:
 # ------------------------------------------------------------------------------------------ the lock
 
 
-def test_two_runs_do_not_share_a_directory(train_tiny: Train, tiny_task: Callable[..., Any]) -> None:
+def test_two_runs_do_not_share_a_directory(train_tiny: Make, tiny_task: Make) -> None:
     def intrude(batch: Any, _: torch.Tensor) -> None:
         if batch.slice.step == 3:
             with pytest.raises(RunDirectoryError, match=f"another process is training.*{os.getpid()}") as caught:
@@ -320,7 +304,7 @@ def test_two_runs_do_not_share_a_directory(train_tiny: Train, tiny_task: Callabl
     assert result.status == "completed"
 
 
-def test_the_lock_is_released_after_a_failure(train_tiny: Train, tiny_task: Callable[..., Any], runs: Path) -> None:
+def test_the_lock_is_released_after_a_failure(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
     with pytest.raises(InterruptedError):
         train_tiny("run", task=tiny_task(on_loss=cut_off_in(2)))
     lock = RunLock(RunDirectory(runs / "run"))
@@ -331,7 +315,7 @@ def test_the_lock_is_released_after_a_failure(train_tiny: Train, tiny_task: Call
 
 
 def test_a_save_that_outlasts_a_failed_run_keeps_the_directory(
-    train_tiny: Train, tiny_task: Callable[..., Any], runs: Path, monkeypatch: pytest.MonkeyPatch
+    train_tiny: Make, tiny_task: Make, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that takes long does not keep back the error; but nobody else writes there until it is done."""
     goes_on = threading.Event()
@@ -377,19 +361,19 @@ def test_without_a_directory_a_new_one_is_made(tiny_recipe: Path, tiny_task: Any
     assert {"recipe.yaml", "plan.json", "environment.json", "events.jsonl", "summary.json"} <= set(os.listdir(made[0]))
 
 
-def test_the_stored_recipe_repeats_the_run(train_tiny: Train, tiny_task: Any, runs: Path) -> None:
+def test_the_stored_recipe_repeats_the_run(train_tiny: Make, tiny_task: Any, runs: Path) -> None:
     first = train_tiny("first", {"train.ema": 0.9, "optimizer.name": "adamw"})
     again = paceline.train(first.run_dir / "recipe.yaml", run_dir=runs / "again", task=tiny_task(), quiet=True)
     assert again.summary.weights_sha256 == first.summary.weights_sha256
     assert again.summary.ema_sha256 == first.summary.ema_sha256
 
 
-def test_the_seed_is_the_run(train_tiny: Train) -> None:
+def test_the_seed_is_the_run(train_tiny: Make) -> None:
     digests = {train_tiny(f"{seed}", {"seed": seed}).summary.weights_sha256 for seed in (0, 1, 2**63 - 1)}
     assert len(digests) == 3
 
 
-def test_the_plan_is_stored_with_its_reasons(train_tiny: Train) -> None:
+def test_the_plan_is_stored_with_its_reasons(train_tiny: Make) -> None:
     plan = json.loads((train_tiny("run").run_dir / "plan.json").read_text())
     assert (plan["total_steps"], plan["global_batch_size"]) == (8, 16)
     assert plan["reasons"]["data.backend"]
@@ -398,7 +382,7 @@ def test_the_plan_is_stored_with_its_reasons(train_tiny: Train) -> None:
 # --------------------------------------------------------------------------------------- initialize_from
 
 
-def test_a_new_run_starts_from_a_runs_weights(train_tiny: Train, weights: Callable[..., Any]) -> None:
+def test_a_new_run_starts_from_a_runs_weights(train_tiny: Make, weights: Make) -> None:
     first = train_tiny("first", {"train.ema": 0.5})
     for source, which in (
         (first.run_dir, "ema"),
@@ -412,7 +396,7 @@ def test_a_new_run_starts_from_a_runs_weights(train_tiny: Train, weights: Callab
                 torch.testing.assert_close(loaded[key], value, rtol=0, atol=1e-12, msg=key)
 
 
-def test_weights_of_another_network_are_refused_by_name(train_tiny: Train) -> None:
+def test_weights_of_another_network_are_refused_by_name(train_tiny: Make) -> None:
     first = train_tiny("first", {"train.duration": "1 steps"})
     with pytest.raises(CheckpointError, match=r"model.initialize_from: '[\w.]+' is .* but the live object has"):
         train_tiny("second", {"model.initialize_from": str(first.run_dir), "model.options.width": 8})

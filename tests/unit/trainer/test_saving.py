@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from paceline.data.batch import Batch
 from paceline.errors import TrainingError, UnreadableError
 
+Make = Callable[..., Any]
+
 EVERY_THIRD = {"checkpoint.every": "3 steps", "evaluate.every": "off", "checkpoint.keep": 9}
 
 
@@ -42,7 +44,7 @@ def saved(run_dir: Path) -> list[int]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], disk: Any, runs: Path
+    train_tiny: Make, tiny_task: Make, disk: Any, runs: Path
 ) -> None:
     """The first save is held back until two further steps are under way; it is whole, and of its own step."""
     held = threading.Event()
@@ -66,7 +68,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert plain.summary.weights_sha256 != result.summary.weights_sha256
 
 
-def test_two_saves_never_overlap(train_tiny: Callable[..., Any], disk: Any) -> None:
+def test_two_saves_never_overlap(train_tiny: Make, disk: Any) -> None:
     writing: set[int] = set()
     most = []
 
@@ -83,7 +85,7 @@ def test_two_saves_never_overlap(train_tiny: Callable[..., Any], disk: Any) -> N
 
 
 def test_a_save_that_fails_ends_the_run_after_the_next_step(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], disk: Any, runs: Path
+    train_tiny: Make, tiny_task: Make, disk: Any, runs: Path
 ) -> None:
     steps: list[int] = []
 
@@ -105,7 +107,7 @@ def test_a_save_that_fails_ends_the_run_after_the_next_step(
 
 
 def test_a_save_that_fails_is_told_beside_another_error(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], disk: Any, runs: Path
+    train_tiny: Make, tiny_task: Make, disk: Any, runs: Path
 ) -> None:
     refused = threading.Event()
 
@@ -125,7 +127,7 @@ def test_a_save_that_fails_is_told_beside_another_error(
     assert "No space left" in caught.value.__notes__[-1]
 
 
-def test_a_save_that_fails_at_the_end_is_no_success(train_tiny: Callable[..., Any], disk: Any, runs: Path) -> None:
+def test_a_save_that_fails_at_the_end_is_no_success(train_tiny: Make, disk: Any, runs: Path) -> None:
     def refuse() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -136,7 +138,7 @@ def test_a_save_that_fails_at_the_end_is_no_success(train_tiny: Callable[..., An
 
 
 def test_after_a_full_disk_the_run_goes_on_to_the_same_end(
-    train_tiny: Callable[..., Any], disk: Any, runs: Path, monkeypatch: pytest.MonkeyPatch
+    train_tiny: Make, disk: Any, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train_tiny("whole", EVERY_THIRD)
 
@@ -154,7 +156,7 @@ def test_after_a_full_disk_the_run_goes_on_to_the_same_end(
 
 
 def test_checkpoints_that_were_moved_to_another_disk_are_resumed_from_and_pruned(
-    train_tiny: Callable[..., Any], tmp_path: Path
+    train_tiny: Make, tmp_path: Path
 ) -> None:
     plain = train_tiny("plain", EVERY_THIRD)
     result = train_tiny("run", {**EVERY_THIRD, "train.until": "6 steps"})
@@ -171,7 +173,7 @@ def test_checkpoints_that_were_moved_to_another_disk_are_resumed_from_and_pruned
 
 
 def test_a_checkpoint_that_cannot_be_read_stops_the_next_start_and_changes_nothing(
-    train_tiny: Callable[..., Any], tmp_path: Path
+    train_tiny: Make, tmp_path: Path
 ) -> None:
     run_dir = train_tiny("run", {**EVERY_THIRD, "train.until": "6 steps"}).run_dir
     newest = run_dir / "checkpoints" / "step-00000006"

@@ -16,41 +16,35 @@ def seconds(**phases: float) -> list[float]:
 QUICK, LATE = (seconds(forward=f, backward=1.0, communication=c, optimizer=0.1) for f, c in ((1.0, 3.0), (3.0, 1.0)))
 IN_FORWARD = [QUICK, LATE, QUICK]
 HIDDEN = [seconds(forward=1.0, backward=4.0), seconds(forward=3.0, backward=2.0), seconds(forward=1.0, backward=4.0)]
+IN_BACKWARD = [seconds(forward=1.0, backward=b, communication=c) for b, c in ((2.0, 3.0), (5.0, 0.0), (2.0, 3.0))]
 IN_DATA = [
     seconds(data_wait=0.5, forward=1.0, backward=1.0, communication=6.0),
     seconds(data_wait=6.5, forward=1.0, backward=1.0),
 ]
 
 
-def test_in_the_forward_pass() -> None:
-    assert find_slowest(IN_FORWARD, waits_in=()) == Slowest(1, "forward", 4.1 / 2.1)
-    assert find_slowest(HIDDEN, waits_in=("backward",)) == Slowest(1, "forward", 5 / 3)
-
-
-def test_in_waiting_for_data() -> None:
-    assert find_slowest(IN_DATA, waits_in=()) == Slowest(1, "data_wait", 8.5 / 2.5)
-
-
-def test_not_in_passes_in_which_all_wait() -> None:
-    assert find_slowest(HIDDEN, waits_in=("forward", "backward")) == Slowest(0, "data_wait", 1.0)
-    assert find_slowest(IN_DATA, waits_in=("forward", "backward")) == Slowest(1, "data_wait", 8.5 / 2.5)
-
-
-def test_in_the_backward_pass_where_nobody_waits_in_it() -> None:
-    quick = seconds(forward=1.0, backward=2.0, communication=3.0)
-    measured = [quick, seconds(forward=1.0, backward=5.0), quick]
-    assert find_slowest(measured, waits_in=()) == Slowest(1, "backward", 2.0)
+@pytest.mark.parametrize(
+    ("measured", "waits_in", "expected"),
+    [
+        (IN_FORWARD, (), Slowest(1, "forward", 4.1 / 2.1)),
+        (HIDDEN, ("backward",), Slowest(1, "forward", 5 / 3)),
+        (IN_DATA, (), Slowest(1, "data_wait", 8.5 / 2.5)),
+        # Not in passes in which all wait.
+        (HIDDEN, ("forward", "backward"), Slowest(0, "data_wait", 1.0)),
+        (IN_DATA, ("forward", "backward"), Slowest(1, "data_wait", 8.5 / 2.5)),
+        (IN_BACKWARD, (), Slowest(1, "backward", 2.0)),
+        ([seconds(forward=1.0)], ("backward",), None),
+        ([seconds(), seconds()], ("backward",), None),
+    ],
+)
+def test_the_slowest_is_found(measured: list[list[float]], waits_in: tuple[str, ...], expected: Slowest | None) -> None:
+    assert find_slowest(measured, waits_in=waits_in) == expected
 
 
 @pytest.mark.parametrize("phase", ["h2d", "optimizer", "ema", "host"])
 def test_in_any_part_that_is_its_own(phase: str) -> None:
     quick = seconds(forward=1.0, communication=1.0, logging=2.0)
     assert find_slowest([quick, seconds(forward=1.0, **{phase: 1.0})], waits_in=()) == Slowest(1, phase, 2.0)
-
-
-@pytest.mark.parametrize("measured", [[seconds(forward=1.0)], [seconds(), seconds()]], ids=["alone", "no seconds"])
-def test_nobody(measured: list[list[float]]) -> None:
-    assert find_slowest(measured, waits_in=("backward",)) is None
 
 
 def test_how_much_they_differ() -> None:

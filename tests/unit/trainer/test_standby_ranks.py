@@ -15,7 +15,7 @@ from paceline.recipe.load import load_recipe
 from paceline.records.events import Status
 from paceline.records.reader import Summary
 from paceline.records.run_directory import write_json
-from paceline.trainer.standby_ranks import elastic_notices, wait_for_training, without_standby_ranks
+from paceline.trainer.train import elastic_notices, wait_for_training, without_standby_ranks
 from paceline.world import World
 
 EIGHT_PARTS = load_recipe("digits", ["parallel.exact=true"]).recipe

@@ -12,6 +12,8 @@ import torch
 import paceline
 from paceline.data.batch import Batch
 
+Make = Callable[..., Any]
+
 SHARES = {
     "batch.global_size": 16,
     "train.duration": "12 steps",
@@ -21,7 +23,7 @@ SHARES = {
 
 
 @pytest.fixture
-def logging_task(tiny_task: Callable[..., Any]) -> Callable[..., Any]:
+def logging_task(tiny_task: Make) -> Make:
     """A task that logs the mean of its samples' ids, and now and then another number."""
 
     def make(recipe: Any) -> Any:
@@ -43,9 +45,7 @@ def records(found: list[dict[str, Any]]) -> Iterator[tuple[int, float, float | N
         yield each["step"], pytest.approx(each["mean_id"], rel=1e-5), each.get("sevens")
 
 
-def test_the_mean_is_over_samples_however_they_are_cut(
-    train_tiny: Callable[..., Any], logging_task: Any, events: Callable[..., Any]
-) -> None:
+def test_the_mean_is_over_samples_however_they_are_cut(train_tiny: Make, logging_task: Any, events: Make) -> None:
     whole = train_tiny("whole", SHARES, task=logging_task)
     cut = train_tiny("cut", SHARES | {"batch.micro_size": 4}, task=logging_task)
     first = list(records(events(whole.run_dir, "step")))
@@ -55,9 +55,7 @@ def test_the_mean_is_over_samples_however_they_are_cut(
     assert 15 < per_epoch < 36
 
 
-def test_a_resume_changes_no_record(
-    train_tiny: Callable[..., Any], logging_task: Any, events: Callable[..., Any]
-) -> None:
+def test_a_resume_changes_no_record(train_tiny: Make, logging_task: Any, events: Make) -> None:
     whole = train_tiny("whole", SHARES, task=logging_task)
     train_tiny("resumed", SHARES | {"train.until": "5 steps"}, task=logging_task)
     resumed = train_tiny("resumed", SHARES, task=logging_task)
@@ -69,13 +67,13 @@ def test_a_resume_changes_no_record(
 
 
 @pytest.mark.parametrize("name", ["loss", "step_seconds", "slowest_rank", "throughput_samples_per_second", "two words"])
-def test_names_of_records_are_refused(tiny_task: Callable[..., Any], name: str) -> None:
+def test_names_of_records_are_refused(tiny_task: Make, name: str) -> None:
     task = tiny_task()(paceline.load_recipe("digits").recipe)
     with pytest.raises(ValueError, match="choose another"):
         task.log(name, 1.0)
 
 
-def test_nothing_is_logged_in_evaluation(tiny_task: Callable[..., Any]) -> None:
+def test_nothing_is_logged_in_evaluation(tiny_task: Make) -> None:
     task = tiny_task()(paceline.load_recipe("digits").recipe)
     with torch.no_grad():
         task.log("mine", 1.0)
@@ -98,7 +96,7 @@ class Logging(paceline.ImageClassification):
 
 
 def test_ranks_are_averaged_by_their_samples(
-    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Callable[..., Any]
+    tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: Make
 ) -> None:
     (tmp_path / "logging_task.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)

@@ -12,6 +12,8 @@ from torch import nn
 
 from paceline.errors import ModelError, RecipeError
 
+Make = Callable[..., Any]
+
 SAID = r"2 parameter\(s\) took no part in the loss: spare.weight, spare.bias; freeze them \(model.frozen\)"
 
 
@@ -28,17 +30,13 @@ class Spare(nn.Module):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_it_is_named_before_the_weights_move(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], runs: Path, exact: bool
-) -> None:
+def test_it_is_named_before_the_weights_move(train_tiny: Make, tiny_task: Make, runs: Path, exact: bool) -> None:
     with pytest.raises(ModelError, match=SAID):
         train_tiny("run", {"parallel.exact": exact}, task=tiny_task(make_network=Spare))
     assert not list((runs / "run" / "checkpoints").glob("step-*"))
 
 
-def test_it_may_be_allowed_and_stays_as_it_was(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], weights: Callable[..., Any]
-) -> None:
+def test_it_may_be_allowed_and_stays_as_it_was(train_tiny: Make, tiny_task: Make, weights: Make) -> None:
     made: list[torch.Tensor] = []
 
     def make() -> nn.Module:
@@ -51,7 +49,7 @@ def test_it_may_be_allowed_and_stays_as_it_was(
     assert torch.equal(weights(result)["spare.weight"], made[-1])
 
 
-def test_a_frozen_one_is_none(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_a_frozen_one_is_none(train_tiny: Make, tiny_task: Make) -> None:
     class Frozen(Spare):
         def __init__(self) -> None:
             super().__init__()
@@ -60,6 +58,6 @@ def test_a_frozen_one_is_none(train_tiny: Callable[..., Any], tiny_task: Callabl
     assert train_tiny("run", task=tiny_task(make_network=Frozen)).status == "completed"
 
 
-def test_an_exact_run_cannot_allow_it(train_tiny: Callable[..., Any]) -> None:
+def test_an_exact_run_cannot_allow_it(train_tiny: Make) -> None:
     with pytest.raises(RecipeError, match=r"does not go with parallel\.exact=true"):
         train_tiny("run", {"parallel.exact": True, "parallel.unused_parameters": "allow"})

@@ -19,6 +19,8 @@ from paceline.trainer import step_stats
 from paceline.trainer.preparation import Prepared
 from paceline.trainer.step_stats import Utilisation
 
+Make = Callable[..., Any]
+
 SENSITIVE = {
     "model.options.dropout": 0.3,
     "train.ema": 0.9,
@@ -40,8 +42,8 @@ def known_cpu(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def test_utilisation_is_throughput_by_flops_over_peak() -> None:
     ours = Utilisation(device=find_device("a100"), processes=8, flops={"bf16": 24.5e9})
-    assert ours.mfu(16_621) == pytest.approx(16_621 * 24.5e9 / (8 * 312e12))
-    assert ours.mfu(None) is None
+    assert ours.for_record(16_621)["mfu"] == pytest.approx(16_621 * 24.5e9 / (8 * 312e12))
+    assert ours.for_record(None) == {"mfu": None}
     unknown = replace(ours, flops={}, why_not="reasons")
     assert unknown.for_record(16_621) == {}
     assert unknown.event({"step": 0}).message == "mfu is not recorded: reasons"
@@ -50,13 +52,13 @@ def test_utilisation_is_throughput_by_flops_over_peak() -> None:
 def test_each_part_is_held_against_its_own_peak() -> None:
     ours = Utilisation(device=find_device("a100"), processes=1, flops={"tf32": 156e9, "fp32": 19.5e9})
     # A millisecond in TF32 and one in fp32: at 500 samples a second it is done all the time.
-    assert ours.mfu(500) == pytest.approx(1)
+    assert ours.for_record(500)["mfu"] == pytest.approx(1)
     said = ours.event({"step": 0})
     assert "tf32 156 TFLOP/s for 88.9%, fp32 19.5 TFLOP/s for 11.1%" in said.message
     assert said.metrics["peak_flops_per_second"] == pytest.approx(175.5e9 / 2e-3)
 
 
-def test_a_cpus_records_are_silent(train_tiny: Callable[..., Any], events: Callable[..., Any]) -> None:
+def test_a_cpus_records_are_silent(train_tiny: Make, events: Make) -> None:
     result = train_tiny("silent", SENSITIVE)
     assert result.summary.mfu is None
     assert not events(result.run_dir, "measurement")
@@ -64,7 +66,7 @@ def test_a_cpus_records_are_silent(train_tiny: Callable[..., Any], events: Calla
 
 
 def test_a_known_devices_records_have_it_and_weights_are_the_same(
-    known_cpu: Device, train_tiny: Callable[..., Any], events: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    known_cpu: Device, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     states: list[bool] = []
 
@@ -105,7 +107,7 @@ def _by_hand(result: Any) -> float:
 
 
 def test_a_network_that_needs_numbers_says_why_there_is_no_figure(
-    known_cpu: Device, train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+    known_cpu: Device, train_tiny: Make, tiny_task: Make, events: Make
 ) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -123,9 +125,7 @@ def test_a_network_that_needs_numbers_says_why_there_is_no_figure(
     assert not any("mfu" in each for each in events(result.run_dir, "step"))
 
 
-def test_growing_images_have_no_figure(
-    known_cpu: Device, train_tiny: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_growing_images_have_no_figure(known_cpu: Device, train_tiny: Make, events: Make) -> None:
     changes = {"data.progressive.start_size": 4, "data.progressive.multiple": 4}
     result = train_tiny("growing", {**SENSITIVE, **changes})
     (said,) = events(result.run_dir, "measurement")
@@ -133,7 +133,7 @@ def test_growing_images_have_no_figure(
 
 
 def test_a_network_that_is_kept_is_left_alone(
-    known_cpu: Device, train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any]
+    known_cpu: Device, train_tiny: Make, tiny_task: Make, events: Make
 ) -> None:
     """Built a second time, it is the one in training."""
     kept = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))

@@ -23,6 +23,8 @@ from paceline.tasks.image_classification import AveragedViews
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 
+Make = Callable[..., Any]
+
 VIEWS = {"flip": 2, "flip_shift": 6, "five_crop": 5, "ten_crop": 10}
 
 
@@ -79,15 +81,6 @@ def test_every_view_has_the_images_memory_format(kind: str, memory_format: torch
 
 
 @torch.no_grad()
-def test_a_mirrored_image_gets_the_same_answer() -> None:
-    model = small_resnet(5, 3, width=4).eval()
-    images = torch.randn(6, 3, 20, 20)
-    for kind in ("flip", "ten_crop"):
-        answers = AveragedViews(model, kind, 16)
-        torch.testing.assert_close(answers(images), answers(images.flip(-1)))
-
-
-@torch.no_grad()
 def test_sure_and_impossible_answers_stay_numbers() -> None:
     """Where a class's probability is too small for a float, in all views or in one."""
     scripted = iter([torch.tensor([[200.0, 0.0]]), torch.tensor([[0.0, 200.0]]), *[torch.tensor([[200.0, 0.0]])] * 2])
@@ -134,9 +127,7 @@ def trained(photos: Path, runs: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("kind", ["flip", "ten_crop"])
-def test_training_evaluation_and_prediction_agree(
-    kind: str, trained: Callable[..., Path], events: Callable[..., Any]
-) -> None:
+def test_training_evaluation_and_prediction_agree(kind: str, trained: Callable[..., Path], events: Make) -> None:
     run_dir, plain = trained(kind), trained("none")
     file = run_dir / "predictions.jsonl"
     report = evaluate_target(EvaluationRequest(target=run_dir, predictions=file))
@@ -172,30 +163,6 @@ def test_the_memory_back_end_shows_the_larger_picture_too(trained: Callable[...,
     files = evaluate_target(EvaluationRequest(target=run_dir))
     memory = evaluate_target(EvaluationRequest(target=run_dir, overrides=["data.backend=memory", "data.workers=null"]))
     assert memory.metrics == files.metrics
-
-
-class Counted(nn.Module):
-    """Counts its forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += not self.training
-        answers: torch.Tensor = self.layers(x)
-        return answers
-
-
-@pytest.mark.parametrize(("kind", "passes"), [("none", 2), ("flip", 4)])
-def test_it_costs_its_views_and_nothing_where_it_is_off(
-    kind: str, passes: int, train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
-    made: list[Counted] = []
-    task = tiny_task(make_network=lambda: made.append(Counted()) or made[-1])
-    train_tiny("run", {"evaluate.every": "8 steps", "evaluate.augment": kind}, task=task)
-    assert made[-1].passes == passes  # 21 samples in batches of 16
 
 
 def test_the_trained_weights_do_not_know_of_it(trained: Callable[..., Path]) -> None:
