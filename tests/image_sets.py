@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages
 from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Data
+
+if TYPE_CHECKING:
+    from paceline.data.packing.pack import Packed
 
 
 def opened_set(
@@ -34,3 +38,16 @@ def opened_set(
     found = entry.open(request)
     assert isinstance(found, StoredImages)
     return found
+
+
+def packed(source: Path | str, destination: Path, **options: Any) -> Packed:
+    """The images of a source, packed as the command does it."""
+    from paceline.data.packing.pack import Request, pack
+
+    request = Request(source=str(source), destination=destination, **options)
+    return pack(request, lambda done, total: None, lambda line: None)
+
+
+def files(root: Path) -> dict[str, str]:
+    """Digests of the files in a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.iterdir() if path.is_file()}

@@ -113,7 +113,7 @@ class Pack:
         int | None,
         Ge(1),
         Shape(without=("text",)),
-        "Processes that make shards (default: one per core); they change no byte.",
+        "Threads that make shards (default: one per core); they change no byte.",
     ] = None
     skip_broken: Annotated[bool, _images(), "Leave out images that cannot be read, and list them in packed.json."] = (
         False

@@ -14,14 +14,13 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from image_sets import opened_set
+from image_sets import opened_set, packed
 from PIL import Image
 
 from paceline.cli.pack import Kind
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.packed import read_manifest
 from paceline.data.packing.origins import detect, open_origin
-from paceline.data.packing.pack import Request, pack
 from paceline.dataset_registry import DatasetsUsing
 from paceline.errors import DataError
 from paceline.recipe.data import Data
@@ -29,11 +28,6 @@ from paceline.recipe.data import Data
 pytest.importorskip("pyarrow")
 
 DRAWS = np.random.default_rng(0)
-
-
-def packed(source: Path | str, destination: Path, **options: object) -> None:
-    request = Request(source=str(source), destination=destination, **options)  # type: ignore[arg-type]
-    pack(request, lambda done, total: None, lambda line: None)
 
 
 def cifar10(folder: Path) -> Path:
@@ -240,7 +234,7 @@ def test_torchvision_reads_what_we_read(tmp_path: Path, monkeypatch: pytest.Monk
     ours = open_origin(str(tmp_path))
     for name, train in (("train", True), ("validation", False)):
         theirs = MNIST(str(tmp_path), train=train)
-        mine = ours.splits[name].source
+        mine = ours.splits[name]
         assert mine.labels.tolist() == theirs.targets.tolist()
         assert all(np.array_equal(mine.read(k)[..., 0], theirs.data[k].numpy()) for k in range(len(mine)))
 
@@ -268,7 +262,7 @@ def test_torchvision_reads_cifar100_as_we_do(tmp_path: Path, monkeypatch: pytest
     assert ours.classes == tuple(names)
     for name, train in (("train", True), ("validation", False)):
         theirs = CIFAR100(str(tmp_path), train=train)
-        mine = ours.splits[name].source
+        mine = ours.splits[name]
         assert mine.labels.tolist() == theirs.targets
         assert all(np.array_equal(mine.read(k), theirs.data[k]) for k in range(len(mine)))
 
