@@ -78,7 +78,7 @@ class ByteTokenizer:
     vocabulary = 259
     end = 256
     mask = 257
-    pad = 258
+    pad: int | None = 258
     digest = "bytes"
 
     def encode(self, text: str) -> TokenIds:
@@ -251,7 +251,9 @@ class HuggingFaceTokenizer:
         """Bytes that each id stands for, int64 [vocabulary]."""
         counts = np.zeros(self.vocabulary, dtype=np.int64)
         added = self._library.get_added_tokens_decoder()
-        is_of_bytes = _is_of_bytes(load_json(self._content))
+        decoder = load_json(self._content).get("decoder") or {}
+        # Whether tokens are written in characters that stand for bytes.
+        is_of_bytes = any(each.get("type") == "ByteLevel" for each in decoder.get("decoders", [decoder]))
         for token, number in self._library.get_vocab(with_added_tokens=True).items():
             if number in self._unread:
                 continue
@@ -303,10 +305,3 @@ def _find(vocabulary: Mapping[str, int], said: str | None, usual: Sequence[str],
             raise DataError(f"{where} has no token {said!r}, which is named beside it; correct one of them.")
         return vocabulary[said]
     return next((vocabulary[each] for each in usual if each in vocabulary), None)
-
-
-def _is_of_bytes(tree: Mapping[str, Any]) -> bool:
-    """Whether its tokens are written in characters that stand for bytes."""
-    decoder = tree.get("decoder") or {}
-    parts = decoder.get("decoders", [decoder])
-    return any(each.get("type") == "ByteLevel" for each in parts)
