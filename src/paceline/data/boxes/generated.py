@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.data.boxes.pipeline import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
-from paceline.recipe.data import GeneratedBoxes
+from paceline.recipe.data import Data, GeneratedBoxes
 
 CLASSES = ("disc", "rectangle", "triangle")
 
@@ -211,7 +211,7 @@ class _Blank:
         return f"stand-in {sample}"
 
 
-def stand_in() -> BoxDataset:
+def stand_in(data: Data) -> BoxDataset:
     """As many pictures as COCO 2017 has, of its usual size."""
     return BoxDataset(
         name="stand-in",

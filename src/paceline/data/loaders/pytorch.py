@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import mmap
 import multiprocessing
 import multiprocessing.util
 import os
@@ -27,10 +26,10 @@ import threading
 import time
 import warnings
 import weakref
-from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from types import TracebackType
 from typing import Any
@@ -267,7 +266,8 @@ class _WorkerState:
     def __init__(self, workers: int, source: SampleSource) -> None:
         self._source = source
         self._run_process = os.getpid()
-        share = _shared if workers else list[int]
+        # Without workers, no shared memory is needed, which a /dev/shm that cannot be written to does not hold.
+        share: Any = partial(RawArray, "q") if workers else list[int]
         self._closing = share([0])
         self._pids = share([0] * max(workers, 1))
         self._reading = share([-1] * max(workers, 1))
@@ -368,16 +368,6 @@ class _WorkerState:
         # The other thread may be in the midst of making room for a batch.
         forget_shared_memory_of(os.getpid())
         os._exit(0)
-
-
-def _shared(numbers: list[int]) -> Any:
-    """Numbers of 64 bits that this process and its workers write to."""
-    if sys.platform != "linux":
-        return RawArray("q", numbers)
-    # Forked workers need no file for it, which a /dev/shm that cannot be written to would not hold.
-    memory = memoryview(mmap.mmap(-1, 8 * len(numbers))).cast("q")
-    memory[:] = array("q", numbers)
-    return memory
 
 
 def _check_socket_path(directory: str) -> None:
