@@ -11,7 +11,7 @@ from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Data
 
 if TYPE_CHECKING:
-    from paceline.data.packing.pack import Packed
+    from paceline.data.image.sets.packed import Manifest
 
 
 def opened_set(
@@ -40,7 +40,7 @@ def opened_set(
     return found
 
 
-def packed(source: Path | str, destination: Path, **options: Any) -> Packed:
+def packed(source: Path | str, destination: Path, **options: Any) -> tuple[Manifest, int]:
     """The images of a source, packed as the command does it."""
     from paceline.data.packing.pack import Request, pack
 

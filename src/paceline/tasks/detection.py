@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,7 @@ from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
 from paceline.models.detectors import build_detector, says_masks
 from paceline.plan import DataFacts
-from paceline.recipe.data import Data
+from paceline.recipe.data import Data, GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.registry import open_dataset
@@ -217,8 +218,7 @@ class Detection(Task):
             found["data.detection.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
             return found
         why = "it says how data.dataset=shapes is generated"
-        keys = ("samples", "evaluation_samples", "smallest_side", "largest_side", "objects")
-        return found | {f"data.detection.generated.{key}": why for key in keys}
+        return found | {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}
 
 
 def why_not_sharded(task: Task) -> str:

@@ -17,7 +17,7 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
-from paceline.data.text.corpus import TextDataset, TokenCorpus
+from paceline.data.text.corpus import StoredCorpus, TextDataset
 from paceline.data.text.datasets import open_text
 from paceline.data.text.pipeline import (
     EVALUATION_SEED,
@@ -191,7 +191,7 @@ class LanguageModeling(Task):
         """Perplexity, which is no mean: e to the power of one."""
         return () if self._is_masked else (Perplexity(),)
 
-    def _rows(self, corpus: TokenCorpus, seed: int) -> RowTable:
+    def _rows(self, corpus: StoredCorpus, seed: int) -> RowTable:
         text = self.recipe.data.text
         if text.rows == "packed":
             return packed_rows(corpus.lengths, text.context, seed)
@@ -203,7 +203,7 @@ class LanguageModeling(Task):
         width = None if text.rows == "single" else text.context
         return SampleLengths(tokens=table.tokens, multiple=text.pad_multiple, width=width, most=text.context)
 
-    def _split(self, corpus: TokenCorpus, table: RowTable, seed: int) -> TextSplit:
+    def _split(self, corpus: StoredCorpus, table: RowTable, seed: int) -> TextSplit:
         masking, text, tokenizer = None, self.recipe.data.text, self.dataset.tokenizer
         if self._is_masked:
             assert tokenizer.mask is not None

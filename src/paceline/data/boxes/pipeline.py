@@ -52,33 +52,6 @@ def shown_sizes(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np
     return shown
 
 
-class TrainingView:
-    """Flips and resizes the pictures of a batch, with their boxes and masks, as drawn for each."""
-
-    def __init__(self, boxes: Boxes, seed: int) -> None:
-        self._boxes = boxes
-        self._seed = seed
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch as the network learns from it; floats stay on their scale."""
-        draws = uniforms(self._seed, batch.slice.epoch, batch.ids, 2)
-        shown = [
-            self._shown(image, target, float(flip), float(scale))
-            for image, target, (flip, scale) in zip(batch.inputs, batch.targets, draws, strict=True)
-        ]
-        return replace(batch, inputs=[image for image, _ in shown], targets=[target for _, target in shown])
-
-    def _shown(self, image: Tensor, target: Target, flip: float, scale: float) -> tuple[Tensor, Target]:
-        if flip < self._boxes.flip:
-            image, target = flipped(image, target)
-        sides = self._boxes.short_sides
-        if sides is None:
-            return image, target
-        height, width = image.shape[1:]
-        size = shown_size(height, width, sides[int(scale * len(sides))], self._boxes.long_side)
-        return (image, target) if size == (height, width) else resized(image, target, size)
-
-
 def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
     """A picture [C, H, W] and its objects, mirrored."""
     left, top, right, bottom = target["boxes"].unbind(1)
@@ -144,7 +117,7 @@ class BoxPipeline(SimplePipeline):
     ) -> None:
         self._sources: dict[bool, BoxSource] = {True: dataset.train, False: dataset.validation}
         self._masks = masks
-        self._view = TrainingView(boxes, seed)
+        self._boxes, self._seed = boxes, seed
         held_out = len(dataset.validation)
         super().__init__(
             self._pictures, evaluation_samples=held_out, placement=placement, threads=threads, prefetch=prefetch
@@ -159,9 +132,24 @@ class BoxPipeline(SimplePipeline):
         batches = made_ahead(read, slices, threads=self._threads, prefetch=self._prefetch)
 
         def finish(batch: Batch) -> Batch:
-            return with_something(self._view(batch) if training else batch, self._placement.device)
+            return with_something(self._varied(batch) if training else batch, self._placement.device)
 
         return to_device(batches, as_floats, self._placement, finish, self._moving if training else nullcontext)
+
+    def _varied(self, batch: Batch) -> Batch:
+        """Flip and resize the pictures of a batch, with their boxes and masks, as drawn for each."""
+        sides, shown = self._boxes.short_sides, []
+        draws = uniforms(self._seed, batch.slice.epoch, batch.ids, 2).tolist()
+        for image, target, (flip, scale) in zip(batch.inputs, batch.targets, draws, strict=True):
+            if flip < self._boxes.flip:
+                image, target = flipped(image, target)  # noqa: PLW2901
+            if sides is not None:
+                height, width = image.shape[1:]
+                size = shown_size(height, width, sides[int(scale * len(sides))], self._boxes.long_side)
+                if size != (height, width):
+                    image, target = resized(image, target, size)  # noqa: PLW2901
+            shown.append((image, target))
+        return replace(batch, inputs=[image for image, _ in shown], targets=[target for _, target in shown])
 
     def _pictures(self, part: SampleSlice, training: bool) -> Batch:
         source = self._sources[training]

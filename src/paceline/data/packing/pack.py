@@ -256,26 +256,16 @@ class Request:
     part: Data | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """What packing has come to.
-
-    Attributes:
-        manifest: What is in the dataset.
-        found: Images that were packed already when the command began.
-    """
-
-    manifest: Manifest
-    found: int
-
-
-def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Packed:
+def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tuple[Manifest, int]:
     """Pack a source, or go on with it.
 
     Args:
         request: What to pack, and how.
         progress: Told how many images are done, and how many there are.
         say: Told what was found, in a sentence.
+
+    Returns:
+        What is in the dataset, and how many images were packed already when the command began.
 
     Raises:
         DataError: If the source cannot be packed like this, or the destination holds something else.
@@ -292,7 +282,7 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Pa
         say(sentence)
     finished = _finished(root, opened, form)
     if finished is not None:
-        return Packed(manifest=finished, found=finished.total)
+        return finished, finished.total
     if root.exists() and not root.is_dir():
         raise DataError(f"DEST {str(root)!r} is a file: choose a directory that is empty or new.")
     if root.is_dir() and not (root / UNFINISHED).is_dir() and any(root.iterdir()):
@@ -309,7 +299,7 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Pa
             make_shards(root, opened, form, missing, request.workers, progress)
             manifest = _assemble(root, opened, form, shards, skip_broken=request.skip_broken)
             shutil.rmtree(root / UNFINISHED, ignore_errors=True)
-    return Packed(manifest=manifest, found=opened.total - sum(shard.end - shard.begin for shard in missing))
+    return manifest, opened.total - sum(shard.end - shard.begin for shard in missing)
 
 
 def _choose_form(request: Request, opened: OpenedOrigin) -> Form:
@@ -324,16 +314,14 @@ def _choose_form(request: Request, opened: OpenedOrigin) -> Form:
             f"--mode original keeps image files as they are, but {opened.origin.kind} holds pixels: use --mode raw, "
             "which loses nothing there, or jpeg."
         )
-    given = {"--max-side": request.max_side, "--quality": request.quality, "--size": request.size}
-    useful: dict[Mode, tuple[str, ...]] = {
-        "original": (),
-        "jpeg": ("--max-side", "--quality"),
-        "raw": ("--max-side", "--size"),
-    }
-    for option, value in given.items():
-        if value is not None and option not in useful[mode]:
-            modes = " or ".join(name for name, options in useful.items() if option in options)
-            raise DataError(f"{option} {value} has no effect with --mode {mode}: leave it out, or use --mode {modes}.")
+    for option, value, modes in (
+        ("--max-side", request.max_side, ("jpeg", "raw")),
+        ("--quality", request.quality, ("jpeg",)),
+        ("--size", request.size, ("raw",)),
+    ):
+        if value is not None and mode not in modes:
+            said = " or ".join(modes)
+            raise DataError(f"{option} {value} has no effect with --mode {mode}: leave it out, or use --mode {said}.")
     if request.size is not None and request.max_side is not None:
         raise DataError("--size makes squares and --max-side keeps the shape of each image: give one of them.")
     return Form(

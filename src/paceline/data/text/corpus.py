@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,48 +28,8 @@ Documents = list[tuple[str, str]]
 """Names and texts."""
 
 
-class TokenCorpus(Protocol):
-    """The documents of one split as tokens, each with its end."""
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document, int64 [documents]."""
-        ...
-
-    def read(self, document: int, begin: int, end: int) -> TokenIds:
-        """Tokens ``begin`` to ``end`` (excluded) of a document, int64 [end - begin]."""
-        ...
-
-    def name(self, document: int) -> str:
-        """A document's name, for people."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextDataset:
-    """Text in two splits, as tokens.
-
-    Attributes:
-        name: What the recipe calls it.
-        train: Documents to learn from.
-        validation: Held-out documents.
-        tokenizer: What made tokens of them.
-        digest: Says whether two runs saw the same data.
-        reason: Where the held-out documents come from, where ``validation_fraction`` has no say in it.
-        left_out: What is there and not used, a sentence for each kind.
-    """
-
-    name: str
-    train: TokenCorpus
-    validation: TokenCorpus
-    tokenizer: Tokenizer
-    digest: str
-    reason: str | None = None
-    left_out: tuple[str, ...] = ()
-
-
 class StoredCorpus:
-    """Documents whose tokens lie one after the other in an array, which may be a memory-mapped file.
+    """The documents of one split: tokens, each document's with its end, in an array that may be a mapped file.
 
     Args:
         tokens: Ids, unsigned integers [tokens].
@@ -91,6 +51,29 @@ class StoredCorpus:
     def name(self, document: int) -> str:
         """The name it came with."""
         return self.names[document]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDataset:
+    """Text in two splits, as tokens.
+
+    Attributes:
+        name: What the recipe calls it.
+        train: Documents to learn from.
+        validation: Held-out documents.
+        tokenizer: What made tokens of them.
+        digest: Says whether two runs saw the same data.
+        reason: Where the held-out documents come from, where ``validation_fraction`` has no say in it.
+        left_out: What is there and not used, a sentence for each kind.
+    """
+
+    name: str
+    train: StoredCorpus
+    validation: StoredCorpus
+    tokenizer: Tokenizer
+    digest: str
+    reason: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def encoded(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> StoredCorpus:
@@ -161,7 +144,10 @@ def _write_all(corpora: dict[str, StoredCorpus], tokenizer: Tokenizer, folder: P
         np.save(folder / f"{split}.lengths.npy", corpus.lengths)
         names = "".join(name.replace("\n", " ") + "\n" for name in corpus.names)
         (folder / f"{split}.names.txt").write_text(names, encoding="utf-8")
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as content:
+            digests[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
     packed = PackedText(
         documents={split: len(corpus.lengths) for split, corpus in corpora.items()},
         tokens={split: len(corpus.tokens) for split, corpus in corpora.items()},

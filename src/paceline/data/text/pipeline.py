@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from paceline.data.balance import SampleLengths
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
-from paceline.data.text.corpus import TokenCorpus
+from paceline.data.text.corpus import StoredCorpus
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 
 # Held-out samples are hidden alike in every run and epoch; these are no run's own draws.
@@ -85,7 +85,7 @@ class TextSplit:
         masking: Hides tokens, if hidden ones are asked for; else each token is asked for the next.
     """
 
-    corpus: TokenCorpus
+    corpus: StoredCorpus
     table: RowTable
     lengths: SampleLengths
     masking: Masking | None = None
@@ -255,8 +255,7 @@ def single_rows(lengths: Whole, context: int) -> RowTable:
     return RowTable.of_separate(documents, begins, ends, starts, lengths=lengths, context=context)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One row, read.
 
     Attributes:
@@ -276,7 +275,7 @@ NOTHING = -100
 """A target that is not asked for, as torch's cross-entropy knows it."""
 
 
-def read_row(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
+def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
     """Read a row's tokens and what follows each."""
     pieces = table.pieces(row)
     if table.separate:
@@ -284,23 +283,15 @@ def read_row(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
         read = [corpus.read(document, begin, stop) for (document, begin, _), stop in zip(pieces, stops, strict=True)]
         sizes = [end - begin for _, begin, end in pieces]
         after = [np.append(ids[1:], [NOTHING] * (1 + n - len(ids))) for ids, n in zip(read, sizes, strict=True)]
-        return Row(
-            tokens=np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)]),
-            following=np.concatenate(after).astype(np.int64),
-            positions=np.concatenate([np.arange(n, dtype=np.int64) for n in sizes]),
-            documents=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
-        )
+        tokens = np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)])
+        positions = np.concatenate([np.arange(n, dtype=np.int64) for n in sizes])
+        documents = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+        return Row(tokens, np.concatenate(after).astype(np.int64), positions, documents)
     parts, following = [corpus.read(*piece) for piece in pieces], table.next_piece(row)
-    at_end = np.array([NOTHING])
-    parts.append(at_end if following is None else corpus.read(following[0], following[1], following[1] + 1))
+    parts.append(np.array([NOTHING]) if following is None else corpus.read(*following, following[1] + 1))
     stream = np.concatenate(parts)
     size = len(stream) - 1
-    return Row(
-        tokens=stream[:-1],
-        following=stream[1:],
-        positions=np.arange(size, dtype=np.int64),
-        documents=np.zeros(size, dtype=np.int64),
-    )
+    return Row(stream[:-1], stream[1:], np.arange(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
 
 
 def _summed(values: Whole, starts: Whole) -> Whole:

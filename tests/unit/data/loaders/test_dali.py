@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -371,24 +370,6 @@ def test_no_thread_is_left(charts: FileSource, shuffled: Shuffled) -> None:
     while threads_of_this_process() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads_of_this_process() <= before
-
-
-def test_a_mutated_order_or_draw_is_seen(charts: FileSource, shuffled: Shuffled, monkeypatch: Any) -> None:
-    """A back-end that reads the next sample, draws for another epoch, or flips all, agrees no longer."""
-    from paceline.data.loaders import dali as backend
-
-    pieces = shuffled(24, 6)
-    reference = pytorch(charts, pieces, view(RESIZED))
-    real = backend.draw
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "draw", lambda augment, seed, epoch, ids: real(augment, seed, epoch + 1, ids))
-        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
-    with monkeypatch.context() as patch:
-        patch.setattr(FileSource, "encoded", lambda self, sample: Path(self.path((sample + 1) % 24)).read_bytes())
-        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
-    with monkeypatch.context() as patch:
-        patch.setattr(DaliBackend, "_flip", lambda self, work, row: True)
-        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -126,13 +126,13 @@ def test_raw_squares_are_read_at_once(photos: Path, tmp_path: Path) -> None:
 
 
 def test_the_digest_is_of_the_images(photos: Path, tmp_path: Path) -> None:
-    first = packed(photos, tmp_path / "first").manifest.digest
+    first = packed(photos, tmp_path / "first")[0].digest
     path = photos / "val" / "dog" / "003.jpg"
     content = path.read_bytes()
     path.write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
-    assert packed(photos, tmp_path / "second").manifest.digest != first
+    assert packed(photos, tmp_path / "second")[0].digest != first
     path.write_bytes(content)
-    assert packed(photos, tmp_path / "third").manifest.digest == first
+    assert packed(photos, tmp_path / "third")[0].digest == first
 
 
 def test_opening_reads_no_image(photos: Path, tmp_path: Path) -> None:
@@ -195,11 +195,9 @@ def test_reading_needs_no_arrow(photos: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_time_nothing_is_done(photos: Path, tmp_path: Path) -> None:
-    first = packed(photos, tmp_path / "dest")
+    first, found = packed(photos, tmp_path / "dest")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "dest").iterdir()}
-    second = packed(photos, tmp_path / "dest")
-    assert (first.found, second.found) == (0, 24)
-    assert first.manifest == second.manifest
+    assert (found, packed(photos, tmp_path / "dest")) == (0, (first, 24))
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "dest").iterdir()}
     with pytest.raises(DataError, match="holds another packed dataset"):
         packed(photos, tmp_path / "dest", mode="raw")
@@ -216,10 +214,10 @@ def test_broken_images_are_named_or_left_out(
     with pytest.raises(DataError, match=r"2 image\(s\) of .* be read: train/cat/001.jpg \(.*val/dog/002"):
         packed(photos, tmp_path / "dest", mode=mode)
     assert not (tmp_path / "dest" / MANIFEST).exists()
-    result = packed(photos, tmp_path / "dest", mode=mode, skip_broken=True)
-    assert result.found == 24  # nothing is read a second time
-    assert result.manifest.samples == {"train": 11, "validation": 11}
-    assert [(each.split, each.name) for each in result.manifest.left_out] == [
+    manifest, found = packed(photos, tmp_path / "dest", mode=mode, skip_broken=True)
+    assert found == 24  # nothing is read a second time
+    assert manifest.samples == {"train": 11, "validation": 11}
+    assert [(each.split, each.name) for each in manifest.left_out] == [
         ("train", "train/cat/001.jpg"),
         ("validation", "val/dog/002.jpg"),
     ]
