@@ -205,12 +205,13 @@ class PytorchBackend:
         """Turn what torch says of a worker that died or hangs into a sentence that names the sample."""
         state = self._worker_state
         try:
-            yield
-        except (ConnectionError, EOFError, FileNotFoundError) as error:
-            # Batches are fetched from the worker's own socket: one that dies then is missed there first.
-            if not state.has_lost_a_worker():
-                raise
-            raise LostWorkerError(state.explain_death(f"{_DEATH} died handing over a batch")) from error
+            try:
+                yield
+            except (ConnectionError, EOFError, FileNotFoundError) as error:
+                # Batches are fetched from the worker's own socket: one that dies then is missed there first.
+                if not state.has_lost_a_worker():
+                    raise
+                raise LostWorkerError(state.explain_death(f"{_DEATH} died handing over a batch")) from error
         except RuntimeError as error:  # also of torch's handler of SIGCHLD, which may raise anywhere inside
             if str(error).startswith(_DEATH):
                 raise LostWorkerError(state.explain_death(str(error))) from error

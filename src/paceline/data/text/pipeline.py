@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -155,8 +156,7 @@ class RowTable:
         begins: Its first token, int64 [pieces].
         ends: The token after its last, int64 [pieces].
         starts: Each row's first piece, and where the last row's end; int64 [rows + 1].
-        tokens: Tokens in each row, int64 [rows].
-        targets: Tokens of each row that have one after them, which can be asked for; int64 [rows].
+        lengths: Tokens of each document, int64 [documents].
         context: Most tokens that a row may hold.
         separate: Whether the documents in a row know nothing of one another; else they are one stream, in which what
             follows a row's last token is the next row's first.
@@ -166,37 +166,23 @@ class RowTable:
     begins: Whole
     ends: Whole
     starts: Whole
-    tokens: Whole
-    targets: Whole
+    lengths: Whole
     context: int
-    separate: bool
+    separate: bool = True
 
-    @classmethod
-    def of_separate(
-        cls, documents: Whole, begins: Whole, ends: Whole, starts: Whole, *, lengths: Whole, context: int
-    ) -> Self:
-        """A table of rows whose documents know nothing of one another.
+    @cached_property
+    def tokens(self) -> Whole:
+        """Tokens in each row, int64 [rows]."""
+        return _summed(self.ends - self.begins, self.starts)
 
-        Args:
-            documents: The document of each piece.
-            begins: Its first token.
-            ends: The token after its last.
-            starts: Each row's first piece, and the number of pieces.
-            lengths: Tokens of each document, int64 [documents].
-            context: Most tokens that a row may hold.
-        """
-        sizes = ends - begins
-        asked = sizes - (ends == lengths[documents])  # a document's last token has none after it
-        return cls(
-            documents=documents,
-            begins=begins,
-            ends=ends,
-            starts=starts,
-            tokens=_summed(sizes, starts),
-            targets=_summed(asked, starts),
-            context=context,
-            separate=True,
-        )
+    @cached_property
+    def targets(self) -> Whole:
+        """Tokens of each row that have one after them, which can be asked for; int64 [rows]."""
+        if self.separate:
+            lasts = _summed(self.ends == self.lengths[self.documents], self.starts)
+        else:
+            lasts = self.starts[1:] == len(self.documents)
+        return self.tokens - lasts
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -229,15 +215,12 @@ def chunked_rows(lengths: Whole, context: int) -> RowTable:
     first, after = cuts[:-1], cuts[1:]
     documents = np.searchsorted(offsets, first, side="right") - 1
     starts = np.searchsorted(first, np.arange(rows + 1, dtype=np.int64) * context)
-    bounds = np.minimum(np.arange(rows + 1, dtype=np.int64) * context, total)
-    tokens = np.diff(bounds)
     return RowTable(
         documents=documents,
         begins=first - offsets[documents],
         ends=after - offsets[documents],
         starts=starts,
-        tokens=tokens,
-        targets=tokens - (bounds[1:] == total),
+        lengths=lengths,
         context=context,
         separate=False,
     )
@@ -252,7 +235,7 @@ def single_rows(lengths: Whole, context: int) -> RowTable:
     """
     documents, begins, ends = _cut(lengths, context)
     starts = np.arange(len(documents) + 1, dtype=np.int64)
-    return RowTable.of_separate(documents, begins, ends, starts, lengths=lengths, context=context)
+    return RowTable(documents=documents, begins=begins, ends=ends, starts=starts, lengths=lengths, context=context)
 
 
 class Row(NamedTuple):
@@ -328,7 +311,14 @@ def packed_rows(lengths: Whole, context: int, seed: int) -> RowTable:
     row[by_length] = np.concatenate([np.empty(0, dtype=np.int64), *shelves.placed])
     order = np.lexsort((drawn[len(document) :], row))
     starts = np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
-    return RowTable.of_separate(document[order], begin[order], end[order], starts, lengths=lengths, context=context)
+    return RowTable(
+        documents=document[order],
+        begins=begin[order],
+        ends=end[order],
+        starts=starts,
+        lengths=lengths,
+        context=context,
+    )
 
 
 def _cut(lengths: Whole, context: int) -> tuple[Whole, Whole, Whole]:
