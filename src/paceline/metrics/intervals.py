@@ -190,12 +190,14 @@ def share_interval(hits: int, trials: int, *, confidence: float = 0.95) -> Inter
     Source: Clopper and Pearson (1934), The use of confidence or fiducial limits illustrated in the
     case of the binomial.
     """
-    from scipy.stats import binomtest
+    from scipy.special import betaincinv
 
     if not 0 <= hits <= trials or trials < 1:
         raise ValueError(f"{hits} of {trials} is no share")
-    ends = binomtest(hits, trials).proportion_ci(confidence)
-    return Interval(hits / trials, float(ends.low), float(ends.high), trials, confidence)
+    tail = (1 - confidence) / 2
+    low = 0.0 if hits == 0 else float(betaincinv(hits, trials - hits + 1, tail))
+    high = 1.0 if hits == trials else float(betaincinv(hits + 1, trials - hits, 1 - tail))
+    return Interval(hits / trials, low, high, trials, confidence)
 
 
 @dataclass(frozen=True)

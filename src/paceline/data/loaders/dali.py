@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,51 +168,39 @@ class Asked(NamedTuple):
     flip: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphSettings:
-    """What does not change from batch to batch.
-
-    Attributes:
-        threads: DALI's threads.
-        ahead: Batches that may be asked for and not yet taken.
-        device: The CPU, or the GPU that decodes and on which batches stay.
-        channels: 1 or 3.
-        interpolation: As in :class:`paceline.data.image.transforms.View`.
-    """
-
-    threads: int
-    ahead: int
-    device: torch.device
-    channels: int
-    interpolation: str
-
-
 class Graph:
     """Batches of at most so many images, taken in the order in which they were asked for."""
 
-    def __init__(self, most: int, settings: GraphSettings) -> None:
+    def __init__(self, most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> None:
         """Build the graph, and run it on blank pictures.
+
+        Args:
+            most: Images of a batch, at most.
+            threads: DALI's threads.
+            ahead: Batches that may be asked for and not yet taken.
+            device: The CPU, or the GPU that decodes and on which batches stay.
+            view: How many channels images have, and how they are resized.
 
         Raises:
             DataError: If DALI cannot run at all.
         """
         self.most = most
-        self._on_gpu = settings.device.type == "cuda"
-        self._pipeline = define(most, settings)
+        self._on_gpu = device.type == "cuda"
+        self._pipeline = define(most, threads=threads, ahead=ahead, device=device, view=view)
         self._held: deque[list[np.ndarray[Any, Any]]] = deque()
         # DALI runs as many batches as it works on ahead when it is first started, whatever it has been given by then.
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, format="JPEG")
         blank = Asked(file.getvalue(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
         try:
-            for _ in range(settings.ahead):
+            for _ in range(ahead):
                 self._feed([blank])
             self._pipeline.schedule_run()
-            for _ in range(settings.ahead):
+            for _ in range(ahead):
                 self.take()
         except RuntimeError as error:
             raise DataError(
-                f"DALI cannot decode on {settings.device} ({str(error).splitlines()[0]}): use data.decode_on=cpu, or "
+                f"DALI cannot decode on {device} ({str(error).splitlines()[0]}): use data.decode_on=cpu, or "
                 "data.backend=pytorch."
             ) from error
 
@@ -255,11 +244,11 @@ class Graph:
             self._pipeline.feed_input(name, values)
 
 
-def define(most: int, settings: GraphSettings) -> Any:
+def define(most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> Any:
     """DALI's pipeline for batches of at most ``most`` images."""
     from nvidia.dali import fn, pipeline_def, types
 
-    on_gpu = settings.device.type == "cuda"
+    on_gpu = device.type == "cuda"
     # Which image goes to the GPU's JPEG units depends on its company: a deterministic run leaves them alone.
     share = 0.0 if torch.are_deterministic_algorithms_enabled() else _HARDWARE_SHARE
     of_gpu: dict[str, Any] = {**_BUFFERS, "hw_decoder_load": share} if on_gpu else {}
@@ -283,10 +272,10 @@ def define(most: int, settings: GraphSettings) -> Any:
         images = fn.resize(
             images,
             size=number("scaled", types.FLOAT, 1),
-            interp_type=getattr(types, _FILTERS[settings.interpolation]),
+            interp_type=getattr(types, _FILTERS[view.interpolation]),
             antialias=True,
         )
-        if settings.channels == 1:
+        if view.channels == 1:
             images = fn.color_space_conversion(images, image_type=types.RGB, output_type=types.GRAY)
         return fn.crop_mirror_normalize(
             images,
@@ -300,9 +289,9 @@ def define(most: int, settings: GraphSettings) -> Any:
 
     defined = pipeline_def(
         batch_size=most,
-        num_threads=settings.threads,
-        device_id=settings.device.index if on_gpu else None,
-        prefetch_queue_depth=settings.ahead,
+        num_threads=threads,
+        device_id=device.index if on_gpu else None,
+        prefetch_queue_depth=ahead,
         seed=0,
     )
     return defined(graph)()
@@ -371,13 +360,8 @@ class DaliBackend:
         self._view = view
         self._ahead = prefetch
         self._pin_memory = pin_memory
-        self._settings = GraphSettings(
-            threads=threads,
-            ahead=prefetch,
-            device=torch.device(decode_on),
-            channels=view.channels,
-            interpolation=view.interpolation,
-        )
+        self._device = torch.device(decode_on)
+        self._new_graph = partial(Graph, threads=threads, ahead=prefetch, device=self._device, view=view)
         # A crop of the padded image comes before the flip: both are then made of the whole batch.
         self._flips_later = view.augment is not None and view.augment.crop == "pad"
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="dali-reader")
@@ -465,7 +449,7 @@ class DaliBackend:
         if not asked:
             return
         if self._graph is None:
-            self._graph = Graph(len(asked), self._settings)
+            self._graph = self._new_graph(len(asked))
         self._graph.ask(asked)
 
     def _finish(self, work: _Work, running: deque[_Work]) -> None:
@@ -491,13 +475,13 @@ class DaliBackend:
             what = str(error).splitlines()[0]
             raise OneProcessError(f"DALI failed, though it can decode each image: {what}") from error
         most = max(len(work.asked) for work in unfinished)
-        self._graph = Graph(most, self._settings) if most else None
+        self._graph = self._new_graph(most) if most else None
         for work in unfinished:
             self._ask(work)
 
     def _read_refused(self, work: _Work) -> int:
         """Read those files of a slice that DALI cannot decode; each is tried alone, so that none suffers for others."""
-        graph = Graph(1, self._settings)
+        graph = self._new_graph(1)
         refused = 0
         for row, asked in enumerate(work.rows):
             if not isinstance(asked, Asked):
@@ -506,7 +490,7 @@ class DaliBackend:
                 graph.ask([asked])
                 graph.take()
             except RuntimeError:
-                graph = Graph(1, self._settings)
+                graph = self._new_graph(1)
                 self._refused.add(int(work.piece.ids[row]))
                 work.rows[row] = self._decoded(work, row)
                 refused += 1
@@ -599,7 +583,7 @@ class DaliBackend:
         if work.images is not None and not made:
             return work.images
         shape = (len(rows), self._view.channels, *work.shape)
-        inputs = torch.empty(shape, dtype=torch.uint8, device=self._settings.device)
+        inputs = torch.empty(shape, dtype=torch.uint8, device=self._device)
         is_made = torch.tensor([isinstance(row, torch.Tensor) for row in rows], dtype=torch.bool)
         if work.images is not None:
             inputs[self._there((~is_made).nonzero()[:, 0])] = work.images
@@ -609,6 +593,6 @@ class DaliBackend:
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host where the batch is; from pageable memory, the copy would make the host wait for it."""
-        device = self._settings.device
+        device = self._device
         on_gpu = self._pin_memory and device.type != "cpu"
         return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from PIL import Image
 from paceline.data.batch import Batch
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, repeated
 from paceline.data.image.transforms import View
-from paceline.data.loaders.dali import DaliBackend, Graph, GraphSettings, define, why_unavailable
+from paceline.data.loaders.dali import DaliBackend, Graph, define, why_unavailable
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, TrainingError
@@ -375,15 +376,14 @@ def test_no_thread_is_left(charts: FileSource, shuffled: Shuffled) -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_graph_for_a_gpu_has_operators_that_exist(channels: int) -> None:
     """As far as a machine without a GPU can tell: DALI checks names and types of all arguments."""
-    settings = GraphSettings(
-        threads=4, ahead=2, device=torch.device("cuda"), channels=channels, interpolation="bilinear"
-    )
-    written = define(64, settings).serialize()
+    settings: dict[str, Any] = {"threads": 4, "ahead": 2, "device": torch.device("cuda")}
+    settings["view"] = view(None, channels=channels)
+    written = define(64, **settings).serialize()
     assert b"mixed" in written
     assert b"hw_decoder_load" in written
     if not torch.cuda.is_available():
         with pytest.raises(DataError, match=r"DALI cannot decode on cuda \(.*\): use data\.decode_on=cpu"):
-            Graph(64, settings)
+            Graph(64, **settings)
 
 
 def test_random_state_is_left_alone(charts: FileSource, shuffled: Shuffled) -> None:
