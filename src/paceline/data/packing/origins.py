@@ -17,7 +17,7 @@ from paceline.data.image.selection import digest_of, first_of_all, take_classes
 from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
 from paceline.data.image.sets.huggingface import find_files
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
-from paceline.data.image.sets.parquet import ParquetSource
+from paceline.data.image.sets.parquet import LARGEST_KEPT, ParquetSource
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
@@ -61,6 +61,15 @@ class OpenedOrigin:
     def total(self) -> int:
         """Number of images."""
         return sum(map(len, self.splits.values()))
+
+    @property
+    def readers(self) -> int:
+        """How many threads may read it at once: row groups that they read must fit together in what is kept of them."""
+        bases = list(self.splits.values())
+        while any(isinstance(each, SubsetSource) for each in bases):
+            bases = [each.base if isinstance(each, SubsetSource) else each for each in bases]
+        groups = [group.size for each in bases if isinstance(each, ParquetSource) for group in each.groups]
+        return max(1, LARGEST_KEPT // max(groups, default=1))
 
     def name(self, source: SampleSource, sample: int) -> str:
         """Name of an image in the packed dataset: as in the file that it lies in, or its path within the source."""

@@ -296,7 +296,7 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
             _keep_plan(root, opened, form, shards)
             missing = [shard for shard in shards if not is_made(root, shard)]
             _check_room(root, opened, form, missing)
-            make_shards(root, opened, form, missing, request.workers, progress)
+            make_shards(root, opened, form, missing, min(request.workers, opened.readers), progress)
             manifest = _assemble(root, opened, form, shards, skip_broken=request.skip_broken)
             shutil.rmtree(root / UNFINISHED, ignore_errors=True)
     return manifest, opened.total - sum(shard.end - shard.begin for shard in missing)
