@@ -130,16 +130,19 @@ def unpaired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, con
     Source: Welch (1947), The generalization of "Student's" problem when several different population variances are
     involved; degrees of freedom by Satterthwaite (1946).
     """
-    from scipy.stats import ttest_ind
+    from scipy.special import stdtrit
 
     one, other = _checked(_logarithms(candidate), confidence), _checked(_logarithms(baseline), confidence)
     count, middle = min(len(one), len(other)), float(one.mean() - other.mean())
     if count < 2:
         return _exponential(Interval(middle, -math.inf, math.inf, count, confidence))
-    if one.std() == other.std() == 0:
+    parts = [float(each.var(ddof=1)) / len(each) for each in (one, other)]
+    variance = sum(parts)
+    if variance == 0:
         return _exponential(Interval(middle, middle, middle, count, confidence))
-    ends = ttest_ind(one, other, equal_var=False).confidence_interval(confidence)
-    return _exponential(Interval(middle, float(ends.low), float(ends.high), count, confidence))
+    freedom = variance**2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (one, other), strict=True))
+    half = float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance)
+    return _exponential(Interval(middle, middle - half, middle + half, count, confidence))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -236,13 +239,13 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
     Source: Kaplan and Meier (1958), Nonparametric estimation from incomplete observations; Brookmeyer and Crowley
     (1982), A confidence interval for the median survival time; Greenwood (1926) for the variance.
     """
+    from scipy.stats import CensoredData, ecdf
+
     if len(times) != len(reached):
         raise ValueError(f"{len(times)} times and {len(reached)} outcomes do not belong together")
     numbers = _checked(times, confidence)
     if numbers.min() <= 0:
         raise ValueError(f"found the time {numbers.min()}, but times are positive")
-    from scipy.stats import CensoredData, ecdf
-
     there = np.asarray(reached, dtype=bool)
     estimate = ecdf(CensoredData.right_censored(numbers, ~there)).sf
     with warnings.catch_warnings():
