@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
 
 from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages
 from paceline.dataset_registry import find_dataset
 from paceline.recipe.data import Data
+
+if TYPE_CHECKING:
+    from paceline.data.image.sets.packed import Manifest
 
 
 def opened_set(
@@ -34,3 +41,25 @@ def opened_set(
     found = entry.open(request)
     assert isinstance(found, StoredImages)
     return found
+
+
+def image_table(root: Path, rows: list[str], header: str) -> Path:
+    """A CSV file whose rows begin with the name of a grey image of 8 pixels a side."""
+    for place in range(len(rows)):
+        Image.fromarray(np.full((8, 8), 20 * place, dtype=np.uint8)).save(root / f"{place}.png")
+    text = [header, *(f"{place}.png,{row}" for place, row in enumerate(rows))]
+    (root / "table.csv").write_text("\n".join(text) + "\n", encoding="utf-8")
+    return root / "table.csv"
+
+
+def packed(source: Path | str, destination: Path, **options: Any) -> tuple[Manifest, int]:
+    """The images of a source, packed as the command does it."""
+    from paceline.data.packing.pack import Request, pack
+
+    request = Request(source=str(source), destination=destination, **options)
+    return pack(request, lambda done, total: None, lambda line: None)
+
+
+def files(root: Path) -> dict[str, str]:
+    """Digests of the files in a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.iterdir() if path.is_file()}

@@ -113,7 +113,7 @@ class Pack:
         int | None,
         Ge(1),
         Shape(without=("text",)),
-        "Processes that make shards (default: one per core); they change no byte.",
+        "Threads that make shards (default: one per core); they change no byte.",
     ] = None
     skip_broken: Annotated[bool, _images(), "Leave out images that cannot be read, and list them in packed.json."] = (
         False
@@ -186,8 +186,7 @@ def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
             subset=part,
         ),
     )
-    packed = pack(request, _Telling("packed", format_count, "images", log), log)
-    manifest = packed.manifest
+    manifest, found = pack(request, _Telling("packed", format_count, "images", log), log)
     return {
         "destination": str(destination),
         "kind": manifest.origin.kind,
@@ -201,7 +200,7 @@ def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
         "bytes": manifest.size_bytes,
         "shards": len(manifest.shards),
         "digest": manifest.digest,
-        "found": packed.found,
+        "found": found,
         "seconds": time.monotonic() - begun,
     }
 

@@ -102,7 +102,7 @@ class Accumulator:
         count = round(sum(row[0] for row in rows))
         if count == 0:
             return 0, {metric.name: math.nan for metric in self.metrics}
-        totals = {name: _exact_sum(row[1 + index] for row in rows) for index, name in enumerate(self._names)}
+        totals = {name: exact_sum(row[1 + index] for row in rows) for index, name in enumerate(self._names)}
         return count, {m.name: self._mean(m, totals, count) for m in self.metrics}
 
     @staticmethod
@@ -111,7 +111,8 @@ class Accumulator:
         return metric.scale * totals[metric.summed] / number if number else math.nan
 
 
-def _exact_sum(values: Iterable[float]) -> float:
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the correctly rounded sum, which does not depend on the order."""
     numbers = list(values)
     # fsum refuses to add infinities of both signs, and has no need to be exact about them.
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

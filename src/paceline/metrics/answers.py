@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +78,7 @@ class Confusion:
 
 
 THUMBNAIL_PIXELS = 96
+_SIZE = ("height", "width")
 HOW_CHOSEN = (
     "Two thirds are mistakes, the most confident ones; the rest are right answers, drawn by their numbers. Where there "
     "are fewer of one kind, there are more of the other."
@@ -168,7 +168,7 @@ class Examples:
         return [
             Candidate(is_mistake=is_mistake, **{name: column[row] for name, column in columns.items()})
             for is_mistake, best in self._kinds.items()
-            for columns in [best.columns()]
+            for columns in [{name: each.tolist() for name, each in best.columns.items() if name not in _SIZE}]
             for row in range(len(columns.get("score", ())))
             if columns["score"][row] >= 0
         ]
@@ -183,12 +183,12 @@ class _Best:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._columns: dict[str, Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
         self._pictures: Tensor | None = None
 
     def add(self, columns: dict[str, Tensor], pictures: Callable[[Tensor], Tensor | None]) -> None:
         chosen = self._worth_a_look(columns["score"], _order(columns)[: self._count])
-        if chosen.numel() == 0 and self._columns:
+        if chosen.numel() == 0 and self.columns:
             return
         taken = {name: column[chosen] for name, column in columns.items()}
         shown = pictures(chosen)
@@ -197,8 +197,8 @@ class _Best:
                 "height": torch.full_like(taken["sample"], shown.shape[2]),
                 "width": torch.full_like(taken["sample"], shown.shape[3]),
             }
-        if self._columns:
-            taken = {name: torch.cat([self._columns[name], column]) for name, column in taken.items()}
+        if self.columns:
+            taken = {name: torch.cat([self.columns[name], column]) for name, column in taken.items()}
             if shown is None or self._pictures is None:
                 shown = None
             else:  # of any two sizes; smaller ones lie at the upper left
@@ -207,25 +207,22 @@ class _Best:
                 padded = [F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in both]
                 shown = torch.cat(padded)
         chosen = _order(taken)[: self._count]
-        self._columns = {name: column[chosen] for name, column in taken.items()}
+        self.columns = {name: column[chosen] for name, column in taken.items()}
         self._pictures = None if shown is None else shown[chosen]
 
     def _worth_a_look(self, score: Tensor, chosen: Tensor) -> Tensor:
         """Those that may be among the best of all: what can be told without waiting, and so on a CPU only."""
-        if score.device.type != "cpu" or not self._columns:
+        if score.device.type != "cpu" or not self.columns:
             return chosen
-        kept = self._columns["score"]
+        kept = self.columns["score"]
         least = float(kept[-1]) if len(kept) == self._count else 0.0
         return chosen[score[chosen] >= max(least, 0.0)]
-
-    def columns(self) -> dict[str, list[Any]]:
-        return {name: each.tolist() for name, each in self._columns.items() if name not in ("height", "width")}
 
     def picture(self, sample: int) -> NDArray[np.uint8] | None:
         if self._pictures is None:
             return None
-        row = self._columns["sample"].tolist().index(sample)
-        height, width = int(self._columns["height"][row]), int(self._columns["width"][row])
+        row = self.columns["sample"].tolist().index(sample)
+        height, width = int(self.columns["height"][row]), int(self.columns["width"][row])
         pixels: NDArray[np.uint8] = self._pictures[row, :, :height, :width].permute(1, 2, 0).cpu().numpy()
         return pixels
 

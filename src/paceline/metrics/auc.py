@@ -14,33 +14,36 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 ScoredPart = tuple[NDArray[np.float32], NDArray[np.uint8]]
-"""Scores of one process, logarithms of the odds [N], and labels, 0 or 1 [N]."""
+"""Scores of one process, logarithms of the odds [N, …], and labels, 0 or 1 [N, …]."""
 
 
-class RankedScores:
-    """Gathers scores for ``auc`` and ``normalized_entropy``; satisfies :class:`paceline.metrics.accumulator.Collector`.
+class GatheredScores:
+    """Gathers all scores: each takes 5 bytes on the device until the evaluation ends, then in each process's memory.
 
-    Each sample takes 5 bytes on the device until the evaluation ends, and then 5 bytes for every sample of all
-    processes in the main memory of each.
+    Args:
+        shape: What follows the number of samples in the shape of scores and labels.
     """
 
-    def __init__(self) -> None:
-        self._scores: list[Tensor] = []
-        self._labels: list[Tensor] = []
+    def __init__(self, *shape: int) -> None:
+        self._scores = [torch.empty((0, *shape))]
+        self._labels = [torch.empty((0, *shape), dtype=torch.uint8)]
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take ``logit``, float [N], and ``label``, 0 or 1 [N]."""
+        """Take ``logit``, float [N, …], and ``label``, 0 or 1 [N, …]."""
         self._scores.append(values["logit"].detach().float())
         self._labels.append(values["label"].to(torch.uint8))
 
     def part(self) -> ScoredPart:
         """What this process has; waits for the device."""
-        if not self._scores:
-            return np.empty(0, dtype=np.float32), np.empty(0, dtype=np.uint8)
-        return torch.cat(self._scores).cpu().numpy(), torch.cat(self._labels).cpu().numpy()
+        device = self._scores[-1].device
+        scores, labels = (torch.cat([each.to(device) for each in all_]) for all_ in (self._scores, self._labels))
+        return scores.cpu().numpy(), labels.cpu().numpy()
+
+
+class RankedScores(GatheredScores):
+    """Gathers scores for ``auc`` and ``normalized_entropy``."""
 
     def results(self, parts: Sequence[ScoredPart]) -> dict[str, float]:
         """The metrics over all processes; no numbers where all labels are the same."""

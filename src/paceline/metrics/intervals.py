@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -238,57 +239,39 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
     Source: Kaplan and Meier (1958), Nonparametric estimation from incomplete observations; Brookmeyer and Crowley
     (1982), A confidence interval for the median survival time; Greenwood (1926) for the variance.
     """
+    from scipy.stats import CensoredData, ecdf
+
     if len(times) != len(reached):
         raise ValueError(f"{len(times)} times and {len(reached)} outcomes do not belong together")
     numbers = _checked(times, confidence)
     if numbers.min() <= 0:
         raise ValueError(f"found the time {numbers.min()}, but times are positive")
-    curve = _kaplan_meier(numbers, np.asarray(reached, dtype=bool))
-    successes = sum(map(bool, reached))
+    there = np.asarray(reached, dtype=bool)
+    estimate = ecdf(CensoredData.right_censored(numbers, ~there)).sf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where all have got there, no interval is known
+        band = estimate.confidence_interval(confidence, method="log-log")
+    # Where one got there: of the last one alone nothing is known, and it bounds nothing.
+    at = np.isin(estimate.quantiles, numbers[there])
+    events, shares = estimate.quantiles[at], estimate.probabilities[at]
+
+    def first(where: NDArray[np.bool_], otherwise: float) -> float:
+        return float(events[where.argmax()]) if where.any() else otherwise
+
+    median = Interval(
+        first(shares <= 0.5, math.inf),
+        first(~(band.low.probabilities[at] > 0.5), 0.0),
+        first(band.high.probabilities[at] < 0.5, math.inf),
+        len(numbers),
+        confidence,
+    )
+    successes = int(there.sum())
     return TimeToEvent(
-        median=_median(curve, len(numbers), confidence),
+        median=median,
         reached=share_interval(successes, len(numbers), confidence=confidence),
         restarting=float(numbers.sum()) / successes if successes else math.inf,
-        curve=tuple((time, share) for time, share, _ in curve),
+        curve=tuple(zip(events.tolist(), shares.tolist(), strict=True)),
     )
-
-
-def _kaplan_meier(times: Floats, reached: NDArray[np.bool_]) -> list[tuple[float, float, float]]:
-    """After each time at which one got there: the share that has not, and Greenwood's sum."""
-    found, share, greenwood = [], 1.0, 0.0
-    for time in np.unique(times[reached]):
-        watched = int((times >= time).sum())
-        here = int(((times == time) & reached).sum())
-        share *= 1 - here / watched
-        greenwood += here / (watched * (watched - here)) if watched > here else math.inf
-        found.append((float(time), share, greenwood))
-    return found
-
-
-def _median(curve: Sequence[tuple[float, float, float]], count: int, confidence: float) -> Interval:
-    from scipy.special import ndtri
-
-    wide = float(ndtri((1 + confidence) / 2))
-    middle = next((time for time, share, _ in curve if share <= 0.5), math.inf)
-    # Where no estimate is that far from one half, the truth may lie before the first event, or after the last.
-    low, high, below = 0.0, math.inf, True
-    for time, share, greenwood in curve:
-        distance = _distance_from_half(share, greenwood)
-        if below and distance <= wide:
-            low, below = time, False
-        if distance < -wide:
-            high = time
-            break
-    return Interval(middle, low, high, count, confidence)
-
-
-def _distance_from_half(share: float, greenwood: float) -> float:
-    """How many standard errors an estimate lies above one half; negative below."""
-    if share <= 0 or share >= 1:
-        # All have got there: of the last one alone nothing is known, and it bounds nothing.
-        return 0.0
-    logarithm = math.log(share)
-    return (math.log(-math.log(0.5)) - math.log(-logarithm)) / (math.sqrt(greenwood) / abs(logarithm))
 
 
 def _exponential(found: Interval) -> Interval:

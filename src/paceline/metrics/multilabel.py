@@ -7,28 +7,23 @@ tests hold both to scikit-learn's figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from paceline.metrics.accumulator import Metric
+from paceline.metrics.auc import GatheredScores, ScoredPart
 
 MULTILABEL_METRICS = tuple(
     Metric(name=name, higher_is_better=True, is_collected=True) for name in ("map", "macro_f1", "micro_f1")
 )
 _LEAST = 1e-6  # a threshold's distance from 0 and 1
-LabelledPart = tuple[NDArray[np.float32], NDArray[np.uint8]]
-"""Scores of one process, logarithms of the odds [N, classes], and labels, 0 or 1 [N, classes]."""
 
 
-class LabelScores:
+class LabelScores(GatheredScores):
     """Gathers scores of labels; satisfies :class:`paceline.metrics.accumulator.DetailedCollector`.
-
-    Each score takes 5 bytes on the device until the evaluation ends, then in the main memory of each process.
 
     Args:
         classes: Their names.
@@ -36,23 +31,10 @@ class LabelScores:
     """
 
     def __init__(self, classes: Sequence[str], thresholds: Sequence[float]) -> None:
+        super().__init__(len(classes))
         self._classes, self._thresholds = classes, thresholds
-        self._scores: list[Tensor] = []
-        self._labels: list[Tensor] = []
 
-    def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take ``logit``, float [N, classes], and ``label``, 0 or 1 [N, classes]."""
-        self._scores.append(values["logit"].detach().float())
-        self._labels.append(values["label"].to(torch.uint8))
-
-    def part(self) -> LabelledPart:
-        """What this process has; waits for the device."""
-        if not self._scores:
-            empty = np.empty((0, len(self._classes)), dtype=np.float32)
-            return empty, empty.astype(np.uint8)
-        return torch.cat(self._scores).cpu().numpy(), torch.cat(self._labels).cpu().numpy()
-
-    def results(self, parts: Sequence[LabelledPart]) -> dict[str, float]:
+    def results(self, parts: Sequence[ScoredPart]) -> dict[str, float]:
         """The metrics in percent; no numbers where no sample has a label, or a score is no number.
 
         Means over classes leave out those that no sample has; ``micro_f1`` counts their wrong answers.
@@ -65,7 +47,7 @@ class LabelScores:
         right, given, wanted = (sum(each[key] for each in found) for key in ("right", "given", "count"))
         return dict(zip(("map", "macro_f1"), means, strict=True)) | {"micro_f1": 100 * _f1(right, given, wanted)}
 
-    def details(self, parts: Sequence[LabelledPart]) -> dict[str, Any]:
+    def details(self, parts: Sequence[ScoredPart]) -> dict[str, Any]:
         """The scores of each class in percent, the lowest F1 first, and those that no sample has last.
 
         ``best_threshold`` is where the F1 on these samples is highest: fitted to them, as ``best_f1`` is.
@@ -73,7 +55,7 @@ class LabelScores:
         found = self._of_classes(parts)
         return {"label_scores": sorted(found, key=lambda each: (not each["count"], each["f1"], each["class"]))}
 
-    def _of_classes(self, parts: Sequence[LabelledPart]) -> list[dict[str, Any]]:
+    def _of_classes(self, parts: Sequence[ScoredPart]) -> list[dict[str, Any]]:
         scores = np.concatenate([scores for scores, _ in parts])
         labels = np.concatenate([labels for _, labels in parts])
         found = []

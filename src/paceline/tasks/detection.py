@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
@@ -19,17 +20,18 @@ from paceline.data.boxes.pipeline import BoxDataset, BoxPipeline, shown_sizes
 from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import seed_of
-from paceline.errors import ModelError, RecipeError, did_you_mean
+from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
 from paceline.models.detectors import build_detector, says_masks
 from paceline.plan import DataFacts
+from paceline.recipe.data import Data, GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
+from paceline.registry import open_dataset
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
-_DATASETS = ("coco", "shapes")
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
     "data.detection",
@@ -53,13 +55,12 @@ class Detection(Task):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        kinds = ("box", "mask") if self.has_masks else ("box",)
-        self._kinds = kinds
+        self._kinds = ("box", "mask") if self.has_masks else ("box",)
         self.metrics = (
             Metric(name="loss"),
             *(
                 Metric(name=f"{kind}_{name}", higher_is_better=True, is_collected=True)
-                for kind in kinds
+                for kind in self._kinds
                 for name in ("map", "map50")
             ),
         )
@@ -75,16 +76,12 @@ class Detection(Task):
     def dataset(self) -> BoxDataset:
         """The pictures, opened when first asked for."""
         data = self.recipe.data
-        if data.dataset == "shapes":
-            return open_shapes(data.detection.generated)
-        if data.dataset == "coco":
-            return open_coco(data.path, masks=self.has_masks, keep_empty=data.detection.keep_empty)
-        if data.dataset == REFERENCE:
-            return stand_in()
-        raise RecipeError(
-            f"data.dataset={data.dataset} has no boxes, which task=detection learns; use {' or '.join(_DATASETS)}."
-            f"{did_you_mean(data.dataset, _DATASETS)}"
-        )
+        openers: dict[str, Callable[[Data], BoxDataset]] = {
+            "coco": lambda data: open_coco(data.path, masks=self.has_masks, keep_empty=data.detection.keep_empty),
+            "shapes": lambda data: open_shapes(data.detection.generated),
+            REFERENCE: stand_in,
+        }
+        return open_dataset(data.dataset, openers, BoxDataset, data)
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the pictures.
@@ -221,8 +218,7 @@ class Detection(Task):
             found["data.detection.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
             return found
         why = "it says how data.dataset=shapes is generated"
-        keys = ("samples", "evaluation_samples", "smallest_side", "largest_side", "objects")
-        return found | {f"data.detection.generated.{key}": why for key in keys}
+        return found | {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}
 
 
 def why_not_sharded(task: Task) -> str:
@@ -241,9 +237,7 @@ def learned_from(target: dict[str, Tensor]) -> dict[str, Tensor]:
 def _telling_losses(model: Model) -> Iterator[None]:
     """Have a detector answer with its losses, and leave everything else, its norms say, in evaluation mode."""
     whole = next(iter(model.modules()))  # type: ignore[attr-defined]  # a network, or what asks one
-    parts = [
-        part for part in (whole, *(getattr(whole, name, None) for name in ("rpn", "roi_heads"))) if part is not None
-    ]
+    parts = [whole, *(getattr(whole, name) for name in ("rpn", "roi_heads") if hasattr(whole, name))]
     before = [part.training for part in parts]
     for part in parts:
         part.training = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -34,7 +35,6 @@ class Distillation(ImageClassification):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._teacher: Callable[[Tensor], Tensor] | None = None
-        self._saved: SavedWeights | None = None
 
     def prepare_training(self, placement: Placement) -> None:
         """Read the teacher.
@@ -43,13 +43,12 @@ class Distillation(ImageClassification):
             PacelineError: If there is none, or it knows other classes.
         """
         super().prepare_training(placement)
-        source = self.recipe.distillation.teacher
-        if source is None:
+        saved = self._saved
+        if saved is None:
             raise RecipeError(
                 "task=distillation needs a teacher: set distillation.teacher to a run directory, a checkpoint or a "
                 "safetensors file of trained weights."
             )
-        saved = self._saved_teacher(source)
         network = self._network_of(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
         own_scale = (torch.tensor(self.dataset.mean), torch.tensor(self.dataset.std))
         network = lay_out(network, channels_last=placement.channels_last)
@@ -58,16 +57,15 @@ class Distillation(ImageClassification):
     def data_facts(self, world: World) -> DataFacts:
         """The dataset's, and which teacher it is: a run that goes on must have the same."""
         facts = super().data_facts(world)
-        source = self.recipe.distillation.teacher
-        if source is None:
-            return facts
-        digest = weights_sha256(self._saved_teacher(source).plain)
-        return replace(facts, description={**facts.description, "teacher": digest})
-
-    def _saved_teacher(self, source: str) -> SavedWeights:
         if self._saved is None:
-            self._saved = read_weights(Path(local_path(source, key="distillation.teacher")))
-        return self._saved
+            return facts
+        return replace(facts, description={**facts.description, "teacher": weights_sha256(self._saved.plain)})
+
+    @cached_property
+    def _saved(self) -> SavedWeights | None:
+        """The teacher's weights."""
+        source = self.recipe.distillation.teacher
+        return None if source is None else read_weights(Path(local_path(source, key="distillation.teacher")))
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """The recipe's loss on the labels, and the teacher's."""

@@ -273,7 +273,31 @@ class ImageTask(Task):
         )
 
 
-class ImageClassification(ImageTask):
+class ClassTask(ImageTask):
+    """Learns classes of images, by one of the recipe's losses."""
+
+    @cached_property
+    def _loss(self) -> ClassificationLoss:
+        return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
+
+    def description(self) -> dict[str, Any]:
+        """Class names and what else prediction needs."""
+        return {"class_names": list(self.dataset.classes), **super().description()}
+
+    def prepare_training(self, placement: Placement) -> None:
+        """Make the recipe's loss, and try it.
+
+        Raises:
+            RecipeError: If it cannot be imported or made, or does not give a loss for each sample.
+        """
+        self._loss.check(len(self.dataset.classes), placement.device)
+
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        """The recipe's loss."""
+        return self._loss(model(batch.inputs), batch.targets, batch.slice.mean_class_weight)
+
+
+class ImageClassification(ClassTask):
     """Assigns one of several classes to an image.
 
     Subclass it and override :meth:`build_model` for your own network, or :meth:`loss` for another loss.
@@ -285,10 +309,6 @@ class ImageClassification(ImageTask):
         super().__init__(recipe)
         self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
         self._top_k: Metric | None = None
-
-    @cached_property
-    def _loss(self) -> ClassificationLoss:
-        return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
 
     def sample_classes(self) -> SampleClasses:
         """The images' labels, as often as each image is repeated."""
@@ -307,22 +327,6 @@ class ImageClassification(ImageTask):
         else:
             reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {len(found.classes)} classes"
         return {"classes": len(found.classes), **({"classes_without_images": empty} if empty else {})}
-
-    def description(self) -> dict[str, Any]:
-        """Class names and what else prediction needs."""
-        return {"class_names": list(self.dataset.classes), **super().description()}
-
-    def prepare_training(self, placement: Placement) -> None:
-        """Make the recipe's loss, and try it.
-
-        Raises:
-            RecipeError: If it cannot be imported or made, or does not give a loss for each sample.
-        """
-        self._loss.check(len(self.dataset.classes), placement.device)
-
-    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """The recipe's loss."""
-        return self._loss(model(batch.inputs), batch.targets, batch.slice.mean_class_weight)
 
     def evaluated(self, model: Model) -> Model:
         """The network, or one that answers to several views of each image."""
@@ -550,23 +554,18 @@ class AveragedViews:
         return getattr(self._model, name)
 
     def _views(self, images: Tensor) -> tuple[Tensor, ...]:
-        if self._kind == "flip":
-            return images, images.flip(3)
+        if self._kind in CROPS:
+            from torchvision.transforms.v2 import functional
+
+            views: tuple[Tensor, ...] = getattr(functional, self._kind)(images, [self._side, self._side])
+            return views
+        shown = [images]
         if self._kind == "flip_shift":
-            return images, images.flip(3), *_shifted(images)
-        from torchvision.transforms.v2 import functional
-
-        cut = functional.five_crop if self._kind == "five_crop" else functional.ten_crop
-        views: tuple[Tensor, ...] = cut(images, [self._side, self._side])
-        return views
-
-
-def _shifted(images: Tensor) -> tuple[Tensor, ...]:
-    """The images moved by a pixel to the lower right and the upper left, reflected at the edge, and their mirrors."""
-    height, width = images.shape[-2:]
-    padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-    moved = (padded[:, :, at : at + height, at : at + width] for at in (0, 2))
-    return tuple(view for each in moved for view in (each, each.flip(3)))
+            # Moved by a pixel to the lower right and the upper left, reflected at the edge.
+            height, width = images.shape[-2:]
+            padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
+            shown += (padded[:, :, at : at + height, at : at + width] for at in (0, 2))
+        return tuple(view for each in shown for view in (each, each.flip(3)))
 
 
 def shown_for_crops(data: Data, side: int, kind: str) -> Data:

@@ -16,18 +16,17 @@ from torch import Tensor
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.selection import relabelled
-from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.multilabel import MULTILABEL_METRICS, LabelScores
-from paceline.tasks.image_classification import ClassificationLoss, ImageTask
+from paceline.tasks.image_classification import ClassificationLoss, ClassTask
 from paceline.tasks.task import Model
 
 _SEVERAL = "image_multilabel gives an image any number of labels"
 _OF_ONE = ("train.label_smoothing", "train.class_weights", "data.sampling", "evaluate.top_k")
 
 
-class ImageMultilabel(ImageTask):
+class ImageMultilabel(ClassTask):
     """Gives an image each class whose probability, a sigmoid, is above the class's threshold."""
 
     headline = "map"
@@ -98,22 +97,6 @@ class ImageMultilabel(ImageTask):
             **({"classes_without_images": empty} if empty else {}),
             "label_thresholds": list(self.thresholds),
         }
-
-    def description(self) -> dict[str, Any]:
-        """Class names and what else prediction needs."""
-        return {"class_names": list(self.dataset.classes), **super().description()}
-
-    def prepare_training(self, placement: Placement) -> None:
-        """Make the recipe's loss, and try it.
-
-        Raises:
-            RecipeError: If it cannot be imported or made, or does not give a loss for each sample.
-        """
-        self._loss.check(len(self.dataset.classes), placement.device)
-
-    def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The recipe's loss, a mean over images and classes."""
-        return self._loss(model(batch.inputs), batch.targets)
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """The binary cross-entropy of each image, a mean over classes, and what the metrics are made of."""

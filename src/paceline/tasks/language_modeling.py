@@ -17,7 +17,7 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
-from paceline.data.text.corpus import TextDataset, TokenCorpus
+from paceline.data.text.corpus import StoredCorpus, TextDataset
 from paceline.data.text.datasets import open_text
 from paceline.data.text.pipeline import (
     EVALUATION_SEED,
@@ -32,7 +32,7 @@ from paceline.data.text.pipeline import (
     single_rows,
 )
 from paceline.errors import DataError, ModelError
-from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.accumulator import Collector, Metric, exact_sum
 from paceline.models.language import build_language_model, is_causal
 from paceline.models.transformers_models import takes_documents
 from paceline.plan import DataFacts
@@ -56,7 +56,6 @@ class LanguageModeling(Task):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self._train_lengths: SampleLengths | None = None
         self._is_masked = recipe.data.text.objective == "masked"
         self.metrics = _MASKED if self._is_masked else _CAUSAL
         self.headline = "masked_accuracy" if self._is_masked else "bits_per_byte"
@@ -117,9 +116,7 @@ class LanguageModeling(Task):
 
     def sample_lengths(self) -> SampleLengths:
         """Tokens of each training sample."""
-        if self._train_lengths is None:
-            self._train_lengths = self._lengths(self.train_rows)
-        return self._train_lengths
+        return self._lengths(self.train_rows)
 
     def evaluation_lengths(self) -> SampleLengths:
         """Tokens of each held-out sample."""
@@ -194,7 +191,7 @@ class LanguageModeling(Task):
         """Perplexity, which is no mean: e to the power of one."""
         return () if self._is_masked else (Perplexity(),)
 
-    def _rows(self, corpus: TokenCorpus, seed: int) -> RowTable:
+    def _rows(self, corpus: StoredCorpus, seed: int) -> RowTable:
         text = self.recipe.data.text
         if text.rows == "packed":
             return packed_rows(corpus.lengths, text.context, seed)
@@ -206,7 +203,7 @@ class LanguageModeling(Task):
         width = None if text.rows == "single" else text.context
         return SampleLengths(tokens=table.tokens, multiple=text.pad_multiple, width=width, most=text.context)
 
-    def _split(self, corpus: TokenCorpus, table: RowTable, seed: int) -> TextSplit:
+    def _split(self, corpus: StoredCorpus, table: RowTable, seed: int) -> TextSplit:
         masking, text, tokenizer = None, self.recipe.data.text, self.dataset.tokenizer
         if self._is_masked:
             assert tokenizer.mask is not None
@@ -241,8 +238,7 @@ class Perplexity:
         tokens = sum(row[1] for row in rows)
         if not tokens:
             return {_PERPLEXITY.name: math.nan}
-        losses = [row[0] for row in rows]
-        mean = (math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses)) / tokens
+        mean = exact_sum(row[0] for row in rows) / tokens
         return {_PERPLEXITY.name: math.inf if mean > 700 else math.exp(mean)}
 
 

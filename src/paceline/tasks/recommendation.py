@@ -18,7 +18,6 @@ from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.auc import RankedScores, area_under_curve
 from paceline.models.recommendation import build_click_model, describe_tables
 from paceline.plan import DataFacts
-from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
 from paceline.world import World
@@ -42,9 +41,6 @@ class Recommendation(Task):
         Metric(name="accuracy", scale=100.0, higher_is_better=True),
         Metric(name="normalized_entropy", is_collected=True),
     )
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
 
     @cached_property
     def dataset(self) -> ClickDataset:
@@ -119,16 +115,14 @@ class Recommendation(Task):
     def _unused(self) -> dict[str, str]:
         """Keys that this task, and this data set, has no use for."""
         name = self.dataset.name
+        is_generated, is_criteo = name == "synthetic_clicks", name == "criteo"
         used = {"data.dataset", "data.recommendation"}
-        used |= {"data.samples"} if name == "synthetic_clicks" else {"data.path", "data.validation_fraction"}
-        used |= {"data.on_bad", "data.max_broken"} if name == "criteo" else set()
-        found = all_but(used, _NO_IMAGES)
-        if name == "synthetic_clicks":
-            found["data.path"] = "generated samples lie nowhere"
+        used |= {"data.samples"} if is_generated else {"data.path", "data.validation_fraction"}
+        used |= {"data.on_bad", "data.max_broken"} if is_criteo else set()
         keys = ("loss", "loss_options", "target_threshold", "label_smoothing")
-        found["model.channels_last"] = _NO_IMAGES
+        found = all_but(used, _NO_IMAGES) | {"model.channels_last": _NO_IMAGES}
         found |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}
-        if name == "criteo":
+        if is_criteo:
             found |= {f"data.recommendation.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
         else:
             found["data.recommendation.cache"] = "generated samples are not stored"

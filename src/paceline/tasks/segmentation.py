@@ -37,6 +37,7 @@ _DATASETS: dict[str, Callable[[Data], MaskDataset]] = {
     "masks": open_masks,
     "shapes": lambda data: from_objects(open_shapes(data.detection.generated)),
     "coco": lambda data: from_objects(open_coco(data.path, masks=True, keep_empty=True)),
+    REFERENCE: lambda data: from_objects(stand_in(data)),
 }
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
@@ -64,14 +65,12 @@ class Segmentation(Task):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._threads = 0
+        self._dice = recipe.train.loss == "cross_entropy_dice"
 
     @cached_property
     def dataset(self) -> MaskDataset:
         """The images, opened when first asked for."""
-        data = self.recipe.data
-        if data.dataset == REFERENCE:
-            return from_objects(stand_in())
-        return open_dataset(data.dataset, _DATASETS, MaskDataset, data)
+        return open_dataset(self.recipe.data.dataset, _DATASETS, MaskDataset, self.recipe.data)
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
@@ -178,23 +177,24 @@ class Segmentation(Task):
         for size in sorted(set(self.sizes)):
             found = pixel_logits(check_takes(network, size, channels=3, name=name))
             if (wanted := (1, classes, size, size)) != getattr(found, "shape", None):
+                shape = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
                 raise ModelError(
-                    f"model.name={name} answers an image of {size} pixels with {_shape_of(found)}, but it must be "
+                    f"model.name={name} answers an image of {size} pixels with {shape}, but it must be "
                     f"logits of shape {list(wanted)}: a score for each class and pixel."
                 )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """The recipe's loss; an auxiliary answer counts for 0.4 of it."""
-        answer = model(batch.inputs)
-        loss = self._losses(pixel_logits(answer), batch.targets, self.recipe.train.label_smoothing)
+        answer, smoothing = model(batch.inputs), self.recipe.train.label_smoothing
+        loss = pixel_losses(pixel_logits(answer), batch.targets, dice=self._dice, smoothing=smoothing)
         if isinstance(answer, dict) and "aux" in answer:
-            loss = loss + _AUXILIARY * self._losses(answer["aux"], batch.targets, self.recipe.train.label_smoothing)
+            loss = loss + _AUXILIARY * pixel_losses(answer["aux"], batch.targets, dice=self._dice, smoothing=smoothing)
         return loss.mean()
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """The loss of each image without smoothing and auxiliary answer, and what is found beside what is there."""
         logits = pixel_logits(model(batch.inputs))
-        losses = self._losses(logits, batch.targets, 0.0)
+        losses = pixel_losses(logits, batch.targets, dice=self._dice)
         return {"loss": losses, "predicted": logits.argmax(dim=1), "target": batch.targets}
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
@@ -207,10 +207,6 @@ class Segmentation(Task):
     def collectors(self) -> tuple[Collector, ...]:
         """Intersection over union and pixel accuracy."""
         return (PixelConfusion(self.dataset.classes, IGNORED),)
-
-    def _losses(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        dice = self.recipe.train.loss == "cross_entropy_dice"
-        return pixel_losses(logits, targets, dice=dice, smoothing=smoothing)
 
     def _unused(self) -> dict[str, str]:
         found = all_but(_USED, "masks follow their images through data.image_size, data.augment.crop and flip alone")
@@ -250,7 +246,3 @@ def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: floa
     missed = 1 - (2 * common + _SMOOTHING) / (found.sum(dim=(2, 3)) + sizes + _SMOOTHING)
     is_there = sizes > 0
     return losses + (missed * is_there).sum(dim=1) / is_there.sum(dim=1).clamp(min=1)
-
-
-def _shape_of(answer: object) -> str:
-    return f"shape {list(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"

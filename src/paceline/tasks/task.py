@@ -249,23 +249,13 @@ def build_task(recipe: Recipe) -> Task:
         RecipeError: If there is none of that name, or the reference does not give a task.
         StorageError: If the data lie at an address and cannot be copied.
     """
-    recipe = with_local_data(recipe)
+    path = recipe.data.path
+    if path is not None and is_address(path):
+        recipe = replace(recipe, data=replace(recipe.data, path=local_path(path, key="data.path")))
     task = call_reference("task", recipe.task, registry.load("tasks", recipe.task, RecipeError), RecipeError, recipe)
     if not isinstance(task, Task):
         raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, not a paceline.Task.")
     return task
-
-
-def with_local_data(recipe: Recipe) -> Recipe:
-    """The recipe for those who read the data: where they lie at an address, with the path of their copy on this host.
-
-    Raises:
-        StorageError: If they cannot be copied.
-    """
-    path = recipe.data.path
-    if path is None or not is_address(path):
-        return recipe
-    return replace(recipe, data=replace(recipe.data, path=local_path(path, key="data.path")))
 
 
 def task_name(task: Task) -> str:

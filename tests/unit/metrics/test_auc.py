@@ -48,11 +48,6 @@ def test_as_scikit_learn_has_it_whoever_scored_what(
     assert found["normalized_entropy"] == pytest.approx(log_loss(labels, probabilities) / entropy, rel=1e-9)
 
 
-def test_a_tie_is_half_a_point() -> None:
-    assert area_under_curve(np.array([1.0, 1.0]), np.array([True, False])) == 0.5
-    assert area_under_curve(np.array([2.0, 1.0, 1.0]), np.array([True, True, False])) == 0.75
-
-
 def test_many_samples_overflow_nothing() -> None:
     scores = np.tile(np.array([0.0, 1.0], dtype=np.float32), 200_000)
     labels = np.tile(np.array([False, True]), 200_000)
@@ -63,10 +58,3 @@ def test_many_samples_overflow_nothing() -> None:
 def test_a_score_that_is_no_number_has_no_place() -> None:
     assert math.isnan(area_under_curve(np.array([1.0, math.nan]), np.array([True, False])))
     assert math.isnan(normalized_entropy(np.array([1.0, math.inf]), np.array([True, True])))
-
-
-def test_a_process_without_samples_adds_nothing() -> None:
-    part = RankedScores().part()
-    other = (np.array([1, 0], dtype=np.float32), np.array([1, 0], dtype=np.uint8))
-    assert RankedScores().results([part, other, part])["auc"] == 1.0
-    assert math.isnan(RankedScores().results([part])["auc"])

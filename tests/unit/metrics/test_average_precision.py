@@ -49,46 +49,30 @@ def figures(made: AveragePrecision) -> dict[str, float]:
     return made.results([made.part()])
 
 
-def test_all_found_exactly_is_100() -> None:
-    made = figures(collected(picture([[0, 0, 10, 10]], [0.9], [[0, 0, 10, 10]])))
-    assert made == {"box_map": pytest.approx(100), "box_map50": pytest.approx(100)}
+A, B = [0, 0, 10, 10], [20, 20, 30, 30]
 
 
-def test_an_overlap_of_60_percent_counts_at_three_thresholds_of_ten() -> None:
-    # 0.5, 0.55 and 0.6: of 10 x 10 pixels six rows are covered, by a box that has no others.
-    made = figures(collected(picture([[0, 0, 10, 6]], [0.9], [[0, 0, 10, 10]])))
-    assert made["box_map50"] == pytest.approx(100)
-    assert made["box_map"] == pytest.approx(30)
-
-
-def test_a_surer_false_alarm_halves_the_precision() -> None:
-    made = figures(collected(picture([[30, 30, 40, 40], [0, 0, 10, 10]], [0.9, 0.8], [[0, 0, 10, 10]])))
-    assert made["box_map"] == pytest.approx(50)
-
-
-def test_half_of_two_objects_is_51_of_101_steps_of_recall() -> None:
-    made = figures(collected(picture([[0, 0, 10, 10]], [0.9], [[0, 0, 10, 10], [20, 20, 30, 30]])))
-    assert made["box_map"] == pytest.approx(100 * 51 / 101)
-
-
-def test_an_object_is_found_once() -> None:
-    twice = picture([[0, 0, 10, 10], [0, 0, 10, 10]], [0.9, 0.8], [[0, 0, 10, 10], [20, 20, 30, 30]])
-    other = picture([[20, 20, 30, 30]], [0.7], [[20, 20, 30, 30]])
-    # Found: right, wrong, right, of three objects: a precision of 1 to a third, then of 2/3 to two thirds.
-    assert figures(collected(twice, other))["box_map"] == pytest.approx(100 * (34 + 33 * 2 / 3) / 101)
-
-
-def test_what_is_found_in_a_crowd_is_neither_right_nor_wrong() -> None:
-    both = picture(
-        [[20, 20, 25, 25], [0, 0, 10, 10]], [0.9, 0.8], [[0, 0, 10, 10], [15, 15, 40, 40]], crowd=[False, True]
-    )
-    assert figures(collected(both))["box_map"] == pytest.approx(100)
-
-
-def test_a_class_without_objects_does_not_count_and_none_at_all_is_no_number() -> None:
-    one = picture([[0, 0, 10, 10], [0, 0, 10, 10]], [0.9, 0.9], [[0, 0, 10, 10]], labels=[1, 2])
-    assert figures(collected(one))["box_map"] == pytest.approx(100)
-    assert math.isnan(figures(collected(picture([[0, 0, 10, 10]], [0.9], [])))["box_map"])
+@pytest.mark.parametrize(
+    ("pictures", "expected"),
+    [
+        ([picture([A], [0.9], [A])], 100),
+        # 0.5, 0.55 and 0.6, of ten thresholds: of 10 x 10 pixels six rows are covered, by a box that has no others.
+        ([picture([[0, 0, 10, 6]], [0.9], [A])], 30),
+        # A surer false alarm.
+        ([picture([[30, 30, 40, 40], A], [0.9, 0.8], [A])], 50),
+        # Half of the objects: 51 of 101 steps of recall.
+        ([picture([A], [0.9], [A, B])], 100 * 51 / 101),
+        # An object is found once: right, wrong, right, of three objects: a precision of 1 to a third, then of 2/3.
+        ([picture([A, A], [0.9, 0.8], [A, B]), picture([B], [0.7], [B])], 100 * (34 + 33 * 2 / 3) / 101),
+        # What is found in a crowd is neither right nor wrong.
+        ([picture([[20, 20, 25, 25], A], [0.9, 0.8], [A, [15, 15, 40, 40]], crowd=[False, True])], 100),
+        # A class without objects does not count, and none at all is no number.
+        ([picture([A, A], [0.9, 0.9], [A], labels=[1, 2])], 100),
+        ([picture([A], [0.9], [])], math.nan),
+    ],
+)
+def test_figures_by_hand(pictures: list[tuple[dict[str, Any], dict[str, Any]]], expected: float) -> None:
+    assert figures(collected(*pictures))["box_map"] == pytest.approx(expected, nan_ok=True)
 
 
 def drawn(seed: int, pictures: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -27,7 +27,6 @@ from paceline.inference import detection
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
-from paceline.report.audit import audit_run
 from paceline.tasks.detection import Detection
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -106,34 +105,6 @@ def test_what_is_found_is_written_for_each_picture(train: Callable[..., Any], ru
     assert all(len(line["boxes"]) == len(line["scores"]) == len(line["labels"]) > 0 for line in lines)
     assert all(len(box) == 4 for line in lines for box in line["boxes"])
     assert all(0 <= label < 3 for line in lines for label in line["labels"])
-
-
-class CutOffError(Exception):
-    """Stands for whatever ends a process in the middle of a step."""
-
-
-def test_a_run_that_is_cut_off_ends_with_the_bits_of_one_that_was_not(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = train("whole").summary
-    assert {"loss", "box_map", "box_map50", "mask_map", "mask_map50"} <= whole.metrics.keys()
-    own = Detection.loss
-
-    def cut_off(self: Detection, model: Any, batch: Batch) -> torch.Tensor:
-        loss = own(self, model, batch)
-        if loss.requires_grad and batch.slice.step == 3 and batch.slice.is_last:
-            raise CutOffError
-        return loss
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Detection, "loss", cut_off)
-        with pytest.raises(CutOffError):
-            train("cut")
-    done = train("cut")
-    assert done.summary.resumes == 1
-    assert (done.summary.weights_sha256, done.summary.ema_sha256) == (whole.weights_sha256, whole.ema_sha256)
-    assert done.summary.metrics == whole.metrics
-    assert audit_run(done.run_dir).passed
 
 
 def test_observers_and_threads_change_nothing(train: Callable[..., Any]) -> None:
@@ -278,7 +249,7 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callabl
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"data.dataset": "digits"}, "has no boxes"),
+        ({"data.dataset": "digits"}, "is not a BoxDataset"),
         ({"data.dataset": "coco"}, "needs data.path"),
         ({"model.name": "small_maskrcn"}, "Did you mean"),
         ({"model.name": "torchvision:ssd300_vgg16", "model.options": {}}, "unknown detector"),

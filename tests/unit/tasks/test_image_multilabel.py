@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
+from image_sets import image_table
 from PIL import Image
 
 import paceline
@@ -59,17 +60,9 @@ def opened(path: Path, kind: str = "csv", **keys: Any) -> Any:
     return open_dataset(data, several_labels=True)
 
 
-def table(root: Path, rows: list[str], header: str) -> Path:
-    for place in range(len(rows)):
-        Image.fromarray(np.full((8, 8), 20 * place, dtype=np.uint8)).save(root / f"{place}.png")
-    text = [header, *(f"{place}.png,{row}" for place, row in enumerate(rows))]
-    (root / "table.csv").write_text("\n".join(text) + "\n", encoding="utf-8")
-    return root / "table.csv"
-
-
 def test_columns_of_flags_hold_0_or_1_and_all_others_are_told_at_once(tmp_path: Path) -> None:
     bad = ["2,1", ",0", "0.5,1", "yes,1", "-1,1", "nan,1"]
-    path = table(tmp_path, ["1,0", " 0 ,1.0", "0,0", *bad], "image,cat,dog")
+    path = image_table(tmp_path, ["1,0", " 0 ,1.0", "0,0", *bad], "image,cat,dog")
     keys: dict[str, Any] = {"target_columns": ("cat", "dog")}
     with pytest.raises(DataError) as refused:
         opened(path, **keys)
@@ -83,19 +76,21 @@ def test_columns_of_flags_hold_0_or_1_and_all_others_are_told_at_once(tmp_path: 
 
 def test_a_cell_of_names_has_any_number_of_them(tmp_path: Path) -> None:
     rows = ["dog,train", "cat;dog,train", " big dog ; cat;,train", ",train"]
-    found = opened(table(tmp_path, [*rows, "dog;dog,train"], "image,label,split"))
+    found = opened(image_table(tmp_path, [*rows, "dog;dog,train"], "image,label,split"))
     assert found.classes == ("big dog", "cat", "dog")
     assert found.train.labels.tolist() == [[0, 0, 1], [0, 1, 1], [1, 1, 0], [0, 0, 0], [0, 0, 1]]
-    assert opened(table(tmp_path, [*rows, "cat,val"], "image,label,split")).validation.labels.tolist() == [[0, 1, 0]]
+    assert opened(image_table(tmp_path, [*rows, "cat,val"], "image,label,split")).validation.labels.tolist() == [
+        [0, 1, 0]
+    ]
     with pytest.raises(DataError, match="held-out images of the class 'cow', and none to train on"):
-        opened(table(tmp_path, [*rows, "cow,val"], "image,label,split"))
+        opened(image_table(tmp_path, [*rows, "cow,val"], "image,label,split"))
     with pytest.raises(DataError, match="no label in any row"):
-        opened(table(tmp_path, [",train", ";,train"], "image,label,split"))
+        opened(image_table(tmp_path, [",train", ";,train"], "image,label,split"))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "path"])
 def test_parquet_tables_are_read_alike(tmp_path: Path, kind: str) -> None:
-    table(tmp_path, ["1"] * 3, "image,label")
+    image_table(tmp_path, ["1"] * 3, "image,label")
     images = [(tmp_path / f"{place}.png").read_bytes() if kind == "bytes" else f"{place}.png" for place in range(3)]
 
     def read(column: str, cells: list[Any], **keys: Any) -> Any:
@@ -148,7 +143,7 @@ def test_thresholds_are_of_this_task_only(trained: Path) -> None:
 
 
 def test_a_recipe_for_classes_becomes_one_for_labels(tmp_path: Path) -> None:
-    path = table(tmp_path, [f"{'a;b' if place % 2 else 'a'}" for place in range(10)], "image,label")
+    path = image_table(tmp_path, [f"{'a;b' if place % 2 else 'a'}" for place in range(10)], "image,label")
     (tmp_path / "tags.yaml").write_text(
         f"base: image_folder\ntask: image_multilabel\ndata: {{dataset: csv, path: {path}}}\n"
     )
@@ -166,7 +161,7 @@ def test_a_recipe_for_classes_becomes_one_for_labels(tmp_path: Path) -> None:
 
 def test_classes_without_images_are_told(tmp_path: Path) -> None:
     rows = ["1,0,0,train", "1,1,0,train", "1,0,0,val"]
-    path = table(tmp_path, rows, "image,a,b,c,split")
+    path = image_table(tmp_path, rows, "image,a,b,c,split")
     keys = {"data.dataset": "csv", "data.path": str(path), "data.samples": None}
 
     def told(columns: list[str]) -> str:

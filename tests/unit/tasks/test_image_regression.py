@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from image_sets import image_table
 from PIL import Image
 
 import paceline
@@ -38,6 +39,7 @@ from paceline.trainer.preparation import plan_run
 from paceline.world import World
 
 CPU = torch.device("cpu")
+HEADER = "image,age,weight kg"
 SHORT = {
     "train.duration": "2 epochs",
     "train.ema": "off",
@@ -50,18 +52,10 @@ SHORT = {
 }
 
 
-def table(root: Path, rows: list[str], header: str = "image,age,weight kg") -> Path:
-    for place in range(len(rows)):
-        Image.fromarray(np.full((8, 8), 20 * place, dtype=np.uint8)).save(root / f"{place}.png")
-    text = [header, *(f"{place}.png,{row}" for place, row in enumerate(rows))]
-    (root / "table.csv").write_text("\n".join(text) + "\n", encoding="utf-8")
-    return root / "table.csv"
-
-
 def test_every_value_of_a_table_is_checked_and_all_problems_are_told_at_once(tmp_path: Path) -> None:
     good = ["1,2.5", " -3e2 ,.5", "4.,+6"]
     bad = ["abc,1", ",1", "nan,1", "1,inf", "1e999,1", "1_000,1", "3 5,x"]
-    path = table(tmp_path, [*good, *bad])
+    path = image_table(tmp_path, [*good, *bad], HEADER)
     keys: dict[str, Any] = {"dataset": "csv", "path": str(path), "target_columns": ("age", "weight kg")}
     with pytest.raises(DataError) as refused:
         open_dataset(Data(**keys))
@@ -76,7 +70,7 @@ def test_every_value_of_a_table_is_checked_and_all_problems_are_told_at_once(tmp
 
 @pytest.mark.parametrize("kind", ["bytes", "path"])
 def test_parquet_tables_are_checked_alike(tmp_path: Path, kind: str) -> None:
-    table(tmp_path, ["1,1"] * 3)
+    image_table(tmp_path, ["1,1"] * 3, HEADER)
     images = [(tmp_path / f"{place}.png").read_bytes() if kind == "bytes" else f"{place}.png" for place in range(3)]
 
     def opened(ages: list[Any]) -> Any:
@@ -111,7 +105,7 @@ def test_what_it_does_not_do_is_refused(change: dict[str, Any], error: str) -> N
 
 
 def test_a_column_of_one_number_is_refused(tmp_path: Path) -> None:
-    path = table(tmp_path, ["1,2"] * 5)
+    path = image_table(tmp_path, ["1,2"] * 5, HEADER)
     keys = {"data.dataset": "csv", "data.path": str(path), "data.target_columns": ["age"]}
     recipe = load_recipe("discs", {**keys, "data.samples": None}).recipe
     with pytest.raises(DataError, match="'age' has the same number"):
@@ -119,7 +113,7 @@ def test_a_column_of_one_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_recipe_for_classes_becomes_one_for_numbers(tmp_path: Path) -> None:
-    path = table(tmp_path, [f"{place},{place % 3}" for place in range(10)])
+    path = image_table(tmp_path, [f"{place},{place % 3}" for place in range(10)], HEADER)
     (tmp_path / "ages.yaml").write_text(
         f"base: image_folder\ntask: image_regression\ndata: {{dataset: csv, path: {path}, target_columns: age}}\n"
         "train: {loss: mse, label_smoothing: 0}\nmodel: {name: small_resnet, options: null}\n"

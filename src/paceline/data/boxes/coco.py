@@ -120,6 +120,7 @@ def _decompressed(text: str) -> NDArray[np.int64] | None:
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
 _SHOWN = 5  # faults in a message
+_LISTS = ("images", "categories", "annotations")
 _MOST = 2**31  # pixels; what is beyond is no place in a picture, and too large for an array of numbers
 
 
@@ -206,19 +207,18 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
                 "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or "
                 "set data.detection.masks=false."
             ) from None
-    digest = hashlib.sha256()
-    train_folder, train_file = _split(root, "train")
-    train, classes = read_annotations(train_file, masks=masks, note=digest.update)
-    held_folder, held_file = _split(root, "val")
-    held_out, held_classes = read_annotations(held_file, masks=masks, note=digest.update)
+    digest, left_out, found = hashlib.sha256(), LeftOut(), []
+    for split in ("train", "val"):
+        folder, file = _split(root, split)
+        found.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
+    (train_folder, train_file, train, classes), (held_folder, held_file, held_out, held_classes) = found
     if classes != held_classes:
         raise DataError(
             f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
         )
     samples, counts = _to_learn_from(train_file, train, keep_empty=keep_empty)
-    left_out = LeftOut()
-    _tell_unnamed(train_folder, train, left_out)
-    _tell_unnamed(held_folder, held_out, left_out)
+    for folder, _, said, _ in found:
+        _tell_unnamed(folder, said, left_out)
     return BoxDataset(
         name="coco",
         train=CocoSource(train_folder, train, samples),
@@ -262,44 +262,25 @@ def read_annotations(
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.") from error
     note(content)
-    faults = _Faults(file)
     if not isinstance(tree, dict):
-        raise faults.error("it is not a mapping of images, annotations and categories")
-    for name in ("images", "categories", "annotations"):
-        if not isinstance(tree.get(name), list):
-            raise faults.error(f"it has no list '{name}'")
+        _refuse(file, ["it is not a mapping of images, annotations and categories"])
+    _refuse(file, [f"it has no list '{name}'" for name in _LISTS if not isinstance(tree.get(name), list)][:1])
+    faults: list[str] = []
     images, classes = _images(tree["images"], faults), _classes(tree["categories"], faults)
-    faults.check()
+    _refuse(file, faults)
     rows = list(_rows(tree["annotations"], images, classes, faults, masks=masks))
-    faults.check()
+    _refuse(file, faults)
     return _arranged(images, classes, rows, masks=masks), classes
 
 
-class _Faults:
-    """Counts what is wrong in a file, and keeps the first few for the message."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._first: list[str] = []
-        self._count = 0
-
-    def __call__(self, said: str) -> None:
-        self._count += 1
-        if self._count <= _SHOWN:
-            self._first.append(said)
-
-    def error(self, said: str) -> DataError:
-        return DataError(f"{self._file}: {said}; {_HOW}.")
-
-    def check(self) -> None:
-        """Raise DataError if there was any."""
-        if self._count > _SHOWN:
-            raise self.error(f"{self._count:,} faults, first {_SHOWN}: {'; '.join(self._first)}")
-        if self._count:
-            raise self.error("; ".join(self._first))
+def _refuse(file: Path, faults: list[str]) -> None:
+    """Raise DataError with the first faults of a file, if there are any."""
+    if faults:
+        count = f"{len(faults):,} faults, first {_SHOWN}: " if len(faults) > _SHOWN else ""
+        raise DataError(f"{file}: {count}{'; '.join(faults[:_SHOWN])}; {_HOW}.")
 
 
-def _images(entries: list[Any], fault: _Faults) -> dict[int, tuple[str, int, int]]:
+def _images(entries: list[Any], faults: list[str]) -> dict[int, tuple[str, int, int]]:
     """File name, height and width by the image's number, ascending."""
     found: dict[int, tuple[str, int, int]] = {}
     names: set[str] = set()
@@ -310,14 +291,14 @@ def _images(entries: list[Any], fault: _Faults) -> dict[int, tuple[str, int, int
         sides: list[Any] = [tree.get("height"), tree.get("width")]
         have_sides = all(type(side) is int and 1 <= side <= _MOST for side in sides)
         if type(number) is not int or not _is_file_name(name) or not have_sides:
-            fault(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
+            faults.append(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
             continue
         if number in found:
-            fault(f"images[{position}] has the id {_shown(number)}, which another one has")
+            faults.append(f"images[{position}] has the id {_shown(number)}, which another one has")
         elif os.path.normpath(name) in names:
-            fault(f"images[{position}] (id {number}) has the file_name {name!r}, which another one has")
+            faults.append(f"images[{position}] (id {number}) has the file_name {name!r}, which another one has")
         elif Path(name).is_absolute() or ".." in Path(name).parts:
-            fault(f"images[{position}] lies outside the folder of pictures: {name!r}")
+            faults.append(f"images[{position}] lies outside the folder of pictures: {name!r}")
         found[number] = (name, sides[0], sides[1])
         names.add(os.path.normpath(name))
     return dict(sorted(found.items()))
@@ -330,30 +311,30 @@ def _is_file_name(name: object) -> bool:
     return name.encode("utf-8", "ignore").decode() == name
 
 
-def _classes(entries: list[Any], fault: _Faults) -> dict[int, str]:
+def _classes(entries: list[Any], faults: list[str]) -> dict[int, str]:
     found: dict[int, str] = {}
     for position, each in enumerate(entries):
         number, name = (each.get("id"), each.get("name")) if isinstance(each, dict) else (None, None)
         if type(number) is not int or not isinstance(name, str) or utf8(name) != name:
-            fault(f"categories[{position}] must have id and name, and is {_shown(each)}")
+            faults.append(f"categories[{position}] must have id and name, and is {_shown(each)}")
             continue
         if number in found:
-            fault(f"categories[{position}] has the id {_shown(number)}, which another one has")
+            faults.append(f"categories[{position}] has the id {_shown(number)}, which another one has")
         elif name in found.values():
-            fault(f"categories[{position}] has the name {name!r}, which another one has")
+            faults.append(f"categories[{position}] has the name {name!r}, which another one has")
         found[number] = name
     return dict(sorted(found.items()))
 
 
 def _rows(
-    entries: list[Any], images: dict[int, Any], classes: dict[int, str], fault: _Faults, *, masks: bool
+    entries: list[Any], images: dict[int, Any], classes: dict[int, str], faults: list[str], *, masks: bool
 ) -> Iterator[tuple[int, int, list[float], bool, Any]]:
     """Image, class, box, whether it is a crowd, and outline of each annotation that has no fault."""
     for position, each in enumerate(entries):
         said = _annotation_fault(each, images, classes, masks=masks)
         if said is not None:
             number = each.get("id") if isinstance(each, dict) else None
-            fault(f"annotations[{position}]{'' if number is None else f' (id {_shown(number)})'} {said}")
+            faults.append(f"annotations[{position}]{'' if number is None else f' (id {_shown(number)})'} {said}")
             continue
         yield each["image_id"], each["category_id"], each["bbox"], bool(each.get("iscrowd")), each.get("segmentation")
 

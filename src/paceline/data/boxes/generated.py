@@ -7,10 +7,9 @@ object may hide part of another, but never most of it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from threading import Lock
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.data.boxes.pipeline import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
-from paceline.recipe.data import GeneratedBoxes
+from paceline.recipe.data import Data, GeneratedBoxes
 
 CLASSES = ("disc", "rectangle", "triangle")
 
@@ -28,7 +27,8 @@ _OF_PICTURE = 12  # draws: height, width, number of objects, pattern
 _OF_OBJECT = 10  # draws: class, centre, extents, turn, colour
 _LEAST_SEEN = 0.6  # of an object's pixels; what would hide more of one is not drawn
 _NOISE = 40  # of 255, between the darkest and the brightest
-_IN_MEMORY = 2**28  # bytes
+_IN_MEMORY = 2**27  # bytes, of the pictures of a split that are kept
+_LEAST_KEPT = 64  # whatever their size: a picture and its objects are asked for one after the other
 
 Grid = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -55,6 +55,12 @@ class ShapeSource:
         return self.count
 
     @cached_property
+    def _drawn(self) -> Callable[[int], Drawn]:
+        """Draws pictures, and keeps the last ones, so that an epoch need not draw them again."""
+        largest = self.asked.largest_side**2 * (3 + self.asked.objects)  # bytes
+        return lru_cache(max(_LEAST_KEPT, _IN_MEMORY // largest))(partial(_draw, self.asked))
+
+    @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Height and width of each picture, [len, 2]."""
         sides = uniforms(_KEY, 0, self.first + np.arange(self.count), 2)
@@ -63,11 +69,11 @@ class ShapeSource:
 
     def image(self, sample: int) -> Image:
         """Draw it, uint8 [H, W, 3]; read-only."""
-        return _drawn(self.asked, self.first + sample)[0]
+        return self._drawn(self.first + sample)[0]
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
         """What was drawn: each box is around the pixels that are seen of its object."""
-        _, labels, seen = _drawn(self.asked, self.first + sample)
+        _, labels, seen = self._drawn(self.first + sample)
         return Objects(
             boxes=np.array([_box(each) for each in seen]).reshape(-1, 4),
             labels=labels,
@@ -89,40 +95,6 @@ def open_shapes(asked: GeneratedBoxes) -> BoxDataset:
         classes=CLASSES,
         digest=f"shapes 1 {asked.smallest_side} {asked.largest_side} {asked.objects}",
     )
-
-
-class KeptDrawings:
-    """Draws pictures, and keeps the last ones as far as there is room, so that an epoch need not draw them again.
-
-    Args:
-        most: Bytes of them that are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.bytes = 0
-        self._most = most
-        self._kept: OrderedDict[tuple[GeneratedBoxes, int], Drawn] = OrderedDict()
-        self._lock = Lock()
-
-    def __call__(self, asked: GeneratedBoxes, number: int) -> Drawn:
-        """A picture, its objects' classes and which pixels are seen of each, bool [M, H, W]."""
-        key = (asked, number)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        found = _draw(asked, number)
-        with self._lock:
-            if key not in self._kept:  # another thread may have drawn it too
-                self._kept[key] = found
-                self.bytes += sum(each.nbytes for each in found)
-            while self.bytes > self._most:
-                _, oldest = self._kept.popitem(last=False)
-                self.bytes -= sum(each.nbytes for each in oldest)
-        return found
-
-
-_drawn = KeptDrawings(_IN_MEMORY)
 
 
 def _draw(asked: GeneratedBoxes, number: int) -> Drawn:
@@ -239,7 +211,7 @@ class _Blank:
         return f"stand-in {sample}"
 
 
-def stand_in() -> BoxDataset:
+def stand_in(data: Data) -> BoxDataset:
     """As many pictures as COCO 2017 has, of its usual size."""
     return BoxDataset(
         name="stand-in",

@@ -10,7 +10,7 @@ by (seed, epoch, sample id).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
 from paceline.data.pipeline import Placement, SimplePipeline, made_ahead, to_device
 from paceline.data.random_draws import uniforms
-from paceline.data.slices import SampleSlice
+from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Boxes
 
 Target = dict[str, Tensor]
@@ -52,33 +52,6 @@ def shown_sizes(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np
     return shown
 
 
-class TrainingView:
-    """Flips and resizes the pictures of a batch, with their boxes and masks, as drawn for each."""
-
-    def __init__(self, boxes: Boxes, seed: int) -> None:
-        self._boxes = boxes
-        self._seed = seed
-
-    def __call__(self, batch: Batch) -> Batch:
-        """The batch as the network learns from it; floats stay on their scale."""
-        draws = uniforms(self._seed, batch.slice.epoch, batch.ids, 2)
-        shown = [
-            self._shown(image, target, float(flip), float(scale))
-            for image, target, (flip, scale) in zip(batch.inputs, batch.targets, draws, strict=True)
-        ]
-        return replace(batch, inputs=[image for image, _ in shown], targets=[target for _, target in shown])
-
-    def _shown(self, image: Tensor, target: Target, flip: float, scale: float) -> tuple[Tensor, Target]:
-        if flip < self._boxes.flip:
-            image, target = flipped(image, target)
-        sides = self._boxes.short_sides
-        if sides is None:
-            return image, target
-        height, width = image.shape[1:]
-        size = shown_size(height, width, sides[int(scale * len(sides))], self._boxes.long_side)
-        return (image, target) if size == (height, width) else resized(image, target, size)
-
-
 def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
     """A picture [C, H, W] and its objects, mirrored."""
     left, top, right, bottom = target["boxes"].unbind(1)
@@ -92,7 +65,10 @@ def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
 def resized(image: Tensor, target: Target, size: tuple[int, int]) -> tuple[Tensor, Target]:
     """A picture [C, H, W] and its objects at another height and width: bilinear, as torchvision's detectors do it."""
     rows, columns = size[0] / image.shape[1], size[1] / image.shape[2]
-    changed: dict[str, Any] = {"boxes": target["boxes"] * _factors((columns, rows, columns, rows), image.device)}
+    factors = torch.tensor((columns, rows, columns, rows))
+    if image.device.type == "cuda":  # from other than page-locked memory, the copy would wait for the device
+        factors = factors.pin_memory()
+    changed: dict[str, Any] = {"boxes": target["boxes"] * factors.to(image.device, non_blocking=True)}
     if "masks" in target:
         masks = target["masks"][:, None].float()
         # Of no object there is nothing to resize, which torch refuses.
@@ -105,12 +81,6 @@ def resized(image: Tensor, target: Target, size: tuple[int, int]) -> tuple[Tenso
     return larger, {**target, **changed}
 
 
-def _factors(values: tuple[float, ...], device: torch.device) -> Tensor:
-    factors = torch.tensor(values)
-    # From page-locked memory, or the copy would wait for the device.
-    return factors.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else factors.to(device)
-
-
 def with_something(batch: Batch, device: torch.device) -> Batch:
     """In the place of samples that were all broken: a picture without objects, which weighs nothing."""
     if len(batch.ids):
@@ -119,9 +89,6 @@ def with_something(batch: Batch, device: torch.device) -> Batch:
     target |= {"crowd": torch.zeros(0, dtype=torch.bool), "masks": torch.zeros(0, _BLANK, _BLANK, dtype=torch.uint8)}
     image = torch.zeros(3, _BLANK, _BLANK, device=device)
     return replace(batch, inputs=[image], targets=[{name: each.to(device) for name, each in target.items()}])
-
-
-Read = tuple[Tensor, Target] | BrokenSample
 
 
 class BoxPipeline(SimplePipeline):
@@ -150,7 +117,7 @@ class BoxPipeline(SimplePipeline):
     ) -> None:
         self._sources: dict[bool, BoxSource] = {True: dataset.train, False: dataset.validation}
         self._masks = masks
-        self._view = TrainingView(boxes, seed)
+        self._boxes, self._seed = boxes, seed
         held_out = len(dataset.validation)
         super().__init__(
             self._pictures, evaluation_samples=held_out, placement=placement, threads=threads, prefetch=prefetch
@@ -165,24 +132,30 @@ class BoxPipeline(SimplePipeline):
         batches = made_ahead(read, slices, threads=self._threads, prefetch=self._prefetch)
 
         def finish(batch: Batch) -> Batch:
-            return with_something(self._view(batch) if training else batch, self._placement.device)
+            return with_something(self._varied(batch) if training else batch, self._placement.device)
 
         return to_device(batches, as_floats, self._placement, finish, self._moving if training else nullcontext)
 
-    def _pictures(self, part: SampleSlice, training: bool) -> Batch:
-        found = [self._picture(sample, training=training) for sample in part.ids.tolist()]
-        whole = [each for each in found if not isinstance(each, BrokenSample)]
-        return Batch(
-            inputs=[image for image, _ in whole],
-            targets=[target for _, target in whole],
-            ids=part.ids[np.array([not isinstance(each, BrokenSample) for each in found], dtype=bool)],
-            slice=part,
-            broken=tuple(each for each in found if isinstance(each, BrokenSample)),
-        )
+    def _varied(self, batch: Batch) -> Batch:
+        """Flip and resize the pictures of a batch, with their boxes and masks, as drawn for each."""
+        sides, shown = self._boxes.short_sides, []
+        draws = uniforms(self._seed, batch.slice.epoch, batch.ids, 2).tolist()
+        for image, target, (flip, scale) in zip(batch.inputs, batch.targets, draws, strict=True):
+            if flip < self._boxes.flip:
+                image, target = flipped(image, target)  # noqa: PLW2901
+            if sides is not None:
+                height, width = image.shape[1:]
+                size = shown_size(height, width, sides[int(scale * len(sides))], self._boxes.long_side)
+                if size != (height, width):
+                    image, target = resized(image, target, size)  # noqa: PLW2901
+            shown.append((image, target))
+        return replace(batch, inputs=[image for image, _ in shown], targets=[target for _, target in shown])
 
-    def _picture(self, sample: int, *, training: bool) -> Read:
+    def _pictures(self, part: SampleSlice, training: bool) -> Batch:
         source = self._sources[training]
-        try:
+
+        def read(row: int) -> tuple[Tensor, Target]:
+            sample = int(part.ids[row])
             pixels = source.image(sample)
             height, width = pixels.shape[:2]
             if (height, width) != tuple(source.sizes[sample]):
@@ -191,9 +164,29 @@ class BoxPipeline(SimplePipeline):
                     source.path(sample), f"it has {width}x{height} pixels, its annotations say {said}"
                 )
             objects = source.objects(sample, masks=self._masks)
+            return as_tensor(pixels), target_of(objects.learnable(height, width) if training else objects)
+
+        found, ids, broken = read_whole(part, read)
+        return Batch([image for image, _ in found], [target for _, target in found], ids, part, broken)
+
+
+def read_whole(
+    part: SampleSlice, read: Callable[[int], tuple[Tensor, Any]]
+) -> tuple[list[tuple[Tensor, Any]], SampleIds, tuple[BrokenSample, ...]]:
+    """Read the samples of a slice by their places in it; return those that are whole, their ids, and the broken ones.
+
+    Args:
+        part: The slice.
+        read: Reads one; raises BrokenImageError.
+    """
+    found, ids, broken = list[tuple[Tensor, Any]](), list[int](), list[BrokenSample]()
+    for row, sample in enumerate(part.ids.tolist()):
+        try:
+            found.append(read(row))
+            ids.append(sample)
         except BrokenImageError as error:
-            return BrokenSample(sample, error.path, error.reason)
-        return as_tensor(pixels), target_of(objects.learnable(height, width) if training else objects)
+            broken.append(BrokenSample(sample, error.path, error.reason))
+    return found, np.array(ids, dtype=np.int64), tuple(broken)
 
 
 def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:

@@ -24,6 +24,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -188,7 +189,7 @@ def _shown(field: bytes) -> str:
 
 _VERSION = 1
 _AT_ONCE = 2**20
-_ROWS, _FACTS, _LOCK = "rows.bin", "facts.json", "lock"
+_ROWS, _FACTS = "rows.bin", "facts.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +210,6 @@ class StoredClicks:
     wrong: tuple[WrongLine, ...]
     files: tuple[tuple[str, int], ...]
 
-    def line(self, sample: int) -> str:
-        """Where a sample comes from, for people: its file, and its number among the samples of it."""
-        for path, count in self.files:
-            if sample < count:
-                return f"{path}, sample {sample + 1}"
-            sample -= count
-        raise IndexError(sample)
-
 
 class StoredSource:
     """A range of stored samples; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
@@ -235,8 +228,13 @@ class StoredSource:
         return as_click_rows(self._clicks.rows[ids + self._first], self._tables)
 
     def name(self, sample: int) -> str:
-        """Its file, and its place there."""
-        return self._clicks.line(sample + self._first)
+        """Its file, and its number among the samples of it."""
+        number = sample + self._first
+        for path, count in self._clicks.files:
+            if number < count:
+                return f"{path}, sample {number + 1}"
+            number -= count
+        raise IndexError(sample)
 
 
 def as_click_rows(rows: Rows, tables: tuple[int, ...]) -> ClickRows:
@@ -261,13 +259,11 @@ def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> Sto
     made_of = {"version": _VERSION, "sources": sources}
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     folder = _cache_folder(path, cache) / f"clicks-{key}"
+    with open(folder.parent / f"lock-{key}", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process makes the same copy
+        if _opened(folder) is None:
+            _convert(files, folder, max_broken)
     found = _opened(folder)
-    if found is None:
-        with _alone(folder.parent, f"{_LOCK}-{key}"):
-            found = _opened(folder)  # another process may have made it meanwhile
-            if found is None:
-                _convert(files, folder, max_broken)
-                found = _opened(folder)
     if found is None:
         raise DataError(f"the copy of the data in '{folder}' cannot be read back; delete that folder and start again.")
     if len(found.wrong) > max_broken:
@@ -280,7 +276,7 @@ def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> Sto
 def _opened(folder: Path) -> StoredClicks | None:
     try:
         facts: dict[str, Any] = load_json((folder / _FACTS).read_text(encoding="utf-8"))
-        rows: Rows = np.memmap(folder / _ROWS, dtype=ROW, mode="r") if facts["samples"] else np.empty(0, dtype=ROW)
+        rows = _mapped(folder / _ROWS, facts["samples"])
         if len(rows) != facts["samples"]:
             return None
         return StoredClicks(
@@ -292,6 +288,11 @@ def _opened(folder: Path) -> StoredClicks | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _mapped(path: Path, samples: int) -> Rows:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype=ROW, mode="r") if samples else np.empty(0, dtype=ROW)
 
 
 def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
@@ -331,7 +332,7 @@ def _written(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]
     samples = sum(count for _, count in counts)
     return {
         "samples": samples,
-        "distinct": _distinct(np.memmap(target, dtype=ROW, mode="r") if samples else np.empty(0, dtype=ROW)),
+        "distinct": _distinct(_mapped(target, samples)),
         "digest": digest.hexdigest(),
         "wrong": [asdict(each) for each in wrong],
         "files": counts,
@@ -376,14 +377,6 @@ def _cache_folder(path: Path, cache: str) -> Path:
         if cache == "auto"
         else f"data.recommendation.cache={cache} cannot be written; give a folder that can."
     )
-
-
-@contextlib.contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
-    """Wait until no other process makes the same copy."""
-    with open(folder / name, "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 # Beyond it, rows are read when they are asked for.
@@ -455,14 +448,9 @@ class HeldRows:
         """Read all of another source."""
         self._source = source
         # In pieces: what is read at once takes its size several times over.
-        first = source.read(np.arange(min(_READ_AT_ONCE, len(source))))
-        self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
-        for begin in range(0, len(source), _READ_AT_ONCE):
-            ids = np.arange(begin, min(begin + _READ_AT_ONCE, len(source)))
-            read = source.read(ids)
-            self._rows.dense[ids] = read.dense
-            self._rows.categories[ids] = read.categories
-            self._rows.labels[ids] = read.labels
+        bounds = [*range(0, len(source), _READ_AT_ONCE), len(source)]
+        parts = [source.read(np.arange(begin, end)) for begin, end in pairwise(bounds)]
+        self._rows = ClickRows(*map(np.concatenate, zip(*parts, strict=True)))
 
     def __len__(self) -> int:
         return len(self._rows.labels)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,14 +60,17 @@ class SyntheticClicks:
 
     def read(self, ids: SampleIds) -> ClickRows:
         """Draw samples."""
-        parts = [self._drawn(ids[at : at + _AT_ONCE]) for at in range(0, len(ids), _AT_ONCE)] or [self._drawn(ids)]
-        dense, categories, wanted, drawn = (np.concatenate(each) for each in zip(*parts, strict=True))
+        dense, categories, wanted, drawn = self._all_drawn(ids)
         return ClickRows(dense.astype(np.float32), categories, (drawn < wanted).astype(np.uint8))
 
     def probabilities(self, ids: SampleIds) -> Numbers:
         """With which probability samples are clicked on, [N]: no answer can be better."""
-        parts = [self._drawn(ids[at : at + _AT_ONCE])[2] for at in range(0, len(ids), _AT_ONCE)]
-        return np.concatenate(parts)
+        wanted: Numbers = self._all_drawn(ids)[2]
+        return wanted
+
+    def _all_drawn(self, ids: SampleIds) -> list[NDArray[Any]]:
+        parts = [self._drawn(ids[at : at + _AT_ONCE]) for at in range(0, max(1, len(ids)), _AT_ONCE)]
+        return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
     def _drawn(self, ids: SampleIds) -> tuple[Numbers, NDArray[np.int64], Numbers, Numbers]:
         """Numbers, categories, probability and the draw that decides, of few samples."""
@@ -137,16 +141,19 @@ def table_sizes(clicks: Clicks) -> tuple[tuple[int, ...], dict[str, str]]:
     """Rows of each table, and why."""
     count = clicks.categories
     if clicks.tables != "auto":
-        if len(clicks.tables) != count:
-            raise RecipeError(
-                f"data.recommendation.tables has {len(clicks.tables)} sizes, but there are "
-                f"data.recommendation.categories={count} features; give one for each, or auto."
-            )
-        return clicks.tables, {}
+        return _as_asked(clicks.tables, count, f"there are data.recommendation.categories={count}"), {}
     smallest = min(_SMALLEST_DRAWN_TABLE, clicks.max_rows)
     factor = (clicks.max_rows / smallest) ** (1 / max(1, count - 1))
     sizes = tuple(round(smallest * factor**index) for index in range(count))
     return sizes, {"data.recommendation.tables": f"from {sizes[0]:,} to {sizes[-1]:,}, each larger by the same factor"}
+
+
+def _as_asked(tables: tuple[int, ...], count: int, said: str) -> tuple[int, ...]:
+    if len(tables) != count:
+        raise RecipeError(
+            f"data.recommendation.tables has {len(tables)} sizes, but {said} features; give one for each, or auto."
+        )
+    return tables
 
 
 def _bells(drawn: Numbers, count: int) -> Numbers:
@@ -191,18 +198,18 @@ def open_criteo(data: Data) -> ClickDataset:
     if not root.exists():
         raise DataError(f"data.path={data.path} does not exist.")
     left_out = LeftOut()
-    if (root / "train").is_dir() or (root / "val").is_dir():
-        for split in ("train", "val"):
-            if not (root / split).is_dir():
-                raise DataError(
-                    f"data.path={data.path} has no folder '{split}'; it must hold train and val, or files only."
-                )
+    parts = [root / "train", root / "val"]
+    missing = [each.name for each in parts if not each.is_dir()]
+    if len(missing) == 1:
+        raise DataError(
+            f"data.path={data.path} has no folder '{missing[0]}'; it must hold train and val, or files only."
+        )
+    if missing:
+        parts = [root]
+    else:
         for entry in visible(root):
             if entry.name not in ("train", "val"):
                 left_out.add("files and folders beside train/ and val/", entry.name)
-        parts = [root / "train", root / "val"]
-    else:
-        parts = [root]
     splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.most_broken) for each in parts]
     train, val = splits[0], splits[-1]
     tables, reasons = criteo_tables(data.recommendation, train.distinct)
@@ -235,12 +242,7 @@ def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int,
         distinct: Values of each feature.
     """
     if clicks.tables != "auto":
-        if len(clicks.tables) != CATEGORIES:
-            raise RecipeError(
-                f"data.recommendation.tables has {len(clicks.tables)} sizes, but Criteo's format has {CATEGORIES} "
-                "features; give one for each, or auto."
-            )
-        return clicks.tables, {}
+        return _as_asked(clicks.tables, CATEGORIES, f"Criteo's format has {CATEGORIES}"), {}
     sizes = tuple(min(clicks.max_rows, max(_SMALLEST_TABLE, _ROWS_PER_VALUE * each)) for each in distinct)
     why = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.recommendation.max_rows"
     return sizes, {"data.recommendation.tables": why}

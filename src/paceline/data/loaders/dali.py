@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,13 +52,6 @@ _MARKER: re.Pattern[bytes] = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # but for
 _LUMA_CHROMA = (1, 2, 3)
 
 
-class _Frame(NamedTuple):
-    precision: int
-    height: int
-    width: int
-    components: tuple[int, ...]
-
-
 def plain_jpeg(content: Content) -> Shape | None:
     """Height and width of a plain JPEG file, or None for any other content.
 
@@ -75,19 +69,14 @@ def plain_jpeg(content: Content) -> Shape | None:
             continue
         if marker == _SCAN:
             return size if _only_scans_follow(content, at) else None
-        end = at + 2 + _length(content, at)
+        end = at + 2 + int.from_bytes(content[at + 2 : at + 4], "big")
         segment = content[at + 4 : end]
         if marker in _FRAMES and size is None:
-            size = _plain_size(_frame(segment))
+            size = _plain_size(segment)
         elif marker in _FRAMES + _OTHER_FRAMES or _may_change_the_picture(marker, bytes(segment)):
             return None
         at = end
     return None
-
-
-def _length(content: Content, at: int) -> int:
-    """What the segment whose marker is at ``at`` says of its length."""
-    return content[at + 2] << 8 | content[at + 3]
 
 
 def _only_scans_follow(content: Content, at: int) -> bool:
@@ -100,45 +89,36 @@ def _only_scans_follow(content: Content, at: int) -> bool:
         at = found.start()
         if content[at + 1] not in _BETWEEN_SCANS or at + 4 > len(content):
             return at == len(content) - len(_END)
-        at += 2 + _length(content, at)
+        at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
     return False
 
 
-def _frame(segment: Content) -> _Frame | None:
-    if len(segment) < 6 or len(segment) < 6 + 3 * segment[5]:
+def _plain_size(frame: Content) -> Shape | None:
+    """Height and width that the segment of a frame says, if its samples are those of a usual picture."""
+    if len(frame) < 6 or len(frame) < 6 + 3 * frame[5] or frame[0] != 8:
         return None
-    components = tuple(segment[6 + 3 * index] for index in range(segment[5]))
-    return _Frame(segment[0], segment[1] << 8 | segment[2], segment[3] << 8 | segment[4], components)
-
-
-def _plain_size(frame: _Frame | None) -> Shape | None:
-    if frame is None or frame.precision != 8:
-        return None
+    components = tuple(frame[6 : 6 + 3 * frame[5] : 3])
+    height, width = (int.from_bytes(frame[at : at + 2], "big") for at in (1, 3))
     # Other names of components may mean other colours; no height is told behind the picture.
-    if len(frame.components) != 1 and frame.components != _LUMA_CHROMA:
-        return None
-    return (frame.height, frame.width) if 0 < frame.height * frame.width <= LARGEST_PIXELS else None
+    is_usual = len(components) == 1 or components == _LUMA_CHROMA
+    return (height, width) if is_usual and 0 < height * width <= LARGEST_PIXELS else None
 
 
 def _may_change_the_picture(marker: int, segment: bytes) -> bool:
     """Whether a segment of an application says that the samples are not the upright picture."""
+    if marker == _EXIF_SEGMENT and not segment.startswith(b"Exif\0"):
+        return b"Orientation" in segment  # in XMP, which is XML
     if marker == _EXIF_SEGMENT:
-        return _is_turned(segment)
+        exif = Image.Exif()
+        try:
+            exif.load(segment)
+            return bool(exif.get(ORIENTATION, 1) != 1)
+        except Exception:  # noqa: BLE001 (metadata of any kind of damage; the other decoder says what they say)
+            return True
     if marker == _SEVERAL_SEGMENT:
         return segment.startswith(b"MPF\0")
     # Adobe's last byte tells how colours were transformed: 0 not at all, 1 to luma and chroma.
     return marker == _ADOBE_SEGMENT and segment.startswith(b"Adobe") and segment[11:12] != b"\x01"
-
-
-def _is_turned(segment: bytes) -> bool:
-    if not segment.startswith(b"Exif\0"):
-        return b"Orientation" in segment  # in XMP, which is XML
-    exif = Image.Exif()
-    try:
-        exif.load(segment)
-        return bool(exif.get(ORIENTATION, 1) != 1)
-    except Exception:  # noqa: BLE001 (metadata of any kind of damage; the other decoder says what they say)
-        return True
 
 
 # Buffers that take the largest image of ImageNet, so that none is made anew while training (NVIDIA
@@ -188,43 +168,39 @@ class Asked(NamedTuple):
     flip: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphSettings:
-    """What does not change from batch to batch.
-
-    Attributes:
-        threads: DALI's threads.
-        ahead: Batches that may be asked for and not yet taken.
-        device: The CPU, or the GPU that decodes and on which batches stay.
-        channels: 1 or 3.
-        interpolation: As in :class:`paceline.data.image.transforms.View`.
-    """
-
-    threads: int
-    ahead: int
-    device: torch.device
-    channels: int
-    interpolation: str
-
-
 class Graph:
     """Batches of at most so many images, taken in the order in which they were asked for."""
 
-    def __init__(self, most: int, settings: GraphSettings) -> None:
+    def __init__(self, most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> None:
         """Build the graph, and run it on blank pictures.
+
+        Args:
+            most: Images of a batch, at most.
+            threads: DALI's threads.
+            ahead: Batches that may be asked for and not yet taken.
+            device: The CPU, or the GPU that decodes and on which batches stay.
+            view: How many channels images have, and how they are resized.
 
         Raises:
             DataError: If DALI cannot run at all.
         """
         self.most = most
-        self._on_gpu = settings.device.type == "cuda"
-        self._pipeline = define(most, settings)
+        self._on_gpu = device.type == "cuda"
+        self._pipeline = define(most, threads=threads, ahead=ahead, device=device, view=view)
         self._held: deque[list[np.ndarray[Any, Any]]] = deque()
+        # DALI runs as many batches as it works on ahead when it is first started, whatever it has been given by then.
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, format="JPEG")
+        blank = Asked(file.getvalue(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
         try:
-            self._warm_up(settings.ahead)
+            for _ in range(ahead):
+                self._feed([blank])
+            self._pipeline.schedule_run()
+            for _ in range(ahead):
+                self.take()
         except RuntimeError as error:
             raise DataError(
-                f"DALI cannot decode on {settings.device} ({str(error).splitlines()[0]}): use data.decode_on=cpu, or "
+                f"DALI cannot decode on {device} ({str(error).splitlines()[0]}): use data.decode_on=cpu, or "
                 "data.backend=pytorch."
             ) from error
 
@@ -247,25 +223,19 @@ class Graph:
         self._held.popleft()
         return from_dlpack(images.as_tensor())
 
-    def _warm_up(self, batches: int) -> None:
-        # DALI runs as many batches as it works on ahead when it is first started, whatever it has been given by then.
-        blank = Asked(_blank_jpeg(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
-        for _ in range(batches):
-            self._feed([blank])
-        self._pipeline.schedule_run()
-        for _ in range(batches):
-            self.take()
-
     def _feed(self, batch: Sequence[Asked]) -> None:
         files = [np.frombuffer(each.content, dtype=np.uint8) for each in batch]
         boxes = np.array([each.box for each in batch], dtype=np.int32)
+        # Where the part that is kept begins, as DALI wants it: a share of the room that there is.
+        room = np.array([each.scaled for each in batch]) - np.array([each.shape for each in batch])
+        places = (np.array([each.corner for each in batch]) / np.maximum(room, 1)).astype(np.float32)
         numbers = {
             "start": boxes[:, :2].copy(),
             "extent": boxes[:, 2:].copy(),
             "scaled": np.array([each.scaled for each in batch], dtype=np.float32),
             "kept": np.array([each.shape for each in batch], dtype=np.float32),
-            "top": np.array([_place(each, 0) for each in batch], dtype=np.float32),
-            "left": np.array([_place(each, 1) for each in batch], dtype=np.float32),
+            "top": places[:, 0].copy(),
+            "left": places[:, 1].copy(),
             "mirror": np.array([each.flip for each in batch], dtype=np.int32),
         }
         self._held.append(files)  # not copied, unless for a GPU: DALI reads them here
@@ -274,11 +244,14 @@ class Graph:
             self._pipeline.feed_input(name, values)
 
 
-def define(most: int, settings: GraphSettings) -> Any:
+def define(most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> Any:
     """DALI's pipeline for batches of at most ``most`` images."""
     from nvidia.dali import fn, pipeline_def, types
 
-    on_gpu = settings.device.type == "cuda"
+    on_gpu = device.type == "cuda"
+    # Which image goes to the GPU's JPEG units depends on its company: a deterministic run leaves them alone.
+    share = 0.0 if torch.are_deterministic_algorithms_enabled() else _HARDWARE_SHARE
+    of_gpu: dict[str, Any] = {**_BUFFERS, "hw_decoder_load": share} if on_gpu else {}
 
     def number(name: str, kind: Any, dimensions: int) -> Any:
         return fn.external_source(name=name, dtype=kind, ndim=dimensions)
@@ -294,15 +267,15 @@ def define(most: int, settings: GraphSettings) -> Any:
             output_type=types.RGB,
             adjust_orientation=False,  # plain files are upright
             jpeg_fancy_upsampling=True,  # as libjpeg does
-            **_decoder_on_gpu() if on_gpu else {},
+            **of_gpu,
         )
         images = fn.resize(
             images,
             size=number("scaled", types.FLOAT, 1),
-            interp_type=getattr(types, _FILTERS[settings.interpolation]),
+            interp_type=getattr(types, _FILTERS[view.interpolation]),
             antialias=True,
         )
-        if settings.channels == 1:
+        if view.channels == 1:
             images = fn.color_space_conversion(images, image_type=types.RGB, output_type=types.GRAY)
         return fn.crop_mirror_normalize(
             images,
@@ -316,30 +289,12 @@ def define(most: int, settings: GraphSettings) -> Any:
 
     defined = pipeline_def(
         batch_size=most,
-        num_threads=settings.threads,
-        device_id=settings.device.index if on_gpu else None,
-        prefetch_queue_depth=settings.ahead,
+        num_threads=threads,
+        device_id=device.index if on_gpu else None,
+        prefetch_queue_depth=ahead,
         seed=0,
     )
     return defined(graph)()
-
-
-def _decoder_on_gpu() -> dict[str, Any]:
-    # Which image goes to the GPU's JPEG units depends on its company: a deterministic run leaves them alone.
-    share = 0.0 if torch.are_deterministic_algorithms_enabled() else _HARDWARE_SHARE
-    return {**_BUFFERS, "hw_decoder_load": share}
-
-
-def _place(asked: Asked, axis: int) -> float:
-    """Where the part that is kept begins, as DALI wants it: a share of the room that there is."""
-    room = asked.scaled[axis] - asked.shape[axis]
-    return asked.corner[axis] / room if room else 0.0
-
-
-def _blank_jpeg() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(file, format="JPEG")
-    return file.getvalue()
 
 
 _READ_AT_ONCE = 8
@@ -405,13 +360,8 @@ class DaliBackend:
         self._view = view
         self._ahead = prefetch
         self._pin_memory = pin_memory
-        self._settings = GraphSettings(
-            threads=threads,
-            ahead=prefetch,
-            device=torch.device(decode_on),
-            channels=view.channels,
-            interpolation=view.interpolation,
-        )
+        self._device = torch.device(decode_on)
+        self._new_graph = partial(Graph, threads=threads, ahead=prefetch, device=self._device, view=view)
         # A crop of the padded image comes before the flip: both are then made of the whole batch.
         self._flips_later = view.augment is not None and view.augment.crop == "pad"
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="dali-reader")
@@ -434,7 +384,8 @@ class DaliBackend:
 
     def reading(self) -> str:
         """Which file was begun last; for people."""
-        return f"the last file begun is sample {self._named(self._last_read)}" if self._last_read >= 0 else ""
+        last = self._last_read
+        return f"the last file begun is sample {last} ({self._source.path(last)})" if last >= 0 else ""
 
     def close(self) -> None:
         """End the threads."""
@@ -498,7 +449,7 @@ class DaliBackend:
         if not asked:
             return
         if self._graph is None:
-            self._graph = Graph(len(asked), self._settings)
+            self._graph = self._new_graph(len(asked))
         self._graph.ask(asked)
 
     def _finish(self, work: _Work, running: deque[_Work]) -> None:
@@ -524,13 +475,13 @@ class DaliBackend:
             what = str(error).splitlines()[0]
             raise OneProcessError(f"DALI failed, though it can decode each image: {what}") from error
         most = max(len(work.asked) for work in unfinished)
-        self._graph = Graph(most, self._settings) if most else None
+        self._graph = self._new_graph(most) if most else None
         for work in unfinished:
             self._ask(work)
 
     def _read_refused(self, work: _Work) -> int:
         """Read those files of a slice that DALI cannot decode; each is tried alone, so that none suffers for others."""
-        graph = Graph(1, self._settings)
+        graph = self._new_graph(1)
         refused = 0
         for row, asked in enumerate(work.rows):
             if not isinstance(asked, Asked):
@@ -539,7 +490,7 @@ class DaliBackend:
                 graph.ask([asked])
                 graph.take()
             except RuntimeError:
-                graph = Graph(1, self._settings)
+                graph = self._new_graph(1)
                 self._refused.add(int(work.piece.ids[row]))
                 work.rows[row] = self._decoded(work, row)
                 refused += 1
@@ -557,7 +508,7 @@ class DaliBackend:
             return BrokenSample(sample, error.path, error.reason)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise OneProcessError(f"Reading sample {self._named(sample)} failed: {what}") from error
+            raise OneProcessError(f"Reading sample {sample} ({self._source.path(sample)}) failed: {what}") from error
         box, flip = self._box(work, row, size), self._flip(work, row)
         if box is not None:
             box = self._as_shrunk(box, size, work.shape[0])
@@ -628,24 +579,20 @@ class DaliBackend:
 
     def _inputs(self, work: _Work) -> torch.Tensor:
         rows = [row for row in work.rows if not isinstance(row, BrokenSample)]
-        made = [(at, row) for at, row in enumerate(rows) if isinstance(row, torch.Tensor)]
+        made = [row for row in rows if isinstance(row, torch.Tensor)]
         if work.images is not None and not made:
             return work.images
         shape = (len(rows), self._view.channels, *work.shape)
-        inputs = torch.empty(shape, dtype=torch.uint8, device=self._settings.device)
+        inputs = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        is_made = torch.tensor([isinstance(row, torch.Tensor) for row in rows], dtype=torch.bool)
         if work.images is not None:
-            places = torch.tensor([at for at, row in enumerate(rows) if isinstance(row, Asked)])
-            inputs[self._there(places)] = work.images
+            inputs[self._there((~is_made).nonzero()[:, 0])] = work.images
         if made:
-            pictures = self._there(torch.stack([picture for _, picture in made]))
-            inputs[self._there(torch.tensor([at for at, _ in made]))] = pictures
+            inputs[self._there(is_made.nonzero()[:, 0])] = self._there(torch.stack(made))
         return inputs
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host where the batch is; from pageable memory, the copy would make the host wait for it."""
-        device = self._settings.device
+        device = self._device
         on_gpu = self._pin_memory and device.type != "cpu"
         return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
-
-    def _named(self, sample: int) -> str:
-        return f"{sample} ({self._source.path(sample)})"

@@ -136,8 +136,7 @@ def hold_images(
     """Decode a whole source into a store, or take its array for one; broken images stay black, and are told by id."""
     size, count = view.image_size, len(source)
     array = as_array(source)
-    held = None if array is None else ImageStore.over(shape, device, array)
-    if held is not None:
+    if array is not None and (held := ImageStore.over(shape, device, array)) is not None:
         return held, {}
     store = ImageStore(shape, device)
     broken: dict[int, BrokenSample] = {}
@@ -157,11 +156,6 @@ def hold_images(
         store.put(start, torch.from_numpy(images).permute(0, 3, 1, 2))
         return samples.stop
 
-    if array is not None and array.shape[1:3] == (size, size):
-        for start in range(0, count, _LOADED_AT_ONCE):
-            copy = array[start : start + _LOADED_AT_ONCE].copy()  # torch takes only what can be written
-            store.put(start, torch.from_numpy(copy).permute(0, 3, 1, 2))
-        return store, {}
     # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for stop in pool.map(load, range(0, count, _LOADED_AT_ONCE)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import mmap
+import itertools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -27,13 +27,13 @@ import threading
 import time
 import warnings
 import weakref
-from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
+from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,47 +48,20 @@ from paceline.errors import DataError, LostWorkerError, OneProcessError
 from paceline.world import STOP_SIGNALS
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartOfSlice(SampleSlice):
-    """Some of a slice's samples, that follow one another.
-
-    Attributes:
-        whole: The slice.
-        completes: Whether it is the last part.
-    """
-
-    whole: SampleSlice
-    completes: bool
+def in_parts(piece: SampleSlice, parts: int) -> list[SampleSlice]:
+    """A slice in as many parts as can have a sample, but no more than ``parts``."""
+    count = min(parts, len(piece.ids))
+    if count < 2:
+        return [piece]
+    keys: Sequence[SampleIds | None] = [None] * count if piece.keys is None else np.array_split(piece.keys, count)
+    ids = np.array_split(piece.ids, count)
+    return [replace(piece, ids=ids[part], keys=keys[part]) for part in range(count)]
 
 
-def first_in_parts(slices: Iterable[SampleSlice], parts: int) -> Iterator[SampleSlice]:
-    """The slices, the first of them in as many parts as can have a sample, but no more than ``parts``."""
-    for number, piece in enumerate(slices):
-        count = min(parts, len(piece.ids))
-        if number > 0 or count < 2:
-            yield piece
-            continue
-        same = {each.name: getattr(piece, each.name) for each in fields(piece) if each.name not in ("ids", "keys")}
-        keys: Sequence[SampleIds | None] = [None] * count if piece.keys is None else np.array_split(piece.keys, count)
-        for part, ids in enumerate(np.array_split(piece.ids, count)):
-            yield PartOfSlice(**same, ids=ids, keys=keys[part], whole=piece, completes=part == count - 1)
-
-
-def joined(batches: Iterable[Batch]) -> Generator[Batch, None, None]:
-    """The batches, parts of one slice put together: the same bits as if it had been read whole."""
-    waiting: list[Batch] = []
-    for batch in batches:
-        part = batch.slice
-        if not isinstance(part, PartOfSlice):
-            yield batch
-            continue
-        waiting.append(batch)
-        if part.completes:
-            yield _join(waiting, part.whole)
-            waiting = []
-
-
-def _join(parts: list[Batch], whole: SampleSlice) -> Batch:
+def joined(parts: Sequence[Batch], whole: SampleSlice) -> Batch:
+    """Parts of one slice put together: the same bits as if it had been read whole."""
+    if len(parts) == 1:
+        return parts[0]
     batch = replace(
         parts[0],
         inputs=joined_along_samples([part.inputs for part in parts]),
@@ -161,7 +134,7 @@ class PytorchBackend:
         if self._loader is None:
             self._stream = self._in_process(slices)
         else:
-            self._stream = joined(self._from_workers(first_in_parts(slices, self._loader.num_workers)))
+            self._stream = self._from_workers(slices)
         return self._stream
 
     def reading(self) -> str:
@@ -175,7 +148,7 @@ class PytorchBackend:
     def close(self) -> None:
         """Stop the workers; one that hangs is given two seconds."""
         _OPEN.discard(self)
-        self._worker_state.close()
+        self._worker_state.closing[0] = 1
         if self._stream is not None and inspect.getgeneratorstate(self._stream) != inspect.GEN_RUNNING:
             self._stream.close()
         self._stream = None
@@ -185,7 +158,7 @@ class PytorchBackend:
     def _make_loader(self, workers: int, prefetch: int) -> DataLoader[Batch | ReadFailure]:
         with _quiet():
             return DataLoader(
-                _Samples(self._reader),
+                cast("Dataset[Batch | ReadFailure]", self._reader),
                 batch_size=None,
                 sampler=self._order,
                 num_workers=workers,
@@ -208,38 +181,44 @@ class PytorchBackend:
 
     def _from_workers(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
         assert self._loader is not None
-        self._order.slices = slices
+        coming = iter(slices)
+        first = next(coming, None)
+        if first is None:
+            return
+        parts = in_parts(first, self._loader.num_workers)
+        self._order.slices = itertools.chain(parts, coming)
         with self._explained():
             results = iter(self._loader)
+        waiting: list[Batch] = []
         while True:
             with self._explained():
                 result = next(results, None)
             if result is None:
                 return
-            yield _batch_of(result)
+            waiting.append(_batch_of(result))
+            if len(waiting) == len(parts):
+                yield joined(waiting, first)
+                waiting, parts = [], parts[:1]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn what torch says of a worker that died or hangs into a sentence that names the sample."""
+        state = self._worker_state
         try:
-            with self._missing_workers_explained():
+            try:
                 yield
+            except (ConnectionError, EOFError, FileNotFoundError) as error:
+                # Batches are fetched from the worker's own socket: one that dies then is missed there first.
+                if not state.has_lost_a_worker():
+                    raise
+                raise LostWorkerError(state.explain_death(f"{_DEATH} died handing over a batch")) from error
         except RuntimeError as error:  # also of torch's handler of SIGCHLD, which may raise anywhere inside
             if str(error).startswith(_DEATH):
-                raise LostWorkerError(self._worker_state.explain_death(str(error))) from error
+                raise LostWorkerError(state.explain_death(str(error))) from error
             if str(error).startswith("DataLoader timed out"):
-                raise OneProcessError(self._worker_state.explain_silence(self._wait_seconds)) from error
+                place = state.explain_place() or "no worker has started"
+                raise OneProcessError(f"no batch came for {self._wait_seconds} s: {place}.") from error
             raise
-
-    @contextmanager
-    def _missing_workers_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (ConnectionError, EOFError, FileNotFoundError) as error:
-            # Batches are fetched from the worker's own socket: one that dies then is missed there first.
-            if not self._worker_state.has_lost_a_worker():
-                raise
-            raise LostWorkerError(self._worker_state.explain_death(f"{_DEATH} died handing over a batch")) from error
 
 
 class _Order:
@@ -251,24 +230,15 @@ class _Order:
         return iter(self.slices)
 
 
-class _Samples(Dataset["Batch | ReadFailure"]):
-    """The data set of the loader, indexed by slices."""
-
-    def __init__(self, reader: SliceReader) -> None:
-        self._reader = reader
-
-    def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
-        return self._reader[piece]
-
-
 class _WorkerState:
     """Memory shared with the workers: is the back-end closing, and which sample is each worker reading?"""
 
     def __init__(self, workers: int, source: SampleSource) -> None:
         self._source = source
         self._run_process = os.getpid()
-        share = _shared if workers else list[int]
-        self._closing = share([0])
+        # Without workers, no shared memory is needed, which a /dev/shm that cannot be written to does not hold.
+        share: Any = partial(RawArray, "q") if workers else list[int]
+        self.closing = share([0])  # 1: nobody waits for batches any more
         self._pids = share([0] * max(workers, 1))
         self._reading = share([-1] * max(workers, 1))
         self._worker = 0
@@ -289,10 +259,6 @@ class _WorkerState:
     def note(self, sample: int) -> None:
         """Say which sample this worker reads next."""
         self._reading[self._worker] = sample
-
-    def close(self) -> None:
-        """Tell the workers that nobody waits for their batches."""
-        self._closing[0] = 1
 
     @property
     def has_dead_workers(self) -> bool:
@@ -318,10 +284,6 @@ class _WorkerState:
         elif said.endswith(("Killed", "exited unexpectedly")):
             why = " If it was killed for want of memory, lower data.workers or data.prefetch."
         return f"{said}{where}.{why}"
-
-    def explain_silence(self, seconds: int) -> str:
-        """Say what the workers were last reading, when no batch has come for so long."""
-        return f"no batch came for {seconds} s: {self.explain_place() or 'no worker has started'}."
 
     def explain_place(self) -> str:
         """Say what each worker was last reading, or this process if there are none."""
@@ -362,22 +324,12 @@ class _WorkerState:
         closing = 0
         while os.getppid() == self._run_process and closing < _CLOSING_CHECKS:
             time.sleep(_CHECK_SECONDS)
-            closing += self._closing[0]
+            closing += self.closing[0]
         if os.getppid() != self._run_process:
             shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
         # The other thread may be in the midst of making room for a batch.
         forget_shared_memory_of(os.getpid())
         os._exit(0)
-
-
-def _shared(numbers: list[int]) -> Any:
-    """Numbers of 64 bits that this process and its workers write to."""
-    if sys.platform != "linux":
-        return RawArray("q", numbers)
-    # Forked workers need no file for it, which a /dev/shm that cannot be written to would not hold.
-    memory = memoryview(mmap.mmap(-1, 8 * len(numbers))).cast("q")
-    memory[:] = array("q", numbers)
-    return memory
 
 
 def _check_socket_path(directory: str) -> None:

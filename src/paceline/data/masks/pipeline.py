@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from paceline.data.batch import Batch, BrokenSample
+from paceline.data.batch import Batch
 from paceline.data.boxes.coco import files_of_pictures
-from paceline.data.boxes.pipeline import BoxDataset, BoxSource
+from paceline.data.boxes.pipeline import BoxDataset, BoxSource, read_whole
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
@@ -229,23 +229,14 @@ class MaskPipeline(SimplePipeline):
     def _shown(self, part: SampleSlice, training: bool) -> Batch:
         view, source = self._views[training], self._sources[training]
         drawn, size = view.draws(part), view.size
-        found: list[tuple[Tensor, Tensor]] = []
-        broken: list[BrokenSample] = []
-        for row, sample in enumerate(part.ids.tolist()):
-            try:
-                image, labels = source.read(sample)
-            except BrokenImageError as error:
-                broken.append(BrokenSample(sample, error.path, error.reason))
-                continue
-            found.append(view(image, labels, None if drawn is None else drawn.part(row, row + 1)))
-        return Batch(
-            inputs=torch.stack([each for each, _ in found])
-            if found
-            else torch.empty((0, 3, size, size), dtype=torch.uint8),
-            targets=torch.stack([each for _, each in found])
-            if found
-            else torch.empty((0, size, size), dtype=torch.uint8),
-            ids=part.ids[~np.isin(part.ids, [each.id for each in broken])],
-            slice=part,
-            broken=tuple(broken),
-        )
+
+        def read(row: int) -> tuple[Tensor, Tensor]:
+            image, labels = source.read(int(part.ids[row]))
+            return view(image, labels, None if drawn is None else drawn.part(row, row + 1))
+
+        found, ids, broken = read_whole(part, read)
+        if not found:
+            nothing = torch.empty((0, 4, size, size), dtype=torch.uint8)
+            return Batch(nothing[:, :3], nothing[:, 3], ids, part, broken)
+        inputs, targets = (torch.stack(each) for each in zip(*found, strict=True))
+        return Batch(inputs, targets, ids, part, broken)

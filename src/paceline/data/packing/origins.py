@@ -10,18 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
-from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.mapped import MappedSource
 from paceline.data.image.selection import digest_of, first_of_all, take_classes
 from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
 from paceline.data.image.sets.huggingface import find_files
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
-from paceline.data.image.sets.parquet import ParquetSource
-from paceline.data.image.source import ArraySource, FileSource, SampleSource, SubsetSource, encoded_source
+from paceline.data.image.sets.parquet import LARGEST_KEPT, ParquetSource
+from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
@@ -32,37 +29,7 @@ _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
 _ARCHIVES = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by what their names begin with
 
 _TOLD = {"train": "training", "validation": "held-out"}  # splits as messages call them
-_WEIGHED = 1024
 _LOOKED_AT = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class OriginSplit:
-    """One split of a source.
-
-    Attributes:
-        source: Its images.
-        root: Names of image files are relative to this folder: wherever the source is copied to, they lead somewhere.
-    """
-
-    source: SampleSource
-    root: str
-
-    def name(self, sample: int) -> str:
-        """Name of an image in the packed dataset: as in the file that it lies in, or its path within the source."""
-        source = self.source
-        if isinstance(source, SubsetSource):
-            return replace(self, source=source.base).name(int(source.ids[sample]))
-        if isinstance(source, FileSource):
-            return os.path.relpath(source.path(sample), self.root)
-        if isinstance(source, MappedSource | PackedPixels | ParquetSource):
-            return source.names.text(sample)
-        return source.path(sample)
-
-    @property
-    def has_files(self) -> bool:
-        """Whether its images are encoded."""
-        return encoded_source(self.source) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,27 +38,48 @@ class OpenedOrigin:
 
     Attributes:
         origin: What the packed dataset says of it.
-        left_out: What is there and not used, a sentence for each kind.
+        root: Names of image files are relative to this folder: wherever the source is copied to, they lead somewhere.
         classes: Class names.
         channels: What its images would be decoded to for training, 1 or 3.
         splits: ``train``, and ``validation`` if it has such images of its own.
+        left_out: What is there and not used, a sentence for each kind.
     """
 
     origin: Origin
+    root: str
     classes: tuple[str, ...]
     channels: Literal[1, 3]
-    splits: Mapping[str, OriginSplit]
+    splits: Mapping[str, SampleSource]
     left_out: tuple[str, ...] = ()
 
     @property
     def has_files(self) -> bool:
         """Whether its images are encoded."""
-        return self.splits["train"].has_files
+        return encoded_source(self.splits["train"]) is not None
 
     @property
     def total(self) -> int:
         """Number of images."""
-        return sum(len(split.source) for split in self.splits.values())
+        return sum(map(len, self.splits.values()))
+
+    @property
+    def readers(self) -> int:
+        """How many threads may read it at once: row groups that they read must fit together in what is kept of them."""
+        bases = list(self.splits.values())
+        while any(isinstance(each, SubsetSource) for each in bases):
+            bases = [each.base if isinstance(each, SubsetSource) else each for each in bases]
+        groups = [group.size for each in bases if isinstance(each, ParquetSource) for group in each.groups]
+        return max(1, LARGEST_KEPT // max(groups, default=1))
+
+    def name(self, source: SampleSource, sample: int) -> str:
+        """Name of an image in the packed dataset: as in the file that it lies in, or its path within the source."""
+        if isinstance(source, SubsetSource):
+            return self.name(source.base, int(source.ids[sample]))
+        if isinstance(source, FileSource):
+            return os.path.relpath(source.path(sample), self.root)
+        if isinstance(source, MappedSource | PackedPixels | ParquetSource):
+            return source.names.text(sample)
+        return source.path(sample)
 
 
 def open_origin(path: str, kind: str | None = None, part: Data | None = None) -> OpenedOrigin:
@@ -125,32 +113,27 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
         mean=None if known is None else known.mean,
         std=None if known is None else known.std,
     )
-    within = str(root.absolute().parent if kind == "csv" else root)
-    opened = OpenedOrigin(
-        # A dataset that is packed anew keeps what was packed first.
-        origin=replace(read_manifest(root).origin, digest=stored.digest) if kind == "packed" else origin,
-        classes=tuple(map(utf8, stored.classes)),
+    if kind == "packed":  # a dataset that is packed anew keeps what was packed first
+        origin = replace(read_manifest(root).origin, digest=stored.digest)
+    classes = tuple(map(utf8, stored.classes))
+    if part.only_classes is not None:
+        told = {_TOLD[name]: source for name, source in sources.items()}
+        classes, taken = take_classes(part.only_classes, classes, told, "--only-classes")
+        sources = {name: taken[_TOLD[name]] for name in sources}
+        ids = [each.ids for each in taken.values()]
+        origin = replace(origin, digest=digest_of(origin.digest, "only classes", classes, *ids))
+    if part.subset is not None:
+        first = first_of_all(sources["train"], part.subset, "--subset")
+        sources["train"] = first
+        origin = replace(origin, digest=digest_of(origin.digest, "subset", first.ids))
+    return OpenedOrigin(
+        origin=origin,
+        root=str(root.absolute().parent if kind == "csv" else root),
+        classes=classes,
         channels=1 if stored.channels == 1 else 3,
-        splits={name: OriginSplit(source=source, root=within) for name, source in sources.items()},
+        splits=sources,
         left_out=stored.left_out,
     )
-    if part.only_classes is not None:
-        splits = {_TOLD[name]: split.source for name, split in opened.splits.items()}
-        names, parts = take_classes(part.only_classes, opened.classes, splits, "--only-classes")
-        taken = {name: parts[_TOLD[name]] for name in opened.splits}
-        ids = [each.ids for each in parts.values()]
-        opened = replace(_with_parts(opened, taken, "only classes", names, *ids), classes=names)
-    if part.subset is not None:
-        first = first_of_all(opened.splits["train"].source, part.subset, "--subset")
-        opened = _with_parts(opened, {"train": first}, "subset", first.ids)
-    return opened
-
-
-def _with_parts(opened: OpenedOrigin, parts: Mapping[str, SubsetSource], *why: object) -> OpenedOrigin:
-    """Parts of some splits in place of the whole ones; ``why`` goes into the digest."""
-    taken = {name: replace(opened.splits[name], source=part) for name, part in parts.items()}
-    origin = replace(opened.origin, digest=digest_of(opened.origin.digest, *why))
-    return replace(opened, splits={**opened.splits, **taken}, origin=origin)
 
 
 def detect(path: str) -> str:
@@ -231,27 +214,3 @@ def _suffixes(root: Path) -> set[str]:
             seen = (each.name for each in inside if not is_ignored(each.name))
             found |= {Path(name).suffix.lower() for name in islice(seen, _LOOKED_AT)}
     return found
-
-
-def mean_bytes(opened: OpenedOrigin) -> float:
-    """Bytes of an image as the source has it, from up to 1024 of them spread evenly."""
-    source = opened.splits["train"].source
-    if (pixels := _pixels(source)) is not None:
-        return float(pixels.images[0].nbytes)
-    chosen = range(0, len(source), max(1, -(-len(source) // _WEIGHED)))
-    return float(np.mean([max(1, _length(source, sample)) for sample in chosen]))
-
-
-def _pixels(source: SampleSource) -> ArraySource | None:
-    whole = source.base if isinstance(source, SubsetSource) else source
-    return whole if isinstance(whole, ArraySource) else None
-
-
-def _length(source: SampleSource, sample: int) -> int:
-    try:
-        if isinstance(source, FileSource):
-            return os.stat(source.path(sample)).st_size
-        files = encoded_source(source)
-        return source.read(sample).nbytes if files is None else len(files.encoded(sample))
-    except (OSError, BrokenImageError):
-        return 1

@@ -36,24 +36,23 @@ from paceline.data.image.sets.packed import (
     LeftOut,
     Manifest,
     Mode,
-    Origin,
     PackedDataset,
     Shard,
     Split,
     open_packed,
 )
+from paceline.data.image.source import encoded_source
 from paceline.data.image.tables import require_pyarrow
-from paceline.data.packing.origins import OpenedOrigin, mean_bytes, open_origin
+from paceline.data.packing.origins import OpenedOrigin, open_origin
 from paceline.data.packing.shards import (
     Progress,
-    Work,
-    hashed_file,
+    file_digest,
     is_made,
     make_shards,
     read_part,
     reporting_disk_errors,
     stored,
-    write_whole,
+    whole_file,
 )
 from paceline.errors import DataError
 from paceline.plain_json import load_json
@@ -71,51 +70,38 @@ _NUMBERS: dict[str, ColumnType] = {
 }
 
 
-def left_out(root: Path, shards: Sequence[Shard]) -> list[LeftOut]:
-    """Which images of the source could not be read."""
-    return [LeftOut(**each) for shard in shards for each in read_part(root, shard)[1]["left_out"]]
-
-
-def refuse_broken(broken: Sequence[LeftOut]) -> None:
-    """Refuse a source with broken images.
-
-    Raises:
-        DataError: With the names of the first of them.
-    """
-    shown = "; ".join(f"{each.name} ({each.reason})" for each in broken[:_SHOWN])
-    more = f" and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
-    raise DataError(
-        f"{len(broken):,} image(s) of the source cannot be read: {shown}{more}; repair or remove them and pack into "
-        "another DEST, or run the same command with --skip-broken, which leaves them out."
-    )
-
-
-def assemble(root: Path, shards: Sequence[Shard], origin: Origin, form: Form, classes: tuple[str, ...]) -> Manifest:
+def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Shard], *, skip_broken: bool) -> Manifest:
     """Write the index and ``packed.json``; from then on it is a packed dataset.
 
     Raises:
-        DataError: If not a single image was read.
+        DataError: If images cannot be read that are not to be left out, or not a single one was.
     """
     tables, facts = zip(*(read_part(root, shard) for shard in shards), strict=True)
-    samples = {
-        split: sum(table.num_rows for table, shard in zip(tables, shards, strict=True) if shard.split == split)
-        for split in SPLITS
-        if any(shard.split == split for shard in shards)
-    }
+    broken = tuple(LeftOut(**each) for known in facts for each in known["left_out"])
+    if broken and not skip_broken:
+        shown = "; ".join(f"{each.name} ({each.reason})" for each in broken[:_SHOWN])
+        more = f" and {len(broken) - _SHOWN:,} more" if len(broken) > _SHOWN else ""
+        raise DataError(
+            f"{len(broken):,} image(s) of the source cannot be read: {shown}{more}; repair or remove them and pack "
+            "into another DEST, or run the same command with --skip-broken, which leaves them out."
+        )
+    samples: dict[Split, int] = dict.fromkeys((shard.split for shard in shards), 0)
+    for table, shard in zip(tables, shards, strict=True):
+        samples[shard.split] += table.num_rows
     if not samples.get("train"):
         raise DataError("not a single training image of the source can be read: is it what you meant?")
     index, columns = _write_index(root, tables, shards)
-    rows = index_arrays(root / INDEX, columns)
+    rows = _index_arrays(root / INDEX, columns)
     heights, widths = rows["height"], rows["width"]
     alike = bool((heights == heights[0]).all() and (widths == widths[0]).all())
     manifest = Manifest(
-        origin=origin,
+        origin=opened.origin,
         form=form,
-        classes=classes,
+        classes=opened.classes,
         samples=samples,
         native_size=(int(heights[0]), int(widths[0])) if alike else None,
-        digest=content_digest(rows, classes, form, samples),
-        left_out=tuple(LeftOut(**each) for known in facts for each in known["left_out"]),
+        digest=_content_digest(rows, opened.classes, form, samples),
+        left_out=broken,
         index=index,
         columns=columns,
         shards=tuple(
@@ -123,21 +109,15 @@ def assemble(root: Path, shards: Sequence[Shard], origin: Origin, form: Form, cl
             for shard, known in zip(shards, facts, strict=True)
         ),
     )
-    write_whole(root / MANIFEST, manifest.encode())
+    with whole_file(root / MANIFEST) as file:
+        file.write(manifest.encode())
     return manifest
 
 
-def content_digest(
+def _content_digest(
     rows: Mapping[str, np.ndarray[Any, Any]], classes: Sequence[str], form: Form, samples: Mapping[Split, int]
 ) -> str:
-    """SHA-256 over what a run can see of the images: not over where they lie.
-
-    Args:
-        rows: Columns of the index.
-        classes: Class names.
-        form: How images are stored.
-        samples: Number of images of each split.
-    """
+    """SHA-256 over what a run can see of the images: not over where they lie."""
     head = json.dumps([list(classes), asdict(form), dict(samples)], sort_keys=True)
     digest = hashlib.sha256(head.encode())
     for column in ("label", "height", "width", "name_ends", "name", "sha256"):
@@ -145,7 +125,7 @@ def content_digest(
     return digest.hexdigest()
 
 
-def index_arrays(path: Path, columns: Mapping[str, Column]) -> dict[str, np.ndarray[Any, Any]]:
+def _index_arrays(path: Path, columns: Mapping[str, Column]) -> dict[str, np.ndarray[Any, Any]]:
     """Read the columns of an index into memory."""
     content = path.read_bytes()
     return {
@@ -155,42 +135,41 @@ def index_arrays(path: Path, columns: Mapping[str, Column]) -> dict[str, np.ndar
 
 
 def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> tuple[FileFacts, dict[str, Column]]:
+    """Write the index of all shards; return what its file is, and where each column lies in it."""
     pa = require_pyarrow()
     counts = [table.num_rows for table in tables]
     numbers = pa.array(np.repeat(np.arange(len(shards), dtype=np.int32), counts))
     splits = pa.array(np.repeat([shard.split for shard in shards], counts), pa.string())
-    table = pa.concat_tables([table.replace_schema_metadata(None) for table in tables]).combine_chunks()
-    table = table.append_column("shard", numbers).append_column("split", splits)
-    partial = root / f".{INDEX}.partial"
-    with hashed_file(partial) as file, pa.ipc.new_file(file, table.schema) as writer:
-        # One record batch, so that each column lies in one piece.
-        writer.write_table(table.combine_chunks(), max_chunksize=max(1, table.num_rows))
-    facts = FileFacts(name=INDEX, size=file.size, sha256=file.sha256.hexdigest())
-    columns = _places(partial)
-    partial.replace(root / INDEX)
-    return facts, columns
+    table = pa.concat_tables([table.replace_schema_metadata(None) for table in tables])
+    table = table.append_column("shard", numbers).append_column("split", splits).combine_chunks()
+    with whole_file(root / INDEX) as file:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            # One record batch, so that each column lies in one piece.
+            writer.write_table(table, max_chunksize=max(1, table.num_rows))
+        file.flush()
+        facts = FileFacts(name=INDEX, size=file.tell(), sha256=file_digest(Path(file.name)))
+        with pa.memory_map(file.name) as mapped:
+            return facts, _places(mapped.read_buffer())
 
 
-def _places(path: Path) -> dict[str, Column]:
-    """Where each column lies in the index's file."""
+def _places(whole: Any) -> dict[str, Column]:
+    """Where each column lies in the index, an Arrow buffer."""
     pa = require_pyarrow()
-    with pa.memory_map(str(path)) as file:
-        whole = file.read_buffer()
-        opened = pa.ipc.open_file(pa.BufferReader(whole))
-        assert opened.num_record_batches == 1
-        batch = opened.get_batch(0)
-
-        def place(buffer: Any, dtype: ColumnType, count: int) -> Column:
-            return Column(dtype=dtype, offset=buffer.address - whole.address, count=count)
-
-        rows = batch.num_rows
-        found = {name: place(batch.column(name).buffers()[1], dtype, rows) for name, dtype in _NUMBERS.items()}
-        _, ends, blob = batch.column("name").buffers()
-        letters = int(np.frombuffer(ends, dtype="<i8")[rows])
-        found["name_ends"] = place(ends, "<i8", rows + 1)
-        found["name"] = place(blob, "|u1", letters)
-        found["sha256"] = place(batch.column("sha256").buffers()[1], "|u1", 32 * rows)
-        return found
+    batch = pa.ipc.open_file(pa.BufferReader(whole)).get_batch(0)
+    rows = batch.num_rows
+    buffers = {name: batch.column(name).buffers() for name in (*_NUMBERS, "name", "sha256")}
+    _, ends, letters = buffers["name"]
+    lengths = int(np.frombuffer(ends, dtype="<i8")[rows])
+    placed: dict[str, tuple[Any, ColumnType, int]] = {
+        **{name: (buffers[name][1], dtype, rows) for name, dtype in _NUMBERS.items()},
+        "name_ends": (ends, "<i8", rows + 1),
+        "name": (letters, "|u1", lengths),
+        "sha256": (buffers["sha256"][1], "|u1", 32 * rows),
+    }
+    return {
+        name: Column(dtype=dtype, offset=buffer.address - whole.address, count=count)
+        for name, (buffer, dtype, count) in placed.items()
+    }
 
 
 def verify(root: Path, workers: int, progress: Progress) -> list[str]:
@@ -206,40 +185,30 @@ def verify(root: Path, workers: int, progress: Progress) -> list[str]:
     """
     packed = open_packed(root, check_index=False)  # a damaged one is named below
     manifest, done = packed.manifest, 0
-    found = []
+    damaged = []
     with ThreadPoolExecutor(workers) as pool:
-        for facts, actual in zip(manifest.files, pool.map(lambda each: _hash(root, each), manifest.files), strict=True):
+        digests = pool.map(lambda facts: file_digest(root / facts.name), manifest.files)
+        for number, (facts, actual) in enumerate(zip(manifest.files, digests, strict=True)):
             done += facts.size
             progress(done, manifest.size_bytes)
             if actual != facts.sha256:
-                found.append((facts, manifest.files.index(facts) - 1))
-    if any(facts is manifest.index for facts, _ in found):
+                damaged.append(number - 1)  # of the shards; the index comes first
+    if -1 in damaged:
         # Without it nobody knows where an image lies.
-        return [f"{root / facts.name} is damaged" for facts, _ in found]
-    return [*_whole(root, manifest), *(_damage(packed, facts, shard) for facts, shard in found)]
+        return [f"{root / manifest.files[number + 1].name} is damaged" for number in damaged]
+    rows = _index_arrays(root / INDEX, manifest.columns)
+    found = [_damage(packed, number) for number in damaged]
+    if _content_digest(rows, manifest.classes, manifest.form, manifest.samples) != manifest.digest:
+        found.insert(0, f"{root / INDEX} does not belong to this packed dataset")
+    return found
 
 
-def _whole(root: Path, manifest: Manifest) -> Iterator[str]:
-    """See that the index says what the dataset is known by."""
-    rows = index_arrays(root / manifest.index.name, manifest.columns)
-    if content_digest(rows, manifest.classes, manifest.form, manifest.samples) != manifest.digest:
-        yield f"{root / manifest.index.name} does not belong to this packed dataset"
-
-
-def _hash(root: Path, facts: FileFacts) -> str:
-    with open(root / facts.name, "rb") as file:
-        if hasattr(os, "posix_fadvise"):
-            # From the disk, not from what the system remembers of the file: it may just have been written.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _damage(packed: PackedDataset, facts: FileFacts, shard: int) -> str:
+def _damage(packed: PackedDataset, shard: int) -> str:
     """Say which images of a shard are not what they were."""
     index = packed.index
     rows = np.flatnonzero(index.places.file == shard).tolist()
     broken = [row for row in rows if hashlib.sha256(packed.content[row]).digest() != index.sha256[row].tobytes()]
-    where = f"{packed.root / facts.name} is damaged"
+    where = f"{packed.root / packed.manifest.shards[shard].name} is damaged"
     if not broken:
         return f"{where}, but none of its {len(rows):,} images is: its labels or names, or Arrow's own data, are"
     names = ", ".join(index.name.text(row) for row in broken[:_SHOWN])
@@ -247,15 +216,13 @@ def _damage(packed: PackedDataset, facts: FileFacts, shard: int) -> str:
     return f"{where}: {len(broken):,} of its {len(rows):,} images ({names}{more})"
 
 
-MIB = 2**20
-DEFAULT_QUALITY = 90
-
-_SMALLEST_SHARD, _LARGEST_SHARD = 16 * MIB, 1024 * MIB
+_QUALITY = 90
+_SMALLEST_SHARD, _LARGEST_SHARD = 2**24, 2**30
 # As many shards as keep many processes busy to the end, but no thousands of files.
 _SHARDS = 64
 _PLAN = "plan.json"
 _LOCK = "lock"
-_TRIED = 8
+_TRIED, _WEIGHED = 8, 1024  # images whose length is found out by making them, and by looking
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +238,7 @@ class Request:
         quality: Of ``jpeg``.
         size: Side of the squares that ``raw`` images are cropped to.
         shard_bytes: About how long a shard is to be; None for one to suit.
-        workers: Processes.
+        workers: Threads that make shards.
         skip_broken: Whether images that cannot be read are left out.
         part: What of the source, and which columns of a table hold it, as a recipe says it; None for all.
     """
@@ -289,20 +256,7 @@ class Request:
     part: Data | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """What packing has come to.
-
-    Attributes:
-        manifest: What is in the dataset.
-        found: Images that were packed already when the command began.
-    """
-
-    manifest: Manifest
-    found: int
-
-
-def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Packed:
+def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tuple[Manifest, int]:
     """Pack a source, or go on with it.
 
     Args:
@@ -310,47 +264,45 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> Pa
         progress: Told how many images are done, and how many there are.
         say: Told what was found, in a sentence.
 
+    Returns:
+        What is in the dataset, and how many images were packed already when the command began.
+
     Raises:
         DataError: If the source cannot be packed like this, or the destination holds something else.
-        PackingError: If the disk refuses, or a process dies; the same command goes on.
+        PackingError: If the disk refuses; the same command goes on.
     """
     require_pyarrow()
-    root = request.destination
-    _check_apart(request)
+    root, source = request.destination, Path(request.source).expanduser().resolve()
+    if root.resolve() == source or (source.is_dir() and source in root.resolve().parents):
+        raise DataError(f"DEST {str(root)!r} lies in SOURCE, which is only read: choose a directory elsewhere.")
     opened = open_origin(request.source, request.kind, request.part)
-    form = choose_form(request, opened)
+    form = _choose_form(request, opened)
     say(_described(request, opened, form))
     for sentence in opened.left_out:
         say(sentence)
     finished = _finished(root, opened, form)
     if finished is not None:
-        return Packed(manifest=finished, found=finished.total)
+        return finished, finished.total
+    if root.exists() and not root.is_dir():
+        raise DataError(f"DEST {str(root)!r} is a file: choose a directory that is empty or new.")
+    if root.is_dir() and not (root / UNFINISHED).is_dir() and any(root.iterdir()):
+        raise DataError(
+            f"DEST {str(root)!r} is not empty and holds no packed dataset: choose a directory that is empty or new."
+        )
     with reporting_disk_errors(root):
-        _begin(root)
+        (root / UNFINISHED).mkdir(parents=True, exist_ok=True)
         with _locked(root):
-            finished = _finished(root, opened, form)  # by another, a moment ago
-            if finished is not None:
-                return Packed(manifest=finished, found=finished.total)
-            return _pack(request, opened, form, progress)
+            shards = _cut(opened, form, request.shard_bytes)
+            _keep_plan(root, opened, form, shards)
+            missing = [shard for shard in shards if not is_made(root, shard)]
+            _check_room(root, opened, form, missing)
+            make_shards(root, opened, form, missing, min(request.workers, opened.readers), progress)
+            manifest = _assemble(root, opened, form, shards, skip_broken=request.skip_broken)
+            shutil.rmtree(root / UNFINISHED, ignore_errors=True)
+    return manifest, opened.total - sum(shard.end - shard.begin for shard in missing)
 
 
-def _pack(request: Request, opened: OpenedOrigin, form: Form, progress: Progress) -> Packed:
-    root = request.destination
-    shards = cut(opened, form, request.shard_bytes)
-    _keep_plan(root, opened, form, shards)
-    missing = [shard for shard in shards if not is_made(root, shard)]
-    _check_room(root, opened, form, missing)
-    work = Work(root=root, splits=dict(opened.splits), classes=opened.classes, form=form)
-    make_shards(work, missing, request.workers, progress)
-    broken = left_out(root, shards)
-    if broken and not request.skip_broken:
-        refuse_broken(broken)
-    manifest = assemble(root, shards, opened.origin, form, opened.classes)
-    _clear(root)
-    return Packed(manifest=manifest, found=opened.total - sum(shard.end - shard.begin for shard in missing))
-
-
-def choose_form(request: Request, opened: OpenedOrigin) -> Form:
+def _choose_form(request: Request, opened: OpenedOrigin) -> Form:
     """Say how the images are stored.
 
     Raises:
@@ -362,57 +314,58 @@ def choose_form(request: Request, opened: OpenedOrigin) -> Form:
             f"--mode original keeps image files as they are, but {opened.origin.kind} holds pixels: use --mode raw, "
             "which loses nothing there, or jpeg."
         )
-    given = {"--max-side": request.max_side, "--quality": request.quality, "--size": request.size}
-    useful: dict[Mode, tuple[str, ...]] = {
-        "original": (),
-        "jpeg": ("--max-side", "--quality"),
-        "raw": ("--max-side", "--size"),
-    }
-    for option, value in given.items():
-        if value is not None and option not in useful[mode]:
-            modes = " or ".join(name for name, options in useful.items() if option in options)
-            raise DataError(f"{option} {value} has no effect with --mode {mode}: leave it out, or use --mode {modes}.")
+    for option, value, modes in (
+        ("--max-side", request.max_side, ("jpeg", "raw")),
+        ("--quality", request.quality, ("jpeg",)),
+        ("--size", request.size, ("raw",)),
+    ):
+        if value is not None and mode not in modes:
+            said = " or ".join(modes)
+            raise DataError(f"{option} {value} has no effect with --mode {mode}: leave it out, or use --mode {said}.")
     if request.size is not None and request.max_side is not None:
         raise DataError("--size makes squares and --max-side keeps the shape of each image: give one of them.")
     return Form(
         mode=mode,
         channels=opened.channels,
         max_side=request.max_side,
-        quality=(request.quality or DEFAULT_QUALITY) if mode == "jpeg" else None,
+        quality=(request.quality or _QUALITY) if mode == "jpeg" else None,
         size=request.size,
     )
 
 
-def cut(opened: OpenedOrigin, form: Form, shard_bytes: int | None) -> list[Shard]:
+def _cut(opened: OpenedOrigin, form: Form, shard_bytes: int | None) -> list[Shard]:
     """Divide a source into shards, by number of images: a function of the source, the form and the size alone."""
     each = _stored_bytes(opened, form)
     if shard_bytes is None:
         shard_bytes = int(min(max(each * opened.total / _SHARDS, _SMALLEST_SHARD), _LARGEST_SHARD))
     count = max(1, int(shard_bytes / each))
     return [
-        Shard(split=name, number=number, begin=begin, end=min(begin + count, len(opened.splits[name].source)))
+        Shard(split=name, number=number, begin=begin, end=min(begin + count, len(opened.splits[name])))
         for name in SPLITS
         if name in opened.splits
-        for number, begin in enumerate(range(0, len(opened.splits[name].source), count))
+        for number, begin in enumerate(range(0, len(opened.splits[name]), count))
     ]
 
 
 def _stored_bytes(opened: OpenedOrigin, form: Form) -> float:
-    """About how many bytes an image takes."""
+    """About how many bytes an image takes, from some of them spread evenly."""
     if form.size is not None:
         return form.size**2 * form.channels
-    if form.mode != "raw" or not opened.has_files:
-        return mean_bytes(opened)
-    source = opened.splits["train"].source
-    sizes = []
-    for sample in range(0, len(source), max(1, -(-len(source) // _TRIED))):
-        with suppress(BrokenImageError):
-            sizes.append(len(stored(source, sample, form).content))
-    return float(np.mean(sizes)) if sizes else 1.0
+    source = opened.splits["train"]
+    files = encoded_source(source)
+    is_decoded = form.mode == "raw" and files is not None
+    lengths: list[int] = []
+    for sample in range(0, len(source), max(1, -(-len(source) // (_TRIED if is_decoded else _WEIGHED)))):
+        with suppress(OSError, BrokenImageError):
+            if is_decoded:
+                lengths.append(len(stored(source, sample, form)[0]))
+            else:
+                lengths.append(source.read(sample).nbytes if files is None else len(files.encoded(sample)))
+    return max(1.0, float(np.mean(lengths or [1])))
 
 
 def _described(request: Request, opened: OpenedOrigin, form: Form) -> str:
-    counts = " and ".join(f"{format_count(len(split.source))} {name}" for name, split in opened.splits.items())
+    counts = " and ".join(f"{format_count(len(source))} {name}" for name, source in opened.splits.items())
     how = {"original": "as they are", "jpeg": f"as JPEG of quality {form.quality}", "raw": "as pixels"}[form.mode]
     if form.max_side is not None:
         how += f", at most {form.max_side} pixels long"
@@ -425,14 +378,6 @@ def _described(request: Request, opened: OpenedOrigin, form: Form) -> str:
     )
 
 
-def _check_apart(request: Request) -> None:
-    source, root = Path(request.source).expanduser().resolve(), request.destination.resolve()
-    if root == source or (source.is_dir() and source in root.parents):
-        raise DataError(
-            f"DEST {str(request.destination)!r} lies in SOURCE, which is only read: choose a directory elsewhere."
-        )
-
-
 def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
     """What the destination holds, if that is what was asked for."""
     if not (root / MANIFEST).is_file():
@@ -443,18 +388,8 @@ def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
             f"{str(root)!r} holds another packed dataset (mode {manifest.form.mode}, from a source of the kind "
             f"{manifest.origin.kind}), or the source has changed since: choose another DEST, or remove it."
         )
-    _clear(root)
+    shutil.rmtree(root / UNFINISHED, ignore_errors=True)  # what was needed on the way is only space by now
     return manifest
-
-
-def _begin(root: Path) -> None:
-    if root.exists() and not root.is_dir():
-        raise DataError(f"DEST {str(root)!r} is a file: choose a directory that is empty or new.")
-    if root.is_dir() and not (root / UNFINISHED).is_dir() and any(root.iterdir()):
-        raise DataError(
-            f"DEST {str(root)!r} is not empty and holds no packed dataset: choose a directory that is empty or new."
-        )
-    (root / UNFINISHED).mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
@@ -491,7 +426,8 @@ def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]
     except (FileNotFoundError, ValueError):
         before = None
     if before is None:
-        write_whole(path, json.dumps(plan, indent=1).encode())
+        with whole_file(path) as file:
+            file.write(json.dumps(plan, indent=1).encode())
     elif before != plan:
         other = " and ".join(what for what in plan if before.get(what) != plan[what])
         raise DataError(
@@ -513,8 +449,3 @@ def _check_room(root: Path, opened: OpenedOrigin, form: Form, missing: list[Shar
             f"{str(root)!r} would take about {format_bytes(wanted)} more, and its disk has {format_bytes(free)} free: "
             "free some space, choose another DEST, or store less (--mode jpeg, --max-side)."
         )
-
-
-def _clear(root: Path) -> None:
-    """Take away what was needed on the way; it is only space by now."""
-    shutil.rmtree(root / UNFINISHED, ignore_errors=True)

@@ -12,9 +12,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,21 +28,29 @@ Documents = list[tuple[str, str]]
 """Names and texts."""
 
 
-class TokenCorpus(Protocol):
-    """The documents of one split as tokens, each with its end."""
+class StoredCorpus:
+    """The documents of one split: tokens, each document's with its end, in an array that may be a mapped file.
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document, int64 [documents]."""
-        ...
+    Args:
+        tokens: Ids, unsigned integers [tokens].
+        lengths: Tokens of each document, int64 [documents].
+        names: A name for each.
+    """
+
+    def __init__(self, tokens: NDArray[Any], lengths: NDArray[np.int64], names: Sequence[str]) -> None:
+        self.lengths = lengths
+        self.tokens = tokens
+        self.names = names
+        self._begins = np.concatenate([[0], np.cumsum(lengths)])
 
     def read(self, document: int, begin: int, end: int) -> TokenIds:
-        """Tokens ``begin`` to ``end`` (excluded) of a document, int64 [end - begin]."""
-        ...
+        """Some of a document's tokens, as a copy."""
+        first = self._begins[document]
+        return self.tokens[first + begin : first + end].astype(np.int64)
 
     def name(self, document: int) -> str:
-        """A document's name, for people."""
-        ...
+        """The name it came with."""
+        return self.names[document]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,54 +68,27 @@ class TextDataset:
     """
 
     name: str
-    train: TokenCorpus
-    validation: TokenCorpus
+    train: StoredCorpus
+    validation: StoredCorpus
     tokenizer: Tokenizer
     digest: str
     reason: str | None = None
     left_out: tuple[str, ...] = ()
 
 
-class StoredCorpus:
-    """Documents whose tokens lie one after the other in an array, which may be a memory-mapped file.
-
-    Args:
-        tokens: Ids, unsigned integers [tokens].
-        lengths: Tokens of each document, int64 [documents].
-        names: A name for each.
-    """
-
-    def __init__(self, tokens: NDArray[Any], lengths: NDArray[np.int64], names: Sequence[str]) -> None:
-        self.lengths = lengths
-        self._tokens = tokens
-        self._begins = np.concatenate([[0], np.cumsum(lengths)])
-        self._names = names
-
-    def read(self, document: int, begin: int, end: int) -> TokenIds:
-        """Some of a document's tokens, as a copy."""
-        first = self._begins[document]
-        return self._tokens[first + begin : first + end].astype(np.int64)
-
-    def name(self, document: int) -> str:
-        """The name it came with."""
-        return self._names[document]
-
-
 def encoded(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> StoredCorpus:
-    """Named texts as tokens in memory, each followed by the tokenizer's end."""
+    """Named texts as tokens in memory, each followed by the tokenizer's end.
+
+    They are stored in two bytes each, or in four where there are more than 65,536 ids; little-endian.
+    """
+    kind = np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
     names: list[str] = []
-    parts = []
+    parts = [np.empty(0, dtype=kind)]
     for name, text in documents:
         names.append(name)
-        parts.append(np.append(tokenizer.encode(text), tokenizer.end).astype(smallest_type(tokenizer.vocabulary)))
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    kind = smallest_type(tokenizer.vocabulary)
-    return StoredCorpus(np.concatenate(parts) if parts else np.empty(0, kind), lengths, names)
-
-
-def smallest_type(vocabulary: int) -> type[np.unsignedinteger[Any]]:
-    """In which numbers ids are stored: two bytes each, or four where there are more than 65,536."""
-    return np.uint16 if vocabulary <= 2**16 else np.uint32
+        parts.append(np.append(tokenizer.encode(text), tokenizer.end).astype(kind))
+    lengths = np.array([len(part) for part in parts[1:]], dtype=np.int64)
+    return StoredCorpus(np.concatenate(parts), lengths, names)
 
 
 MANIFEST = "tokens.json"
@@ -135,13 +116,17 @@ def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination
     Raises:
         DataError: If it exists or cannot be written, or what was read back is not what was written.
     """
+    corpora = {split: encoded(documents, tokenizer) for split, documents in splits.items()}
     hidden = destination.parent / f".{destination.name}.{os.getpid()}"
     try:
         if destination.exists():
             raise DataError(f"'{destination}' exists; give another folder, or take it away first.")
         hidden.mkdir(parents=True)
-        packed = _write_all(splits, tokenizer, hidden)
-        _verify(hidden, splits, tokenizer)
+        packed = _write_all(corpora, tokenizer, hidden)
+        for split, corpus in corpora.items():
+            read = _open_split(hidden, split, len(corpus.tokens), corpus.tokens.dtype)
+            if not np.array_equal(read.tokens, corpus.tokens):
+                raise DataError(f"{hidden}: '{split}' was not read back as it was written: try another disk.")
         hidden.rename(destination)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
@@ -153,50 +138,37 @@ def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination
     return packed
 
 
-def _write_all(splits: dict[str, Documents], tokenizer: Tokenizer, folder: Path) -> PackedText:
-    kind = np.dtype(smallest_type(tokenizer.vocabulary)).newbyteorder("<")
-    documents, tokens = {}, {}
-    for split, texts in splits.items():
-        lengths = []
-        with (folder / f"{split}.bin").open("wb") as file:
-            for _, text in texts:
-                ids = np.append(tokenizer.encode(text), tokenizer.end).astype(kind)
-                file.write(ids.tobytes())
-                lengths.append(len(ids))
-        np.save(folder / f"{split}.lengths.npy", np.array(lengths, dtype=np.int64))
-        names = "".join(name.replace("\n", " ") + "\n" for name, _ in texts)
+def _write_all(corpora: dict[str, StoredCorpus], tokenizer: Tokenizer, folder: Path) -> PackedText:
+    for split, corpus in corpora.items():
+        corpus.tokens.tofile(folder / f"{split}.bin")
+        np.save(folder / f"{split}.lengths.npy", corpus.lengths)
+        names = "".join(name.replace("\n", " ") + "\n" for name in corpus.names)
         (folder / f"{split}.names.txt").write_text(names, encoding="utf-8")
-        documents[split], tokens[split] = len(lengths), sum(lengths)
-    files = sorted(path for path in folder.iterdir())
     digests = {}
-    for path in files:
+    for path in sorted(folder.iterdir()):
         with path.open("rb") as content:
             digests[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
-    digest = text_digest(tokenizer.digest.encode(), *(each.encode() for each in digests.values()))
+    packed = PackedText(
+        documents={split: len(corpus.lengths) for split, corpus in corpora.items()},
+        tokens={split: len(corpus.tokens) for split, corpus in corpora.items()},
+        size_bytes=0,
+        digest=text_digest(tokenizer.digest.encode(), *(each.encode() for each in digests.values())),
+    )
     tree = {
         "version": _VERSION,
         "tokenizer": tokenizer.to_tree(),
-        "bytes_per_token": kind.itemsize,
-        "documents": documents,
-        "tokens": tokens,
+        "bytes_per_token": corpora["train"].tokens.itemsize,
+        "documents": packed.documents,
+        "tokens": packed.tokens,
         "files": digests,
-        "digest": digest,
+        "digest": packed.digest,
     }
     (folder / MANIFEST).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    for path in (*files, folder / MANIFEST, folder):
-        _flush(path)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    return PackedText(documents=documents, tokens=tokens, size_bytes=size, digest=digest)
-
-
-def _verify(folder: Path, splits: dict[str, Documents], tokenizer: Tokenizer) -> None:
-    """Read everything back, and compare it with the texts once more."""
-    dataset = open_tokens(folder)
-    for split, corpus in (("train", dataset.train), ("validation", dataset.validation)):
-        for index, (name, text) in enumerate(splits[split]):
-            read = corpus.read(index, 0, int(corpus.lengths[index]))
-            if not np.array_equal(read, np.append(tokenizer.encode(text), tokenizer.end)):
-                raise DataError(f"{folder}: '{name}' was not read back as it was written: try another disk.")
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return replace(packed, size_bytes=sum(path.stat().st_size for path in folder.iterdir()))
 
 
 def open_tokens(root: Path) -> TextDataset:
@@ -205,19 +177,6 @@ def open_tokens(root: Path) -> TextDataset:
     Raises:
         DataError: If it is no such folder, or a file of it is not as long as it was.
     """
-    tree = _described(root)
-    kind = np.dtype(f"<u{tree['bytes_per_token']}")
-    corpora = {split: _open_split(root, split, count, kind) for split, count in tree["tokens"].items()}
-    return TextDataset(
-        name="tokens",
-        train=corpora["train"],
-        validation=corpora["validation"],
-        tokenizer=tokenizer_from(tree["tokenizer"], where=str(root / MANIFEST)),
-        digest=tree["digest"],
-    )
-
-
-def _described(root: Path) -> dict[str, Any]:
     path = root / MANIFEST
     refuse_odd_kinds(path)
     try:
@@ -229,7 +188,15 @@ def _described(root: Path) -> dict[str, Any]:
     needed = {"version", "tokenizer", "bytes_per_token", "tokens", "files", "digest"}
     if not isinstance(tree, dict) or not needed <= tree.keys() or tree["version"] != _VERSION:
         raise DataError(f"{path} is none that this version of Paceline reads; write the folder anew.")
-    return tree
+    kind = np.dtype(f"<u{tree['bytes_per_token']}")
+    corpora = {split: _open_split(root, split, count, kind) for split, count in tree["tokens"].items()}
+    return TextDataset(
+        name="tokens",
+        train=corpora["train"],
+        validation=corpora["validation"],
+        tokenizer=tokenizer_from(tree["tokenizer"], where=str(root / MANIFEST)),
+        digest=tree["digest"],
+    )
 
 
 def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> StoredCorpus:
@@ -248,11 +215,3 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
     # An empty file cannot be mapped.
     tokens = np.memmap(path, dtype=kind, mode="r") if count else np.empty(0, dtype=kind)
     return StoredCorpus(tokens, lengths, names)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import numpy as np
 from paceline.data.image.sets.huggingface import choose_splits, find_files
 from paceline.data.image.tables import mapped, reading, require_pyarrow
 from paceline.data.splits import held_out_among
-from paceline.data.text.corpus import MANIFEST, Documents, TextDataset, encoded, open_tokens
-from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
+from paceline.data.text.corpus import MANIFEST, Documents, StoredCorpus, TextDataset, encoded, open_tokens
+from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
@@ -45,26 +45,16 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
             "`datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
         )
     train, held_out, why = choose_splits(files)
-    documents = {
-        split: list(
-            _named(
-                split,
-                (text for file in files.splits[split] for text in _rows_of(file, column, is_parquet=files.is_parquet)),
-                left_out,
-            )
-        )
-        for split in (train, held_out)
-        if split is not None
-    }
+    documents: dict[str, Documents] = {}
+    for split in (train, *(() if held_out is None else (held_out,))):
+        documents[split] = []
+        rows = (text for file in files.splits[split] for text in _rows_of(file, column, is_parquet=files.is_parquet))
+        for row, text in enumerate(rows):
+            if text:
+                documents[split].append((f"{split}[{row}]", text.removeprefix("\ufeff")))
+            else:
+                left_out.add("rows without text", f"{split}[{row}]")
     return documents[train], None if held_out is None else documents[held_out], why
-
-
-def _named(split: str, texts: Iterator[str | None], left_out: LeftOut) -> Iterator[tuple[str, str]]:
-    for row, text in enumerate(texts):
-        if text:
-            yield f"{split}[{row}]", text.removeprefix("\ufeff")
-        else:
-            left_out.add("rows without text", f"{split}[{row}]")
 
 
 def _rows_of(file: Path, column: str, *, is_parquet: bool) -> Iterator[str | None]:
@@ -145,7 +135,8 @@ def from_documents(
         DataError: If there is nothing to learn from.
     """
     check_some_text(f"data.dataset={name}", train, validation)
-    digest = text_digest(tokenizer.digest.encode(), *_bytes_of(train), b"held out", *_bytes_of(validation))
+    texts = [[part.encode("utf-8") for document in split for part in document] for split in (train, validation)]
+    digest = text_digest(tokenizer.digest.encode(), *texts[0], b"held out", *texts[1])
     return TextDataset(
         name=name,
         train=encoded(train, tokenizer),
@@ -178,10 +169,6 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
         "(data.validation_fraction), which is drawn by their names; choose yourself with train/ and val/, give more "
         "documents, or hold out none with data.validation_fraction=0."
     )
-
-
-def _bytes_of(documents: Documents) -> Iterable[bytes]:
-    return (part.encode("utf-8") for document in documents for part in document)
 
 
 def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
@@ -299,54 +286,35 @@ VOCABULARY = 50_257
 _TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
 
 
-class _NoWords:
-    """As many tokens as GPT-2 has, which stand for nothing."""
+class _NoWords(ByteTokenizer):
+    """As many tokens as GPT-2 has, which stand for nothing; no weights are made with it."""
 
     vocabulary = VOCABULARY
     end = VOCABULARY - 1
     mask = VOCABULARY - 2
-    pad: int | None = None
+    pad = None
     digest = "stand-in"
-
-    def encode(self, text: str) -> TokenIds:
-        """As many zeros as there are bytes."""
-        return np.zeros(len(text.encode("utf-8")), dtype=np.int64)
-
-    def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """Nothing."""
-        return ""
 
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
         """About four to a token, as of English."""
         return 4 * len(ids)
 
-    def to_tree(self) -> dict[str, Any]:
-        """Nothing that could be read again: no weights are made with it."""
-        return {"kind": "stand-in"}
-
-
-class _Zeros:
-    """Documents of equal length without content."""
-
-    def __init__(self, documents: int) -> None:
-        self.lengths = np.full(documents, _TOKENS, dtype=np.int64)
-
-    def read(self, document: int, begin: int, end: int) -> TokenIds:
-        """Zeros."""
-        return np.zeros(end - begin, dtype=np.int64)
-
-    def name(self, document: int) -> str:
-        """Its number."""
-        return f"document {document}"
-
 
 def stand_in(data: Data) -> TextDataset:
     """Ten million tokens, of the recipe's tokenizer if it names a file, or else as many different ones as GPT-2's."""
     tokenizer: Tokenizer = _NoWords() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
+    zeros = [
+        StoredCorpus(
+            np.broadcast_to(np.uint16(0), count * _TOKENS),
+            np.full(count, _TOKENS, dtype=np.int64),
+            [f"document {number}" for number in range(count)],
+        )
+        for count in (_TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS)
+    ]
     return TextDataset(
         name="stand-in",
-        train=_Zeros(_TRAIN_DOCUMENTS),
-        validation=_Zeros(_VALIDATION_DOCUMENTS),
+        train=zeros[0],
+        validation=zeros[1],
         tokenizer=tokenizer,
         digest="stand-in",
         reason="nothing is read",

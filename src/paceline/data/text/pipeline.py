@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Self
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from paceline.data.balance import SampleLengths
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
-from paceline.data.text.corpus import TokenCorpus
+from paceline.data.text.corpus import StoredCorpus
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 
 # Held-out samples are hidden alike in every run and epoch; these are no run's own draws.
@@ -85,7 +86,7 @@ class TextSplit:
         masking: Hides tokens, if hidden ones are asked for; else each token is asked for the next.
     """
 
-    corpus: TokenCorpus
+    corpus: StoredCorpus
     table: RowTable
     lengths: SampleLengths
     masking: Masking | None = None
@@ -155,8 +156,7 @@ class RowTable:
         begins: Its first token, int64 [pieces].
         ends: The token after its last, int64 [pieces].
         starts: Each row's first piece, and where the last row's end; int64 [rows + 1].
-        tokens: Tokens in each row, int64 [rows].
-        targets: Tokens of each row that have one after them, which can be asked for; int64 [rows].
+        lengths: Tokens of each document, int64 [documents].
         context: Most tokens that a row may hold.
         separate: Whether the documents in a row know nothing of one another; else they are one stream, in which what
             follows a row's last token is the next row's first.
@@ -166,37 +166,23 @@ class RowTable:
     begins: Whole
     ends: Whole
     starts: Whole
-    tokens: Whole
-    targets: Whole
+    lengths: Whole
     context: int
-    separate: bool
+    separate: bool = True
 
-    @classmethod
-    def of_separate(
-        cls, documents: Whole, begins: Whole, ends: Whole, starts: Whole, *, lengths: Whole, context: int
-    ) -> Self:
-        """A table of rows whose documents know nothing of one another.
+    @cached_property
+    def tokens(self) -> Whole:
+        """Tokens in each row, int64 [rows]."""
+        return _summed(self.ends - self.begins, self.starts)
 
-        Args:
-            documents: The document of each piece.
-            begins: Its first token.
-            ends: The token after its last.
-            starts: Each row's first piece, and the number of pieces.
-            lengths: Tokens of each document, int64 [documents].
-            context: Most tokens that a row may hold.
-        """
-        sizes = ends - begins
-        asked = sizes - (ends == lengths[documents])  # a document's last token has none after it
-        return cls(
-            documents=documents,
-            begins=begins,
-            ends=ends,
-            starts=starts,
-            tokens=_summed(sizes, starts),
-            targets=_summed(asked, starts),
-            context=context,
-            separate=True,
-        )
+    @cached_property
+    def targets(self) -> Whole:
+        """Tokens of each row that have one after them, which can be asked for; int64 [rows]."""
+        if self.separate:
+            lasts = _summed(self.ends == self.lengths[self.documents], self.starts)
+        else:
+            lasts = self.starts[1:] == len(self.documents)
+        return self.tokens - lasts
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -229,15 +215,12 @@ def chunked_rows(lengths: Whole, context: int) -> RowTable:
     first, after = cuts[:-1], cuts[1:]
     documents = np.searchsorted(offsets, first, side="right") - 1
     starts = np.searchsorted(first, np.arange(rows + 1, dtype=np.int64) * context)
-    bounds = np.minimum(np.arange(rows + 1, dtype=np.int64) * context, total)
-    tokens = np.diff(bounds)
     return RowTable(
         documents=documents,
         begins=first - offsets[documents],
         ends=after - offsets[documents],
         starts=starts,
-        tokens=tokens,
-        targets=tokens - (bounds[1:] == total),
+        lengths=lengths,
         context=context,
         separate=False,
     )
@@ -250,17 +233,12 @@ def single_rows(lengths: Whole, context: int) -> RowTable:
         lengths: Tokens of each document, int64 [documents].
         context: Most tokens in a row.
     """
-    parts = np.maximum(0, -(-(lengths - 1) // context))
-    documents = np.repeat(np.arange(len(lengths), dtype=np.int64), parts)
-    number = np.arange(len(documents), dtype=np.int64) - np.repeat(np.cumsum(parts) - parts, parts)
-    begins = number * context
-    ends = np.minimum(begins + context, lengths[documents])
+    documents, begins, ends = _cut(lengths, context)
     starts = np.arange(len(documents) + 1, dtype=np.int64)
-    return RowTable.of_separate(documents, begins, ends, starts, lengths=lengths, context=context)
+    return RowTable(documents=documents, begins=begins, ends=ends, starts=starts, lengths=lengths, context=context)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One row, read.
 
     Attributes:
@@ -280,7 +258,7 @@ NOTHING = -100
 """A target that is not asked for, as torch's cross-entropy knows it."""
 
 
-def read_row(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
+def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
     """Read a row's tokens and what follows each."""
     pieces = table.pieces(row)
     if table.separate:
@@ -288,23 +266,15 @@ def read_row(corpus: TokenCorpus, table: RowTable, row: int) -> Row:
         read = [corpus.read(document, begin, stop) for (document, begin, _), stop in zip(pieces, stops, strict=True)]
         sizes = [end - begin for _, begin, end in pieces]
         after = [np.append(ids[1:], [NOTHING] * (1 + n - len(ids))) for ids, n in zip(read, sizes, strict=True)]
-        return Row(
-            tokens=np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)]),
-            following=np.concatenate(after).astype(np.int64),
-            positions=np.concatenate([np.arange(n, dtype=np.int64) for n in sizes]),
-            documents=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
-        )
+        tokens = np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)])
+        positions = np.concatenate([np.arange(n, dtype=np.int64) for n in sizes])
+        documents = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+        return Row(tokens, np.concatenate(after).astype(np.int64), positions, documents)
     parts, following = [corpus.read(*piece) for piece in pieces], table.next_piece(row)
-    at_end = np.array([NOTHING])
-    parts.append(at_end if following is None else corpus.read(following[0], following[1], following[1] + 1))
+    parts.append(np.array([NOTHING]) if following is None else corpus.read(*following, following[1] + 1))
     stream = np.concatenate(parts)
     size = len(stream) - 1
-    return Row(
-        tokens=stream[:-1],
-        following=stream[1:],
-        positions=np.arange(size, dtype=np.int64),
-        documents=np.zeros(size, dtype=np.int64),
-    )
+    return Row(stream[:-1], stream[1:], np.arange(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
 
 
 def _summed(values: Whole, starts: Whole) -> Whole:
@@ -313,98 +283,54 @@ def _summed(values: Whole, starts: Whole) -> Whole:
     return np.diff(before[starts])
 
 
-Integers = NDArray[np.int64]
-
 # Keys the draws apart from those of an epoch's order, which begin at epoch 0.
 _PACKING = 2**63 + 0x9AC4
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Pieces:
-    """Pieces of documents, in the order in which they stand in the rows.
+def packed_rows(lengths: Whole, context: int, seed: int) -> RowTable:
+    """Rows of whole documents, filled up by best-fit decreasing; their documents know nothing of one another.
 
-    Attributes:
-        document: Which document each is of, int64 [pieces].
-        begin: Its first token in that, int64 [pieces].
-        end: The one after its last, int64 [pieces].
-        row: The row it stands in, ascending, int64 [pieces].
-    """
-
-    document: Integers
-    begin: Integers
-    end: Integers
-    row: Integers
-
-
-def pack(lengths: Integers, context: int, seed: int) -> Pieces:
-    """Pack documents into rows of at most ``context`` tokens.
-
-    A longer document is cut into pieces of ``context`` tokens and a rest; no other is cut. A single token at a
-    document's end is left out: it has none after it, and a row of such would ask for nothing. Which of equally long
-    pieces go together, and their order within a row, is drawn: long ones stand first no more often than last.
+    A document of more than ``context`` tokens is cut into pieces of ``context`` tokens and a rest; no other is cut. A
+    single token at a document's end is left out: it has none after it, and a row of such would ask for nothing. Which
+    of equally long pieces go together, and their order within a row, is drawn: long ones stand first no more often than
+    last.
 
     Args:
         lengths: Tokens of each document, at least 0, int64 [documents]; those of fewer than two stand nowhere.
         context: Tokens of a row, at least 1.
         seed: Keys the draws.
-
-    Returns:
-        Each token that is not left out, once.
     """
-    document, begin, end = cut(lengths, context)
+    document, begin, end = _cut(lengths, context)
     drawn = np.random.Philox(key=[seed, _PACKING]).random_raw(2 * len(document))
     sizes = end - begin
     by_length = np.lexsort((drawn[: len(document)], -sizes))
+    counts, shelves = np.bincount(sizes, minlength=context + 1), _Shelves(context)
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        shelves.put(length, int(counts[length]))
     row = np.empty(len(document), dtype=np.int64)
-    row[by_length] = _rows(np.bincount(sizes, minlength=context + 1), context)
+    row[by_length] = np.concatenate([np.empty(0, dtype=np.int64), *shelves.placed])
     order = np.lexsort((drawn[len(document) :], row))
-    return Pieces(document=document[order], begin=begin[order], end=end[order], row=row[order])
-
-
-def packed_rows(lengths: Integers, context: int, seed: int) -> RowTable:
-    """Rows of whole documents, filled up as :func:`pack` does; their documents know nothing of one another.
-
-    Args:
-        lengths: Tokens of each document, int64 [documents].
-        context: Tokens of a row.
-        seed: Keys the draws.
-    """
-    pieces = pack(lengths, context, seed)
-    rows = int(pieces.row[-1]) + 1 if len(pieces.row) else 0
-    return RowTable.of_separate(
-        pieces.document,
-        pieces.begin,
-        pieces.end,
-        np.searchsorted(pieces.row, np.arange(rows + 1)),
+    starts = np.searchsorted(row[order], np.arange(row.max(initial=-1) + 2))
+    return RowTable(
+        documents=document[order],
+        begins=begin[order],
+        ends=end[order],
+        starts=starts,
         lengths=lengths,
         context=context,
     )
 
 
-def cut(lengths: Integers, context: int) -> tuple[Integers, Integers, Integers]:
+def _cut(lengths: Whole, context: int) -> tuple[Whole, Whole, Whole]:
     """Cut documents into pieces of at most ``context`` tokens: (document, begin, end), each int64 [pieces].
 
-    A single token that would be the last piece is left out, as :func:`~paceline.data.text.pipeline.single_rows` does.
+    A single token that would be the last piece is left out.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
     count = np.maximum(0, -(-(lengths - 1) // context))
     document = np.repeat(np.arange(len(lengths)), count)
     first = np.repeat(np.cumsum(count) - count, count)
     begin = (np.arange(len(document)) - first) * context
     return document, begin, np.minimum(begin + context, lengths[document])
-
-
-def _rows(counts: Integers, context: int) -> Integers:
-    """The row of each piece, the longest first, int64 [pieces].
-
-    Args:
-        counts: How many pieces have each length, from 0 to ``context``.
-        context: Tokens of a row.
-    """
-    shelves = _Shelves(context)
-    for length in np.flatnonzero(counts)[::-1].tolist():
-        shelves.put(length, int(counts[length]))
-    return np.concatenate(shelves.placed) if shelves.placed else np.empty(0, dtype=np.int64)
 
 
 class _Shelves:
@@ -417,7 +343,7 @@ class _Shelves:
     """
 
     def __init__(self, context: int) -> None:
-        self.placed: list[Integers] = []
+        self.placed: list[Whole] = []
         self._context = context
         self._rows = 0
         self._rooms: list[int] = []  # ascending
@@ -428,17 +354,18 @@ class _Shelves:
         while count:
             at = bisect_left(self._rooms, length)
             if at == len(self._rooms):
-                self._begin(-(-count // (self._context // length)))
-                continue
-            count -= self._fill(self._rooms[at], length, count)
-
-    def _begin(self, rows: int) -> None:
-        self._give_back(self._context, (self._rows, self._rows + rows))
-        self._rows += rows
+                rows = -(-count // (self._context // length))
+                self._give_back(self._context, (self._rows, self._rows + rows))
+                self._rows += rows
+            else:
+                count -= self._fill(self._rooms[at], length, count)
 
     def _fill(self, room: int, length: int, count: int) -> int:
         """Fill a range of rows that have the same room, each to its end before the next; returns the pieces put."""
-        first, end = self._take(room)
+        first, end = self._ranges[room].pop()
+        if not self._ranges[room]:
+            del self._ranges[room]
+            self._rooms.remove(room)
         each = room // length
         full = min(end - first, count // each)
         rest = count - full * each if full < end - first else 0  # fewer than ``each``
@@ -452,14 +379,6 @@ class _Shelves:
             after += 1
         self._give_back(room, (after, end))
         return full * each + rest
-
-    def _take(self, room: int) -> tuple[int, int]:
-        ranges = self._ranges[room]
-        taken = ranges.pop()
-        if not ranges:
-            del self._ranges[room]
-            self._rooms.remove(room)
-        return taken
 
     def _give_back(self, room: int, rows: tuple[int, int]) -> None:
         if rows[0] == rows[1] or room == 0:

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,75 +27,38 @@ MASK_WORDS = ("[MASK]", "<mask>")
 """How a hidden token is written in a prompt."""
 
 
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
+class ByteTokenizer:
+    """Each byte of the text's UTF-8 is a token; the end of a document, a hidden token and padding are three more.
 
-    @property
-    def vocabulary(self) -> int:
-        """Ids are in [0, vocabulary)."""
-        ...
+    Attributes:
+        vocabulary: Ids are in [0, vocabulary).
+        end: Stands after each document.
+        mask: Stands for a hidden token; None if there is none.
+        pad: Fills rows that are too short; None if there is none, and the end's then does.
+        digest: Says whether two are the same.
+    """
 
-    @property
-    def end(self) -> int:
-        """Stands after each document."""
-        ...
-
-    @property
-    def mask(self) -> int | None:
-        """Stands for a hidden token; None if there is none."""
-        ...
-
-    @property
-    def pad(self) -> int | None:
-        """Fills rows that are too short; None if there is none, and the end's then does."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """Says whether two are the same."""
-        ...
+    vocabulary: int = 259
+    end: int = 256
+    mask: int | None = 257
+    pad: int | None = 258
+    digest: str = "bytes"
 
     def encode(self, text: str) -> TokenIds:
         """Token ids of a text, int64 [tokens], without an end."""
-        ...
-
-    def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """The text that ids stand for; special ones for none."""
-        ...
-
-    def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
-        """Bytes of UTF-8 that ids stand for; special ones for none."""
-        ...
-
-    def to_tree(self) -> dict[str, Any]:
-        """All of it as JSON values; its `kind` says which it is."""
-        ...
-
-
-class ByteTokenizer:
-    """Each byte of the text's UTF-8 is a token; the end of a document, a hidden token and padding are three more."""
-
-    vocabulary = 259
-    end = 256
-    mask = 257
-    pad = 258
-    digest = "bytes"
-
-    def encode(self, text: str) -> TokenIds:
-        """Token ids of a text, int64 [bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """The text; bytes that are no UTF-8 become replacement characters."""
+        """The text that ids stand for; special ones for none; replacement characters for bytes that are none."""
         known = np.asarray(ids, dtype=np.int64)
         return known[known < self.end].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
-        """Ids that are bytes."""
+        """Bytes of UTF-8 that ids stand for; special ones for none."""
         return int((np.asarray(ids, dtype=np.int64) < self.end).sum())
 
     def to_tree(self) -> dict[str, Any]:
-        """Its kind says everything."""
+        """All of it as JSON values; its `kind` says which it is."""
         return {"kind": "bytes"}
 
 
@@ -109,7 +72,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     if path.is_dir():
-        return open_huggingface_tokenizer(path)
+        return _open_huggingface(path)
     refuse_odd_kinds(path)
     try:
         tree = load_json(path.read_text(encoding="utf-8-sig"))
@@ -120,7 +83,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         ) from error
     if isinstance(tree, dict) and "kind" not in tree:
         if "added_tokens" in tree:
-            return open_huggingface_tokenizer(path)
+            return _open_huggingface(path)
         raise DataError(
             f"data.text.tokenizer={name} holds no tokenizer: neither one that Paceline wrote, nor a tokenizer.json of "
             "Hugging Face's `tokenizers`; give another file."
@@ -175,13 +138,13 @@ class HuggingFaceTokenizer:
 
     def __init__(self, content: str, special: Mapping[str, str], where: str) -> None:
         try:
-            from tokenizers import Tokenizer
+            from tokenizers import Tokenizer as Library
         except ImportError as error:
             raise DataError(
                 f"{where} needs tokenizers ({error}); install it with: pip install 'paceline[transformers]'."
             ) from error
         try:
-            self._library = Tokenizer.from_str(content)
+            self._library = Library.from_str(content)
         except Exception as error:  # the library raises nothing narrower
             raise DataError(f"{where} holds no tokenizer that can be read ({error}).") from error
         self._content, self._special = content, dict(special)
@@ -251,7 +214,9 @@ class HuggingFaceTokenizer:
         """Bytes that each id stands for, int64 [vocabulary]."""
         counts = np.zeros(self.vocabulary, dtype=np.int64)
         added = self._library.get_added_tokens_decoder()
-        is_of_bytes = _is_of_bytes(load_json(self._content))
+        decoder = load_json(self._content).get("decoder") or {}
+        # Whether tokens are written in characters that stand for bytes.
+        is_of_bytes = any(each.get("type") == "ByteLevel" for each in decoder.get("decoders", [decoder]))
         for token, number in self._library.get_vocab(with_added_tokens=True).items():
             if number in self._unread:
                 continue
@@ -266,7 +231,11 @@ class HuggingFaceTokenizer:
         return counts
 
 
-def open_huggingface_tokenizer(path: Path) -> HuggingFaceTokenizer:
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+"""Text to token ids and back."""
+
+
+def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
     """The tokenizer of a file, or of a folder with a tokenizer.json.
 
     Raises:
@@ -303,10 +272,3 @@ def _find(vocabulary: Mapping[str, int], said: str | None, usual: Sequence[str],
             raise DataError(f"{where} has no token {said!r}, which is named beside it; correct one of them.")
         return vocabulary[said]
     return next((vocabulary[each] for each in usual if each in vocabulary), None)
-
-
-def _is_of_bytes(tree: Mapping[str, Any]) -> bool:
-    """Whether its tokens are written in characters that stand for bytes."""
-    decoder = tree.get("decoder") or {}
-    parts = decoder.get("decoders", [decoder])
-    return any(each.get("type") == "ByteLevel" for each in parts)

@@ -124,7 +124,7 @@ def test_parquet_is_packed_and_trained_on(tmp_path: Path) -> None:
     assert trained.reasons["path"].startswith("6 row groups of up to 2 images")
     opened = open_origin(str(tmp_path / "hub"))
     assert (opened.origin.kind, opened.classes) == ("huggingface", ("cat", "dog"))
-    train = opened.splits["train"].source
+    train = opened.splits["train"]
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     assert isinstance(train, EncodedSource)
     for sample in (7, 0, 3, 1, 2, 6, 5, 4):
@@ -133,7 +133,7 @@ def test_parquet_is_packed_and_trained_on(tmp_path: Path) -> None:
     assert train.labels.tolist() == [number % 2 for number in order]
     assert np.array_equal(trained.train.read(7), train.read(7))
     assert (len(trained.validation), trained.validation.labels.tolist()) == (3, [0, 0, 1])
-    assert opened.splits["validation"].name(2) == "9.png"
+    assert opened.name(opened.splits["validation"], 2) == "9.png"
 
 
 @pytest.mark.parametrize("columns", [["image", "coarse"], ["image", "label", "label"]])

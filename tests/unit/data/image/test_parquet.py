@@ -79,7 +79,7 @@ def test_structs_splits_and_dictionaries(tmp_path: Path) -> None:
     assert found.validation.labels.tolist() == [0, 1]
     assert found.reasons["validation"] == "the rows whose split is val; 2 rows of test are not read"
     packed = open_origin(str(path), "parquet", Data(image_column="picture"))
-    assert [len(split.source) for split in packed.splits.values()] == [5, 2]
+    assert [len(split) for split in packed.splits.values()] == [5, 2]
 
 
 def test_files_named_after_splits(tmp_path: Path) -> None:
@@ -205,7 +205,10 @@ def test_groups_too_large_for_one_image_are_refused(tmp_path: Path, monkeypatch:
         DataError, match=r"has 4 images, .* in one row group, .* run `paceline pack .*row_group_size=100"
     ):
         open_dataset(data(path))
-    assert open_origin(str(path)).origin.kind == "parquet"
+    origin = open_origin(str(path))
+    assert (origin.origin.kind, origin.readers > 1000) == ("parquet", True)
+    monkeypatch.setattr("paceline.data.packing.origins.LARGEST_KEPT", 300)
+    assert origin.readers == 1  # in several threads, each image would be read with its group anew
 
 
 def test_images_that_a_file_stores_once_count_as_often_as_they_are_read(

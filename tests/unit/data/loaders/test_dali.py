@@ -19,7 +19,7 @@ from PIL import Image
 from paceline.data.batch import Batch
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, repeated
 from paceline.data.image.transforms import View
-from paceline.data.loaders.dali import DaliBackend, Graph, GraphSettings, define, why_unavailable
+from paceline.data.loaders.dali import DaliBackend, Graph, define, why_unavailable
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, TrainingError
@@ -373,36 +373,17 @@ def test_no_thread_is_left(charts: FileSource, shuffled: Shuffled) -> None:
     assert threads_of_this_process() <= before
 
 
-def test_a_mutated_order_or_draw_is_seen(charts: FileSource, shuffled: Shuffled, monkeypatch: Any) -> None:
-    """A back-end that reads the next sample, draws for another epoch, or flips all, agrees no longer."""
-    from paceline.data.loaders import dali as backend
-
-    pieces = shuffled(24, 6)
-    reference = pytorch(charts, pieces, view(RESIZED))
-    real = backend.draw
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "draw", lambda augment, seed, epoch, ids: real(augment, seed, epoch + 1, ids))
-        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
-    with monkeypatch.context() as patch:
-        patch.setattr(FileSource, "encoded", lambda self, sample: Path(self.path((sample + 1) % 24)).read_bytes())
-        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
-    with monkeypatch.context() as patch:
-        patch.setattr(DaliBackend, "_flip", lambda self, work, row: True)
-        assert not agree(dali(charts, pieces, view(RESIZED)), reference)
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_graph_for_a_gpu_has_operators_that_exist(channels: int) -> None:
     """As far as a machine without a GPU can tell: DALI checks names and types of all arguments."""
-    settings = GraphSettings(
-        threads=4, ahead=2, device=torch.device("cuda"), channels=channels, interpolation="bilinear"
-    )
-    written = define(64, settings).serialize()
+    settings: dict[str, Any] = {"threads": 4, "ahead": 2, "device": torch.device("cuda")}
+    settings["view"] = view(None, channels=channels)
+    written = define(64, **settings).serialize()
     assert b"mixed" in written
     assert b"hw_decoder_load" in written
     if not torch.cuda.is_available():
         with pytest.raises(DataError, match=r"DALI cannot decode on cuda \(.*\): use data\.decode_on=cpu"):
-            Graph(64, settings)
+            Graph(64, **settings)
 
 
 def test_random_state_is_left_alone(charts: FileSource, shuffled: Shuffled) -> None:

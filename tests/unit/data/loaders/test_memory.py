@@ -62,12 +62,6 @@ def test_how_the_model_wants_them_changes_no_bit(
     assert all(same(first, second) for first, second in zip(one, other, strict=True))
 
 
-def test_other_sizes_are_resized(mixed: FileSource, slices: Slices) -> None:
-    batch = next(iter(MemoryBackend(mixed, view(image_size=16)).batches(slices(range(24)))))
-    for sample in range(24):
-        assert torch.equal(batch.inputs[sample], evaluation_image(mixed.read(sample), 16, 0.875))
-
-
 @pytest.mark.parametrize("last", [False, True], ids=["rows", "channels last"])
 def test_images_grow_from_epoch_to_epoch(small: FileSource, slices: Slices, last: bool) -> None:
     growing = replace(view(PAD_AND_FLIP), progressive=Progressive(start_size=6, end=2, multiple=3))
@@ -99,13 +93,6 @@ def test_variation_does_not_depend_on_company(small: FileSource, augment: Augmen
     other_seed = next(iter(MemoryBackend(small, view(augment, seed=8)).batches(slices(range(40), epoch=3)))).inputs
     assert not torch.equal(other_epoch, together)
     assert not torch.equal(other_seed, together)
-
-
-def test_epochs_are_drawn_apart(small: FileSource, slices: Slices, same: Same) -> None:
-    backend = MemoryBackend(small, view(PAD_AND_FLIP))
-    pieces = [piece for epoch in (0, 1, 2) for piece in slices([1, 2], [3], epoch=epoch)]
-    for piece, batch in zip(pieces, backend.batches(iter(pieces)), strict=True):
-        assert same(batch, next(iter(backend.batches([piece]))))
 
 
 def test_slices_are_read_lazily(small: FileSource, slices: Slices) -> None:

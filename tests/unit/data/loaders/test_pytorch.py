@@ -148,11 +148,10 @@ def test_all_broken_is_an_empty_batch(small: FileSource, slices: Slices) -> None
 def test_workers_stay_and_a_left_stream_is_forgotten(small: FileSource, shuffled: Shuffled, same: Same) -> None:
     backend = PytorchBackend(small, view(None), workers=2)
     try:
-        pieces = shuffled(40, 4)
+        pieces, before = shuffled(40, 4), workers()
+        assert len(before) == 2  # there before the first batch is asked for
         stream = backend.batches(iter(pieces * 100))
         first = next(stream)
-        before = workers()
-        assert len(before) == 2
         for _ in range(3):
             again = list(backend.batches(iter(pieces)))
             assert [batch.slice.step for batch in again] == list(range(10))
@@ -307,17 +306,6 @@ def test_the_name_of_memory_whose_worker_was_killed_goes_with_it(small: FileSour
         backend.close()
         mine.unlink(missing_ok=True)
         other.unlink(missing_ok=True)
-
-
-def test_workers_are_there_before_the_first_batch_is_asked_for(small: FileSource, slices: Slices) -> None:
-    backend = PytorchBackend(small, view(None), workers=2)
-    try:
-        started = workers()
-        assert len(started) == 2
-        assert [batch.ids.tolist() for batch in backend.batches(slices([5], [6]))] == [[5], [6]]
-        assert workers() == started
-    finally:
-        backend.close()
 
 
 def test_an_error_in_the_slices_is_not_a_workers(small: FileSource, slices: Slices) -> None:

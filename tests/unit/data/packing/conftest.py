@@ -45,6 +45,18 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def break_some(photos: Path) -> Callable[[], None]:
+    """Damages one image of each split."""
+
+    def damage() -> None:
+        first = photos / "train" / "cat" / "001.jpg"
+        first.write_bytes(first.read_bytes()[:200])
+        (photos / "val" / "dog" / "002.jpg").write_bytes(b"no image")
+
+    return damage
+
+
+@pytest.fixture
 def run_pack() -> Callable[..., subprocess.CompletedProcess[str]]:
     """``run_pack(source, dest, "--mode", "raw")``: the command in a process of its own."""
 

@@ -6,7 +6,6 @@ import gzip
 import importlib.util
 import io
 import struct
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from image_sets import opened_set
+from image_sets import opened_set, packed
 from PIL import Image
 
 from paceline.cli.pack import Kind
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.packed import read_manifest
 from paceline.data.packing.origins import detect, open_origin
-from paceline.data.packing.pack import Request, pack
 from paceline.dataset_registry import DatasetsUsing
 from paceline.errors import DataError
 from paceline.recipe.data import Data
@@ -29,11 +27,6 @@ from paceline.recipe.data import Data
 pytest.importorskip("pyarrow")
 
 DRAWS = np.random.default_rng(0)
-
-
-def packed(source: Path | str, destination: Path, **options: object) -> None:
-    request = Request(source=str(source), destination=destination, **options)  # type: ignore[arg-type]
-    pack(request, lambda done, total: None, lambda line: None)
 
 
 def cifar10(folder: Path) -> Path:
@@ -212,25 +205,6 @@ def test_datasets_reads_what_we_read(photos: Path, tmp_path: Path, monkeypatch: 
         assert np.array_equal(np.asarray(read[sample]["image"].convert("RGB")), ours.train.read(sample))
 
 
-@pytest.mark.skipif(not has("webdataset"), reason="webdataset is not installed")
-@pytest.mark.filterwarnings("ignore")  # of what it leaves open
-def test_webdataset_reads_what_we_read(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    import webdataset
-
-    with webdataset.TarWriter(str(tmp_path / "train-000.tar")) as writer:
-        for number, path in enumerate(sorted((photos / "train").rglob("*.jpg"))):
-            label = 0 if path.parent.name == "cat" else 1
-            writer.write({"__key__": f"{number:06}", "jpg": path.read_bytes(), "cls": label, "json": {"label": label}})
-    pattern = str(tmp_path / "train-{000..000}.tar")
-    ours = open_dataset(Data(dataset="webdataset", path=pattern, validation_fraction=0)).train
-    theirs = list(webdataset.WebDataset(pattern, shardshuffle=False).decode("rgb8").to_tuple("jpg", "cls"))
-    assert len(theirs) == len(ours) > 8
-    for sample, (image, label) in enumerate(theirs):
-        assert label == ours.labels[sample]
-        assert np.array_equal(image, ours.read(sample))
-
-
 @pytest.mark.skipif(not has("torchvision"), reason="torchvision is not installed")
 def test_torchvision_reads_what_we_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.datasets import MNIST
@@ -240,41 +214,6 @@ def test_torchvision_reads_what_we_read(tmp_path: Path, monkeypatch: pytest.Monk
     ours = open_origin(str(tmp_path))
     for name, train in (("train", True), ("validation", False)):
         theirs = MNIST(str(tmp_path), train=train)
-        mine = ours.splits[name].source
+        mine = ours.splits[name]
         assert mine.labels.tolist() == theirs.targets.tolist()
         assert all(np.array_equal(mine.read(k)[..., 0], theirs.data[k].numpy()) for k in range(len(mine)))
-
-
-@pytest.mark.skipif(not has("torchvision"), reason="torchvision is not installed")
-def test_torchvision_reads_cifar100_as_we_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pickle
-
-    from torchvision.datasets import CIFAR100
-
-    root = tmp_path / "cifar-100-python"
-    root.mkdir()
-    for name, count in (("train", 6), ("test", 3)):
-        content = {"data": DRAWS.integers(0, 256, (count, 3072), dtype=np.uint8)}
-        content["fine_labels"] = DRAWS.integers(0, 100, count).tolist()
-        content["coarse_labels"] = [0] * count
-        (root / name).write_bytes(pickle.dumps({k.encode(): v for k, v in content.items()}, protocol=2))
-    names = [f"class {number}" for number in range(100)]
-    (root / "meta").write_bytes(pickle.dumps({b"fine_label_names": [n.encode() for n in names]}, protocol=2))
-    # torchvision asks for the published digests; these are other images.
-    monkeypatch.setattr(CIFAR100, "_check_integrity", lambda self: True)
-    monkeypatch.setattr(CIFAR100, "_load_meta", lambda self: None)
-    monkeypatch.setattr(sys.modules["torchvision.datasets.cifar"].pickle, "load", _latin, raising=True)
-    ours = open_origin(str(tmp_path))
-    assert ours.classes == tuple(names)
-    for name, train in (("train", True), ("validation", False)):
-        theirs = CIFAR100(str(tmp_path), train=train)
-        mine = ours.splits[name].source
-        assert mine.labels.tolist() == theirs.targets
-        assert all(np.array_equal(mine.read(k), theirs.data[k]) for k in range(len(mine)))
-
-
-def _latin(file: io.BufferedReader, encoding: str = "latin1") -> object:
-    import pickle
-
-    loaded = pickle.loads(file.read(), encoding="bytes")
-    return {key.decode(): value for key, value in loaded.items()}

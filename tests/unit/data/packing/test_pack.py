@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import io
 import json
 import os
@@ -17,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_sets import opened_set
+from image_sets import files, opened_set, packed
 from PIL import Image
 
 from paceline.data.image.decode import decode
 from paceline.data.image.sets.packed import MANIFEST, open_packed, read_manifest
 from paceline.data.image.source import EncodedSource, SampleSource, as_array
-from paceline.data.packing.pack import Packed, Request, pack, verify
+from paceline.data.packing.pack import verify
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -33,18 +32,9 @@ SOURCES = Path(__file__).parents[4] / "src"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def packed(source: Path | str, destination: Path, **options: object) -> Packed:
-    request = Request(source=str(source), destination=destination, **options)  # type: ignore[arg-type]
-    return pack(request, lambda done, total: None, lambda line: None)
-
-
 def splits(root: Path, channels: int | None = None) -> tuple[SampleSource, SampleSource]:
     opened = opened_set("packed", root, channels=channels, validation_fraction=0.25)
     return opened.train, opened.validation
-
-
-def files(root: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.iterdir() if path.is_file()}
 
 
 def test_originals_are_the_files(photos: Path, tmp_path: Path) -> None:
@@ -136,13 +126,13 @@ def test_raw_squares_are_read_at_once(photos: Path, tmp_path: Path) -> None:
 
 
 def test_the_digest_is_of_the_images(photos: Path, tmp_path: Path) -> None:
-    first = packed(photos, tmp_path / "first").manifest.digest
+    first = packed(photos, tmp_path / "first")[0].digest
     path = photos / "val" / "dog" / "003.jpg"
     content = path.read_bytes()
     path.write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
-    assert packed(photos, tmp_path / "second").manifest.digest != first
+    assert packed(photos, tmp_path / "second")[0].digest != first
     path.write_bytes(content)
-    assert packed(photos, tmp_path / "third").manifest.digest == first
+    assert packed(photos, tmp_path / "third")[0].digest == first
 
 
 def test_opening_reads_no_image(photos: Path, tmp_path: Path) -> None:
@@ -205,11 +195,9 @@ def test_reading_needs_no_arrow(photos: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_time_nothing_is_done(photos: Path, tmp_path: Path) -> None:
-    first = packed(photos, tmp_path / "dest")
+    first, found = packed(photos, tmp_path / "dest")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "dest").iterdir()}
-    second = packed(photos, tmp_path / "dest")
-    assert (first.found, second.found) == (0, 24)
-    assert first.manifest == second.manifest
+    assert (found, packed(photos, tmp_path / "dest")) == (0, (first, 24))
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "dest").iterdir()}
     with pytest.raises(DataError, match="holds another packed dataset"):
         packed(photos, tmp_path / "dest", mode="raw")
@@ -218,22 +206,18 @@ def test_a_second_time_nothing_is_done(photos: Path, tmp_path: Path) -> None:
         packed(photos, tmp_path / "dest")
 
 
-def break_some(photos: Path) -> None:
-    first = photos / "train" / "cat" / "001.jpg"
-    first.write_bytes(first.read_bytes()[:200])
-    (photos / "val" / "dog" / "002.jpg").write_bytes(b"no image")
-
-
 @pytest.mark.parametrize("mode", ["original", "jpeg", "raw"])
-def test_broken_images_are_named_or_left_out(photos: Path, tmp_path: Path, mode: str) -> None:
-    break_some(photos)
+def test_broken_images_are_named_or_left_out(
+    photos: Path, tmp_path: Path, break_some: Callable[[], None], mode: str
+) -> None:
+    break_some()
     with pytest.raises(DataError, match=r"2 image\(s\) of .* be read: train/cat/001.jpg \(.*val/dog/002"):
         packed(photos, tmp_path / "dest", mode=mode)
     assert not (tmp_path / "dest" / MANIFEST).exists()
-    result = packed(photos, tmp_path / "dest", mode=mode, skip_broken=True)
-    assert result.found == 24  # nothing is read a second time
-    assert result.manifest.samples == {"train": 11, "validation": 11}
-    assert [(each.split, each.name) for each in result.manifest.left_out] == [
+    manifest, found = packed(photos, tmp_path / "dest", mode=mode, skip_broken=True)
+    assert found == 24  # nothing is read a second time
+    assert manifest.samples == {"train": 11, "validation": 11}
+    assert [(each.split, each.name) for each in manifest.left_out] == [
         ("train", "train/cat/001.jpg"),
         ("validation", "val/dog/002.jpg"),
     ]
@@ -367,8 +351,8 @@ def test_destinations_that_hold_something_else_are_refused(photos: Path, tmp_pat
         open_packed(tmp_path / "nowhere")
 
 
-def test_the_beginning_of_another_is_refused(photos: Path, tmp_path: Path) -> None:
-    break_some(photos)
+def test_the_beginning_of_another_is_refused(photos: Path, tmp_path: Path, break_some: Callable[[], None]) -> None:
+    break_some()
     with pytest.raises(DataError, match="cannot be read"):
         packed(photos, tmp_path / "dest")
     with pytest.raises(DataError, match=r"beginning of another packed dataset \(how images are stored and the shards"):

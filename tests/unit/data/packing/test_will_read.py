@@ -10,15 +10,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import image_sets
 import numpy as np
 import pytest
-from image_sets import opened_set
 
 from paceline.data.image.reading import SliceReader
 from paceline.data.image.sets.packed import PackedDataset, open_packed
 from paceline.data.image.source import SampleSource, SubsetSource, announce, repeated
 from paceline.data.image.transforms import View
-from paceline.data.packing.pack import Request, pack
 from paceline.data.slices import SampleIds, SampleSlice
 
 pytest.importorskip("pyarrow")
@@ -59,8 +58,7 @@ def is_in_memory(packed: PackedDataset, row: int) -> bool:
 @pytest.fixture
 def packed(make_photos: Callable[..., Path], tmp_path: Path) -> PackedDataset:
     root = make_photos(tmp_path / "photos", count=20)
-    request = Request(source=str(root), destination=tmp_path / "dest", mode="raw", size=256)
-    pack(request, lambda done, total: None, lambda line: None)
+    image_sets.packed(root, tmp_path / "dest", mode="raw", size=256)
     return open_packed(tmp_path / "dest")
 
 
@@ -75,7 +73,7 @@ def test_the_disk_is_asked_for_all_at_once(packed: PackedDataset) -> None:
     chosen = np.array([31, 7, 19])
     if any(is_in_memory(packed, int(row)) for row in chosen):
         pytest.skip("this file system keeps everything in memory")
-    train = opened_set("packed", packed.root, channels=None, validation_fraction=0).train
+    train = image_sets.opened_set("packed", packed.root, channels=None, validation_fraction=0).train
     announce(train, chosen)
     deadline = time.monotonic() + 10
     while not all(is_in_memory(packed, int(row)) for row in chosen) and time.monotonic() < deadline:
@@ -85,7 +83,7 @@ def test_the_disk_is_asked_for_all_at_once(packed: PackedDataset) -> None:
 
 
 def test_who_reads_slices_says_so(packed: PackedDataset) -> None:
-    base = Told(opened_set("packed", packed.root, channels=None, validation_fraction=0).train)
+    base = Told(image_sets.opened_set("packed", packed.root, channels=None, validation_fraction=0).train)
     source = repeated(SubsetSource(base, np.arange(5, 15)), 2)
     piece = SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.array([3, 13, 0]), step_weight=3)
     batch = SliceReader(source, View(image_size=8, channels=3))[piece]

@@ -197,7 +197,7 @@ def test_packed_tokens_are_the_text_s(tmp_path: Path) -> None:
         "größer",
     ]
     assert (found.train.name(2), found.validation.name(0), found.digest) == ("c", "d", packed.digest)
-    assert isinstance(found.train._tokens, np.memmap)  # type: ignore[attr-defined]
+    assert isinstance(found.train.tokens, np.memmap)  # type: ignore[attr-defined]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]  # nothing hidden is left
 
 

@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.text.pipeline import Pieces, pack, packed_rows
-
-
-def fill(pieces: Pieces, context: int) -> float:
-    rows = int(pieces.row[-1]) + 1
-    return float((pieces.end - pieces.begin).sum() / (rows * context))
-
-
-def optimum(lengths: list[int], context: int) -> int:
-    return -(-sum(lengths) // context)
+from paceline.data.text.pipeline import packed_rows
 
 
 @given(
@@ -25,31 +16,21 @@ def optimum(lengths: list[int], context: int) -> int:
     seed=st.integers(0, 2**63 - 1),
 )
 def test_each_token_once_and_no_row_too_long(lengths: list[int], context: int, seed: int) -> None:
-    pieces = pack(np.array(lengths), context, seed)
-    found = [
-        (document, token)
-        for document, begin, end in zip(pieces.document, pieces.begin, pieces.end, strict=True)
-        for token in range(begin, end)
-    ]
+    table = packed_rows(np.array(lengths), context, seed)
+    pieces = [piece for row in range(len(table)) for piece in table.pieces(row)]
+    found = [(document, token) for document, begin, end in pieces for token in range(begin, end)]
     # A single token left at a document's end asks for nothing, and is not there.
     kept = [max(0, length - (length % context == 1 % context)) for length in lengths]
     assert sorted(found) == [(document, token) for document, length in enumerate(kept) for token in range(length)]
-    tokens = np.bincount(pieces.row, weights=pieces.end - pieces.begin) if len(pieces.row) else np.zeros(0)
-    assert (tokens <= context).all()
-    assert (tokens > 0).all()
-    assert (np.diff(pieces.row) >= 0).all()
-
-
-@given(lengths=st.lists(st.integers(0, 30), max_size=60), context=st.integers(2, 12), seed=st.integers(0, 100))
-def test_every_row_asks_for_something(lengths: list[int], context: int, seed: int) -> None:
-    """Else a step of such rows would have a mean over nothing."""
-    assert (packed_rows(np.array(lengths, dtype=np.int64), context, seed).targets > 0).all()
+    assert (table.tokens <= context).all()
+    # Else a step of such rows would have a mean over nothing.
+    assert (table.targets > 0).all()
 
 
 @given(lengths=st.lists(st.integers(2, 40), min_size=1, max_size=120), seed=st.integers(0, 100))
 def test_only_documents_that_are_too_long_are_cut(lengths: list[int], seed: int) -> None:
-    pieces = pack(np.array(lengths), 40, seed)
-    assert sorted((pieces.end - pieces.begin).tolist()) == sorted(lengths)
+    table = packed_rows(np.array(lengths), 40, seed)
+    assert sorted((table.ends - table.begins).tolist()) == sorted(lengths)
 
 
 @given(lengths=st.lists(st.integers(2, 30), min_size=1, max_size=120))
@@ -62,29 +43,26 @@ def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
             rooms[min(fitting)[1]] -= length
         else:
             rooms.append(30 - length)
-    pieces = pack(np.array(lengths), 30, 0)
-    assert sorted(30 - np.bincount(pieces.row, weights=pieces.end - pieces.begin)) == sorted(rooms)
+    assert sorted(30 - packed_rows(np.array(lengths), 30, 0).tokens) == sorted(rooms)
 
 
 @pytest.mark.parametrize("context", [128, 1024, 4096])
 def test_long_tailed_lengths_fill_their_rows(context: int) -> None:
     drawn = np.random.default_rng(0).lognormal(np.log(context / 5), 1.0, 3000)
-    assert fill(pack(np.maximum(1, drawn).astype(np.int64), context, 0), context) > 0.98
+    assert packed_rows(np.maximum(1, drawn).astype(np.int64), context, 0).tokens.mean() > 0.98 * context
 
 
 def test_the_same_seed_packs_the_same_and_another_otherwise() -> None:
     lengths = np.random.default_rng(1).integers(1, 60, 400)
-    one, same, other = (pack(lengths, 128, seed) for seed in (7, 7, 8))
-    assert one.document.tolist() == same.document.tolist()
-    assert one.document.tolist() != other.document.tolist()
+    one, same, other = (packed_rows(lengths, 128, seed) for seed in (7, 7, 8))
+    assert one.documents.tolist() == same.documents.tolist()
+    assert one.documents.tolist() != other.documents.tolist()
 
 
 def test_long_pieces_stand_first_no_more_often_than_last() -> None:
     lengths = np.random.default_rng(2).integers(1, 64, 6000)
-    pieces = pack(lengths, 128, 3)
-    sizes = pieces.end - pieces.begin
-    starts = np.flatnonzero(np.diff(pieces.row, prepend=-1))
-    ends = np.append(starts[1:], len(pieces.row)) - 1
+    table = packed_rows(lengths, 128, 3)
+    sizes, starts, ends = table.ends - table.begins, table.starts[:-1], table.starts[1:] - 1
     several = starts < ends
     first, last = sizes[starts[several]].mean(), sizes[ends[several]].mean()
     assert first == pytest.approx(last, rel=0.1)
@@ -92,5 +70,5 @@ def test_long_pieces_stand_first_no_more_often_than_last() -> None:
 
 
 def test_nothing_packs_into_nothing() -> None:
-    assert len(pack(np.array([], dtype=np.int64), 8, 0).row) == 0
-    assert len(pack(np.array([0, 0]), 8, 0).row) == 0
+    for lengths in ([], [0, 0]):
+        assert len(packed_rows(np.array(lengths, dtype=np.int64), 8, 0)) == 0

@@ -50,8 +50,8 @@ def test_single_documents_ask_for_each_token_after_its_document_s_first(lengths:
 
 def test_documents_of_a_separate_row_begin_anew() -> None:
     corpus = corpus_of([3, 4, 2])
-    columns = [np.array(each) for each in ([0, 2, 1], [0, 0, 1], [3, 2, 3], [0, 2, 3])]
-    table = RowTable.of_separate(*columns, lengths=corpus.lengths, context=8)
+    columns = {"documents": [0, 2, 1], "begins": [0, 0, 1], "ends": [3, 2, 3], "starts": [0, 2, 3]}
+    table = RowTable(**{name: np.array(each) for name, each in columns.items()}, lengths=corpus.lengths, context=8)
     first, second = read_row(corpus, table, 0), read_row(corpus, table, 1)
     assert first.tokens.tolist() == [0, 1, 2, 7, 8]
     assert first.following.tolist() == [1, 2, NOTHING, 8, NOTHING]
