@@ -24,7 +24,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from paceline.checkpoint.weights import read_weights
 from paceline.inference import export_onnx
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.export_onnx import OnnxSession, SampleImages, calibration_images, session
+from paceline.inference.export_onnx import OnnxSession, SampleImages, calibration_images
 from paceline.inference.predict import load_predictor
 
 CALIBRATIONS = {"min-max": CalibrationMethod.MinMax, "entropy": CalibrationMethod.Entropy}
@@ -108,7 +108,7 @@ def without_shapes(source: Path, path: Path) -> Path:
 
 def row(path: Path, images: SampleImages) -> dict[str, float]:
     """Accuracy, size and speed of one file."""
-    network = session(path)
+    network = OnnxSession(path)
     return {
         "top1_accuracy": accuracy(network, images),
         "bytes": path.stat().st_size,

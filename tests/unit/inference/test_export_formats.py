@@ -30,7 +30,8 @@ from paceline.errors import PacelineError
 from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export
 from paceline.inference.exportable import open_exportable
-from paceline.inference.predict import Predictor, trained_task
+from paceline.inference.predict import Predictor
+from paceline.inference.trained import trained_task
 
 CPU = torch.device("cpu")
 NET = {"model.name": "test_resnet.r160_in1k", "model.options": None, "train.ema": 0.9}
