@@ -15,7 +15,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.prove.evidence import Evidence
-from paceline_advisor.prove.notes import Check, MicroBatchNote, Observed, Question, alike, named, sure
+from paceline_advisor.prove.notes import Check, Observed, alike, named, sure
 from paceline_advisor.prove.reference import Difference, Dropout, Plain, difference, dropouts, joined, parts_of
 
 _MOST_TRIED = 8
@@ -23,14 +23,14 @@ _MOST_TRIED = 8
 _DRAWS = 16
 
 CHECKS: list[Callable[[Evidence], Check]] = []
-_Look = Callable[[Question, Evidence], Check]
+_Look = Callable[[Check, Evidence], Check]
 
 
 def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
     """Declare a check: its name, what it compares, and what to look at if it fails. Checks are made in this order."""
 
     def declare(look: _Look) -> _Look:
-        question = Question(name=name, compared=compared, advice=advice)
+        question = Check(name=name, compared=compared, advice=advice)
         CHECKS.append(lambda evidence: look(question, evidence))
         return look
 
@@ -43,7 +43,7 @@ def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
     "Samples are repeated, left out, or come in the same order in every epoch: build the stream from the "
     "slices that the geometry gives, which depend on the epoch.",
 )
-def order(question: Question, evidence: Evidence) -> Check:
+def order(question: Check, evidence: Evidence) -> Check:
     """Each sample once in each epoch, in an order of its own."""
     wanted = set(range(evidence.sizes.samples))
     for run in evidence.as_asked:
@@ -51,7 +51,7 @@ def order(question: Question, evidence: Evidence) -> Check:
             [
                 sample
                 for note in run.micro_batches
-                if _epoch(evidence, note) == epoch
+                if note.step // evidence.sizes.steps_per_epoch == epoch
                 for sample in (*note.ids, *note.broken)
             ]
             for epoch in range(2)
@@ -73,7 +73,7 @@ def order(question: Question, evidence: Evidence) -> Check:
     "What a sample is depends on the micro-batch, the process, or a random state: key what is drawn for "
     "it by seed, epoch and sample, as Paceline's own augmentation is.",
 )
-def samples(question: Question, evidence: Evidence) -> Check:
+def samples(question: Check, evidence: Evidence) -> Check:
     """The same samples with the same contents in every run; varied anew in each epoch, if the recipe varies them."""
     mixes = evidence.recipe.data.mix.mixup > 0 or evidence.recipe.data.mix.cutmix > 0
     # What is mixed has partners in its micro-batch.
@@ -97,7 +97,7 @@ def samples(question: Question, evidence: Evidence) -> Check:
     "Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
     "processes refuse them.",
 )
-def parameters(question: Question, evidence: Evidence) -> Check:
+def parameters(question: Check, evidence: Evidence) -> Check:
     """Every trainable parameter takes part in the loss."""
     steps = evidence.asked.ranks[0].steps
     unused = [name for name in steps[0].without_gradient if all(name in step.without_gradient for step in steps)]
@@ -110,7 +110,7 @@ def parameters(question: Question, evidence: Evidence) -> Check:
     "The trainer does not hand the optimizer what the loss says: look for code that changes gradients, "
     "weights the micro-batches or draws random numbers before the loss.",
 )
-def gradient(question: Question, evidence: Evidence) -> Check:
+def gradient(question: Check, evidence: Evidence) -> Check:
     """The engine against a plain loop over the same micro-batches."""
     return _worst(question, _against_parts(evidence, evidence.asked, evidence.sizes.whole_steps), evidence)
 
@@ -121,7 +121,7 @@ def gradient(question: Question, evidence: Evidence) -> Check:
     "A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by "
     "the number of micro-batches or add up where the mean is meant.",
 )
-def accumulation(question: Question, evidence: Evidence) -> Check:
+def accumulation(question: Check, evidence: Evidence) -> Check:
     """One big batch against its micro-batches."""
     sizes, nature = evidence.sizes, evidence.nature
     rest = ""
@@ -141,7 +141,7 @@ def accumulation(question: Question, evidence: Evidence) -> Check:
     "The last, smaller step of an epoch is dropped or weighted wrongly: divide by the samples that are "
     "there, not by a batch size of the recipe.",
 )
-def tail(question: Question, evidence: Evidence) -> Check:
+def tail(question: Check, evidence: Evidence) -> Check:
     """An epoch's last step, which has fewer samples."""
     sizes = evidence.sizes
     step = sizes.tail_step
@@ -162,7 +162,7 @@ def tail(question: Question, evidence: Evidence) -> Check:
     "What is computed depends on the number of processes or the rank: look for a world size in the loss, "
     "a learning rate or a batch that is scaled by it, or state that only one process has.",
 )
-def processes(question: Question, evidence: Evidence) -> Check:
+def processes(question: Check, evidence: Evidence) -> Check:
     """Several processes against one."""
     sizes, run = evidence.sizes, evidence.several
     each = sizes.micro_batches // sizes.processes
@@ -187,17 +187,16 @@ def processes(question: Question, evidence: Evidence) -> Check:
     "The rate is scaled once too often: optimizer.lr is for the global batch as given, whatever the number "
     "of processes and micro-batches.",
 )
-def learning_rate(question: Question, evidence: Evidence) -> Check:
+def learning_rate(question: Check, evidence: Evidence) -> Check:
     """The recipe's rate, scaled by its own rule and by nothing else."""
-    worst, found = 0.0, ""
-    for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]:
-        gap = sure(abs(rate - wanted) / wanted if wanted else abs(rate))
-        if gap > worst:
-            worst, found = (
-                gap,
-                f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
-            )
-    return question.measured(worst, _LIMIT_RATE, found=found if worst > _LIMIT_RATE else "")
+    gaps = [
+        (
+            abs(rate - wanted) / wanted if wanted else abs(rate),
+            f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
+        )
+        for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]
+    ]
+    return _largest(question, gaps, _LIMIT_RATE)
 
 
 @check(
@@ -205,18 +204,16 @@ def learning_rate(question: Question, evidence: Evidence) -> Check:
     "the saved average against its definition",
     "The moving average is not updated, or more than once a step, or from other weights than those after the step.",
 )
-def moving_average(question: Question, evidence: Evidence) -> Check:
+def moving_average(question: Check, evidence: Evidence) -> Check:
     """The average of the weights after each optimizer step, by its definition."""
     decay = evidence.recipe.train.ema
     if decay is None:
         return question.not_applicable("train.ema=off")
-    worst, found = 0.0, ""
-    if all(run.trouble for run in evidence.as_asked):
+    gaps, ended_runs = [], [run for run in evidence.as_asked if not run.trouble]
+    if not ended_runs:
         return question.not_applicable(_NO_END)
-    for run in evidence.as_asked:
+    for run in ended_runs:
         wanted = run.average()
-        if run.trouble:
-            continue
         if wanted is None:
             return question.failed(f"{run.name}: no optimizer step was seen")
         trained = run.saved("model")
@@ -225,10 +222,8 @@ def moving_average(question: Question, evidence: Evidence) -> Check:
         scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         gap = sure(apart / scale if scale else apart)
-        if gap > worst:
-            worst, found = gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"
-    limit = _LIMIT_AVERAGE if evidence.nature.double else 1e-4
-    return question.measured(worst, limit, found=found if worst > limit else "")
+        gaps.append((gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"))
+    return _largest(question, gaps, _LIMIT_AVERAGE if evidence.nature.double else 1e-4)
 
 
 @check(
@@ -237,7 +232,7 @@ def moving_average(question: Question, evidence: Evidence) -> Check:
     "Something calls eval() or train() and does not put back what was: whoever evaluates restores each "
     "module's mode; a model's factory returns it in training mode.",
 )
-def training_mode(question: Question, evidence: Evidence) -> Check:
+def training_mode(question: Check, evidence: Evidence) -> Check:
     """Training mode where it is learned, evaluation mode where it is scored, and back."""
     for run in evidence.as_asked:
         for rank, notes in enumerate(run.ranks):
@@ -263,7 +258,7 @@ def training_mode(question: Question, evidence: Evidence) -> Check:
     "A dropout is configured but does nothing, or does the same at every step: call the module, leave it "
     "in training mode, and let it draw from torch's generator.",
 )
-def dropout(question: Question, evidence: Evidence) -> Check:
+def dropout(question: Check, evidence: Evidence) -> Check:
     """Everything that is to drop something does, and not the same at every step."""
     places = dropouts(evidence.plain.network)
     if not places:
@@ -289,7 +284,7 @@ def dropout(question: Question, evidence: Evidence) -> Check:
     "Each process has statistics of its own where they are scored or saved: what is scored then depends on "
     "who scores it. Register them as buffers, and let the trainer make them equal.",
 )
-def buffers(question: Question, evidence: Evidence) -> Check:
+def buffers(question: Check, evidence: Evidence) -> Check:
     """The same buffers on every process where they count."""
     run = evidence.several
     if run is None:
@@ -314,16 +309,14 @@ def buffers(question: Question, evidence: Evidence) -> Check:
     "A mean of batch means, or samples that were padded or left out: score() returns one value for each "
     "sample, and the trainer divides once.",
 )
-def metric(question: Question, evidence: Evidence) -> Check:
+def metric(question: Check, evidence: Evidence) -> Check:
     """What an evaluation says of weights, against the same weights scored sample by sample."""
     if not evidence.sizes.evaluation_samples:
         return question.not_applicable("nothing is evaluated")
-    worst, found = 0.0, ""
-    if all(run.trouble for run in evidence.as_asked):
+    gaps, ended_runs = [], [run for run in evidence.as_asked if not run.trouble]
+    if not ended_runs:
         return question.not_applicable(_NO_END)
-    for run in evidence.as_asked:
-        if run.trouble:
-            continue
+    for run in ended_runs:
         for weights, samples, values in _evaluations(run):
             wanted = evidence.sizes.evaluation_samples - _unreadable(run)
             surplus = samples - wanted or _scored_twice(run, weights)
@@ -332,10 +325,9 @@ def metric(question: Question, evidence: Evidence) -> Check:
                 return question.measured(abs(surplus), found=text)
             for name, true in evidence.plain.metrics(run.saved(weights)).items():
                 value = math.nan if values.get(name) is None else values[name]
-                gap = sure(abs(value - true) / max(abs(true), 1.0))
-                if gap > worst:
-                    worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
-    return question.measured(worst, _LIMIT_METRIC, found="" if worst <= _LIMIT_METRIC else found)
+                text = f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
+                gaps.append((abs(value - true) / max(abs(true), 1.0), text))
+    return _largest(question, gaps, _LIMIT_METRIC)
 
 
 @check(
@@ -343,7 +335,7 @@ def metric(question: Question, evidence: Evidence) -> Check:
     "the steps of each short run",
     "A run of this recipe does not come to its end; the checks above say what was found until then.",
 )
-def ended(question: Question, evidence: Evidence) -> Check:
+def ended(question: Check, evidence: Evidence) -> Check:
     """Every run came to its end."""
     for run in evidence.runs:
         taken = len(run.ranks[0].steps) if run.ranks else 0
@@ -353,8 +345,10 @@ def ended(question: Question, evidence: Evidence) -> Check:
     return question.measured(0)
 
 
-def _epoch(evidence: Evidence, note: MicroBatchNote) -> int:
-    return note.step // evidence.sizes.steps_per_epoch
+def _largest(question: Check, gaps: Iterable[tuple[float, str]], limit: float) -> Check:
+    """The largest gap, with its text if it is above the limit."""
+    worst, found = max(((sure(gap), text) for gap, text in gaps), key=itemgetter(0), default=(0.0, ""))
+    return question.measured(worst, limit, found=found if worst > limit else "")
 
 
 def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
@@ -469,7 +463,7 @@ def _gaps(
     return found
 
 
-def _worst(question: Question, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
+def _worst(question: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
     if not gaps:
         return question.failed("no such step was taken")
     limit = evidence.nature.limit

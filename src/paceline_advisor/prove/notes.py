@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import read_weights
@@ -32,56 +32,33 @@ class Check:
         difference: What was measured: a relative difference, or how many of something; None if nothing was.
         limit: The largest difference that passes.
         found: Where it differs and how, or why the check does not apply; empty if there is nothing to say.
-        advice: What to look at if it failed; empty otherwise.
+        advice: What to look at if it failed; empty otherwise, once it was made.
     """
 
     name: str
     compared: str
-    verdict: Verdict
+    verdict: Verdict = "failed"
     difference: float | None = None
     limit: float | None = None
     found: str = ""
     advice: str = ""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A check that was not made yet.
-
-    Attributes:
-        name: What it is about.
-        compared: What is to be held against what.
-        advice: What to look at if it fails.
-    """
-
-    name: str
-    compared: str
-    advice: str
-
-    def about(self, compared: str) -> Question:
+    def about(self, compared: str) -> Check:
         """Return the check of something that is only known with the evidence."""
         return replace(self, compared=compared)
 
     def measured(self, difference: float, limit: float = 0, *, found: str = "") -> Check:
         """Return the check with what was measured."""
-        passed = difference <= limit
-        return Check(
-            name=self.name,
-            compared=self.compared,
-            verdict="passed" if passed else "failed",
-            difference=float(difference),
-            limit=limit,
-            found=found,
-            advice="" if passed else self.advice,
-        )
+        check = replace(self, difference=float(difference), limit=limit, found=found)
+        return replace(check, verdict="passed", advice="") if difference <= limit else check
 
     def failed(self, found: str) -> Check:
         """The check where there is nothing to measure, because what was to be compared is not there."""
-        return Check(name=self.name, compared=self.compared, verdict="failed", found=found, advice=self.advice)
+        return replace(self, found=found)
 
     def not_applicable(self, reason: str) -> Check:
         """The check where it has nothing to say."""
-        return Check(name=self.name, compared=self.compared, verdict="not applicable", found=reason)
+        return replace(self, verdict="not applicable", found=reason, advice="")
 
 
 def sure(difference: float) -> float:
@@ -184,13 +161,7 @@ class Notes:
     @classmethod
     def read(cls, path: Path) -> Notes:
         """Read what :meth:`Witness.finish` wrote."""
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            micro_batches=[MicroBatchNote(**each) for each in tree["micro_batches"]],
-            steps=[StepNote(**each) for each in tree["steps"]],
-            scores=[ScoreNote(**each) for each in tree["scores"]],
-            final_buffers=tree["final_buffers"],
-        )
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from paceline_advisor.doctor.subject import Found, Subject, check, named
 _MANY_IN_A_ROW = 4
 
 
-@check(why="", advice="take it out of what is trained with", expected="")
+@check(advice="take it out of what is trained with")
 def debugging(subject: Subject) -> Iterator[Found]:
     """Debugging aids that were left on."""
     for kind, place in subject.behaviour.calls.debugging.items():
@@ -94,7 +94,7 @@ _SLOW_VARIABLES = {
 }
 
 
-@check(why="", source=CUDA_MODES, advice="", expected="1.1 to 3 times as fast", speedup=(1.1, 3.0))
+@check(source=CUDA_MODES, expected="1.1 to 3 times as fast", speedup=(1.1, 3.0))
 def debug_environment(subject: Subject) -> Iterator[Found]:
     """Environment variables for debugging."""
     for name, (slow, why) in _SLOW_VARIABLES.items():
