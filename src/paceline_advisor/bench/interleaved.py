@@ -8,9 +8,7 @@ round in the other order. What slows the machine for a while slows all of them, 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import subprocess
 import tempfile
@@ -18,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -221,52 +220,6 @@ class MemberError(Exception):
         self.out_of_memory = out_of_memory
 
 
-class _Rank:
-    """One process with its two pipes."""
-
-    def __init__(self, group: ProcessGroup, orders: Orders, environment: Mapping[str, str], errors: Path) -> None:
-        self.answers, theirs = os.pipe()
-        self._read = b""
-        try:
-            self.child = group.start(
-                command_line(replace(orders, answers=theirs)),
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=errors,
-                stderr=errors,
-                pass_fds=(theirs,),
-            )
-        except OSError as error:
-            os.close(self.answers)
-            raise MemberError(f"a process cannot be started ({error.strerror})") from error
-        finally:
-            os.close(theirs)
-
-    def grant(self, lead: int, steps: int) -> None:
-        assert self.child.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is told where its answer is waited for
-            self.child.process.stdin.write(json.dumps({"lead": lead, "steps": steps}).encode() + b"\n")
-            self.child.process.stdin.flush()
-
-    def line(self) -> dict[str, Any] | None:
-        """What it says, if it has said something."""
-        if b"\n" not in self._read and select.select([self.answers], [], [], 0)[0]:
-            self._read += os.read(self.answers, 1 << 16)
-        whole, newline, rest = self._read.partition(b"\n")
-        if not newline:
-            return None
-        self._read = rest
-        found: dict[str, Any] = json.loads(whole)
-        return found
-
-    def close(self) -> None:
-        """Close its pipes."""
-        assert self.child.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.child.process.stdin.close()
-        os.close(self.answers)
-
-
 class _Player:
     """One variant that takes turns: its processes, and what they measured.
 
@@ -283,7 +236,7 @@ class _Player:
         self.measured = Measured(variant=variant)
         self._block_seconds, self._steps = block_seconds, 1
         self._group = ProcessGroup()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[tuple[Child, Connection[Any, Any]]] = []
         folder = scratch / str(index)
         temporary = folder / "t"  # a short name: sockets of loader processes lie in it, whose paths have 108 bytes
         meeting = folder / "m"
@@ -297,7 +250,7 @@ class _Player:
             scratch=str(scratch),
             part=variant.part,
             parent=os.getpid(),
-            answers=-1,
+            turns=-1,
         )
 
         def start() -> None:
@@ -305,7 +258,23 @@ class _Player:
             for rank in range(count):
                 of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
                 environment = {**ours, "TMPDIR": str(temporary), **of_rank}
-                self._ranks.append(_Rank(self._group, orders, environment, folder / f"errors-{rank}"))
+                errors = folder / f"errors-{rank}"
+                mine, theirs = Pipe()
+                with theirs:
+                    number = theirs.fileno()
+                    try:
+                        child = self._group.start(
+                            command_line(replace(orders, turns=number)),
+                            env=environment,
+                            stdin=subprocess.DEVNULL,
+                            stdout=errors,
+                            stderr=errors,
+                            pass_fds=(number,),
+                        )
+                    except OSError as error:
+                        mine.close()
+                        raise MemberError(f"a process cannot be started ({error.strerror})") from error
+                self._ranks.append((child, mine))
 
         try:
             self.attempt(start)
@@ -350,22 +319,25 @@ class _Player:
 
     def leave(self) -> None:
         """Let its processes end in order, and see to it that they do."""
-        for rank in self._ranks:
-            rank.grant(0, 0)
+        self._grant(0, 0)
         self._group.wait(_LEAVE_SECONDS, after_failure=_LEAVE_SECONDS)
         self.kill()
 
     def kill(self) -> None:
         """End all its processes, with their loader processes."""
         self._group.kill()
-        for rank in self._ranks:
-            rank.close()
+        for _, turns in self._ranks:
+            turns.close()
         self._ranks = []
+
+    def _grant(self, lead: int, steps: int) -> None:
+        for _, turns in self._ranks:
+            with contextlib.suppress(OSError):  # its end is told where its answer is waited for
+                turns.send({"lead": lead, "steps": steps})
 
     def _turn(self, lead: int, steps: int) -> Round:
         """Take steps that are not timed, and then some that are; return what the slowest process measured."""
-        for rank in self._ranks:
-            rank.grant(lead, steps)
+        self._grant(lead, steps)
         # What takes longer than this does not come back.
         answer = of_all(self._answers(_BLOCK_SECONDS + 20 * self._block_seconds))
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
@@ -375,14 +347,15 @@ class _Player:
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + limit_seconds
         while len(found) < len(self._ranks):
-            waiting = [index for index in range(len(self._ranks)) if index not in found]
-            select.select([self._ranks[index].answers for index in waiting], [], [], _LOOK_SECONDS)
-            for index in waiting:
-                ended = self._ranks[index].child.code is not None
-                answer = self._ranks[index].line()
+            wait([turns for index, (_, turns) in enumerate(self._ranks) if index not in found], _LOOK_SECONDS)
+            for index, (child, turns) in enumerate(self._ranks):
+                if index in found:
+                    continue
+                ended = child.code is not None
+                answer = _answer(turns)
                 if answer is not None:
                     found[index] = answer
-                if (answer is None and ended) or (answer is not None and "failed" in answer):
+                if ended if answer is None else "failed" in answer:
                     raise self._failure(found)
             if time.monotonic() > deadline:
                 raise MemberError(f"it gave no answer within {limit_seconds:.0f} s")
@@ -393,9 +366,26 @@ class _Player:
         deadline = time.monotonic() + (_CAUSE_SECONDS if len(self._ranks) > 1 else 0.0)
         said: list[dict[str, Any]] = [each for each in found.values() if "failed" in each]
         while time.monotonic() < deadline:
-            said += [each for rank in self._ranks if (each := rank.line()) is not None and "failed" in each]
+            answers = [_answer(turns) for _, turns in self._ranks]
+            said += [each for each in answers if each is not None and "failed" in each]
             time.sleep(_LOOK_SECONDS / 4)
-        return _cause(said, [rank.child for rank in self._ranks if rank.child.code is not None])
+        ended = [child for child, _ in self._ranks if child.code is not None]
+        short = [each for each in said if each["out_of_memory"]]
+        killed = [child for child in ended if (child.code or 0) < 0]
+        if killed and not short:
+            return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
+        if told := [*short, *said]:
+            return MemberError(told[0]["failed"], out_of_memory=told[0]["out_of_memory"])
+        return MemberError(ended[0].ending if ended else "it broke off")
+
+
+def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
+    """What a process says, if it has said something."""
+    with contextlib.suppress(EOFError, OSError):
+        if turns.poll():
+            found: dict[str, Any] = turns.recv()
+            return found
+    return None
 
 
 def _in_turns(
@@ -458,13 +448,3 @@ def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_memory_bytes": max(peaks, default=None),
         "joules": sum(known) if len(known) == len(used) else None,
     }
-
-
-def _cause(said: Sequence[dict[str, Any]], ended: Sequence[Child]) -> MemberError:
-    short = [each for each in said if each["out_of_memory"]]
-    killed = [child for child in ended if (child.code or 0) < 0]
-    if killed and not short:
-        return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
-    if found := [*short, *said]:
-        return MemberError(found[0]["failed"], out_of_memory=found[0]["out_of_memory"])
-    return MemberError(ended[0].ending if ended else "it broke off")
