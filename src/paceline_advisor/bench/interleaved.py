@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 from paceline.distributed.local_launch import rank_variables
 from paceline.machine import available_cores
-from paceline.metrics.intervals import Interval, paired_ratio, rate_interval
+from paceline.metrics.intervals import Interval, paired_ratio
 from paceline.processes import Child, ProcessGroup, without_rank
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
@@ -87,11 +87,6 @@ class Round:
         """Mean seconds per step."""
         return self.seconds / self.steps
 
-    @property
-    def samples_per_second(self) -> float:
-        """Over all processes."""
-        return self.samples / self.seconds
-
 
 @dataclass(kw_only=True)
 class Measured:
@@ -127,7 +122,7 @@ class Measured:
     @property
     def samples_per_second(self) -> list[float]:
         """Over all processes, by round."""
-        return [each.samples_per_second for each in self.rounds]
+        return [each.samples / each.seconds for each in self.rounds]
 
     @property
     def seconds_per_sample(self) -> list[float]:
@@ -155,16 +150,12 @@ class Measured:
             return None
         return sum(each or 0.0 for each in used) / sum(each.samples for each in self.rounds)
 
-    def throughput(self, *, confidence: float = 0.95) -> Interval | None:
-        """Training samples per second, with its interval; None without rounds."""
-        return rate_interval(self.seconds_per_sample, confidence=confidence) if self.rounds else None
-
-    def slower_than(self, other: Measured, *, confidence: float = 0.95) -> Interval | None:
+    def slower_than(self, other: Measured) -> Interval | None:
         """Seconds per sample over the other's, round by round; None if they share no round."""
         shared = min(len(self.rounds), len(other.rounds))
         if not shared or self.alone != other.alone:
             return None
-        return paired_ratio(self.seconds_per_sample[:shared], other.seconds_per_sample[:shared], confidence=confidence)
+        return paired_ratio(self.seconds_per_sample[:shared], other.seconds_per_sample[:shared])
 
 
 def run_bursts(
