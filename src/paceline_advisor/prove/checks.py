@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 
 import torch
 
 from paceline.data.batch import Batch
-from paceline.plan import Plan
 from paceline.plan.rates import LearningRate
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
@@ -81,7 +80,7 @@ def samples(question: Check, evidence: Evidence) -> Check:
     wanted = _by_step(evidence.asked)
     for run in others:
         found = _by_step(run)
-        apart = [step for step in wanted if not _same(found.get(step, []), wanted[step])]
+        apart = [step for step, samples_of_it in wanted.items() if not _same(found.get(step, []), samples_of_it)]
         if apart and not run.trouble:
             text = f"{run.name}: step {apart[0] + 1} has other samples, or other contents, than in one process"
             return question.measured(len(apart), found=text)
@@ -194,7 +193,7 @@ def learning_rate(question: Check, evidence: Evidence) -> Check:
             abs(rate - wanted) / wanted if wanted else abs(rate),
             f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
         )
-        for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]
+        for where, rate, wanted in _rates(evidence)
     ]
     return _largest(question, gaps, _LIMIT_RATE)
 
@@ -262,7 +261,8 @@ def dropout(question: Check, evidence: Evidence) -> Check:
     """Everything that is to drop something does, and not the same at every step."""
     places = dropouts(evidence.plain.network)
     if not places:
-        asked = [key for key, value in evidence.recipe.model.options.items() if _asks_for_dropout(key, value)]
+        options = evidence.recipe.model.options.items()
+        asked = [key for key, value in options if "drop" in key and isinstance(value, int | float) and 0 < value < 1]
         if asked and not _varies_by_itself(evidence):
             return question.failed(f"model.options.{asked[0]} has no effect: nothing is dropped")
         return question.not_applicable("the network has no dropout")
@@ -372,10 +372,6 @@ def _varies(evidence: Evidence) -> bool:
     return any(len(each) > 1 for each in contents.values())
 
 
-def _asks_for_dropout(key: str, value: object) -> bool:
-    return "drop" in key and isinstance(value, int | float) and 0 < value < 1
-
-
 def _varies_by_itself(evidence: Evidence) -> bool:
     """Whether the loss of the same micro-batch depends on the random state."""
     plain, batch = evidence.plain, parts_of(evidence.asked.batches, 0)[0]
@@ -386,28 +382,27 @@ def _varies_by_itself(evidence: Evidence) -> bool:
 
 def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
     """The dropouts that change no loss, all others being off; a network that draws otherwise too cannot be asked."""
-    evidence.plain.shake()
-    for each in places:
-        each.set(0.0)
-    found = [] if _varies_by_itself(evidence) else _inert_alone(evidence, places)
-    for each in places:
-        each.set(each.probability)
-    return found
 
-
-def _inert_alone(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
     def is_inert(each: Dropout) -> bool:
         each.set(0.5)
         varies = _varies_by_itself(evidence)
         each.set(0.0)
         return not varies
 
-    layers = [each for each in places if each.is_layer]
-    inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
-    active = [each.name for each in layers if each not in inert]
-    # A number beside the layers that were made with it need not be read again.
-    numbers = [each for each in places if not each.is_layer and not any(each.is_around(name) for name in active)]
-    return inert + [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
+    evidence.plain.shake()
+    for each in places:
+        each.set(0.0)
+    inert: list[Dropout] = []
+    if not _varies_by_itself(evidence):
+        layers = [each for each in places if each.is_layer]
+        inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
+        active = [each.name for each in layers if each not in inert]
+        # A number beside the layers that were made with it need not be read again.
+        numbers = [each for each in places if not each.is_layer and not any(map(each.is_around, active))]
+        inert += [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
+    for each in places:
+        each.set(each.probability)
+    return inert
 
 
 Groups = Sequence[Sequence[Batch]]
@@ -481,37 +476,24 @@ _LIMIT_METRIC = 1e-5
 _NO_END = "no run came to its end; see run"
 
 
-def _rates_used(evidence: Evidence) -> list[tuple[str, float, float]]:
-    """Where, the rate of a group and the rate wanted, for every step of every run."""
-    grouped = evidence.recipe.optimizer.groups or evidence.recipe.optimizer.layer_decay is not None
-    batch = evidence.sizes.global_batch
-    return [
-        (f"{run.name}, step {number}", rate, _peak(run.recipe, batch) * (factor if grouped else 1.0))
-        for run in evidence.runs
-        for notes in run.ranks
-        for number, step in enumerate(notes.steps, start=1)
-        for rate, factor in step.rates
-    ]
-
-
-def _peaks(evidence: Evidence) -> list[tuple[str, float, float]]:
-    """The same for the step at which the recipe's own schedule, not shortened, is at its peak."""
-    found = []
+def _rates(evidence: Evidence) -> Iterator[tuple[str, float, float]]:
+    """Where, a rate and the rate wanted: for every step of every run, and where the whole schedule is at its peak."""
+    recipe = evidence.recipe
+    grouped = recipe.optimizer.groups or recipe.optimizer.layer_decay is not None
+    for run in evidence.runs:
+        wanted = _peak(run.recipe, evidence.sizes.global_batch)
+        for notes in run.ranks:
+            for number, step in enumerate(notes.steps, start=1):
+                for rate, factor in step.rates:
+                    yield f"{run.name}, step {number}", rate, wanted * (factor if grouped else 1.0)
     for count, plan in evidence.plans.items():
-        top = _top_step(evidence.recipe, plan)
-        if top is not None:
-            rate = LearningRate.of(evidence.recipe.schedule, plan)(top)
+        top = plan.warmup_steps - (1 if recipe.schedule.name == "one_cycle" else 0)
+        if top < plan.total_steps and all(each > top for each in plan.milestone_steps):
+            rate = LearningRate.of(recipe.schedule, plan)(top)
             # By then the batch may have grown.
             batch = plan.epochs.phase_at(top).global_batch_size
-            wanted = _peak(evidence.recipe, min(batch, plan.train_samples))
-            found.append((f"the schedule with {count} process{'es' * (count > 1)}, step {top + 1}", rate, wanted))
-    return found
-
-
-def _top_step(recipe: Recipe, plan: Plan) -> int | None:
-    top = plan.warmup_steps - (1 if recipe.schedule.name == "one_cycle" else 0)
-    reaches = top < plan.total_steps and all(each > top for each in plan.milestone_steps)
-    return top if reaches else None
+            where = f"the schedule with {count} process{'es' * (count > 1)}, step {top + 1}"
+            yield where, rate, _peak(recipe, min(batch, plan.train_samples))
 
 
 def _peak(recipe: Recipe, batch: int) -> float:
