@@ -73,10 +73,11 @@ class ClickPredictor:
             raise RecipeError(
                 f"the weights in {where} were trained with the task {recipe.task}, which knows no clicks."
             )
+        nothing: Any = ()  # no sample is asked for
         task.dataset = ClickDataset(
             name=data["dataset"],
-            train=_Nothing(),
-            validation=_Nothing(),
+            train=nothing,
+            validation=nothing,
             dense_features=self._dense_features,
             tables=self._tables,
             digest=data["digest"],
@@ -153,19 +154,6 @@ class ClickPredictor:
         if categories.dtype.kind != "i" or (categories < 0).any() or (categories >= np.array(self._tables)).any():
             raise ValueError(f"categories must be rows of tables that have {', '.join(map(str, self._tables))} of them")
         return ClickRows(dense, categories.astype(np.int64), np.zeros(1, dtype=np.uint8))
-
-
-class _Nothing:
-    """No samples; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def read(self, ids: Any) -> ClickRows:
-        raise IndexError(ids)
-
-    def name(self, sample: int) -> str:
-        raise IndexError(sample)
 
 
 def load_click_predictor(

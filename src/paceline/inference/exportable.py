@@ -181,19 +181,6 @@ class _InUnits(nn.Module):
         return numbers * self.scale + self.shift
 
 
-class _TokensOnly(nn.Module):
-    """A language model that is asked about whole rows, so that its places and documents need not be said."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Ids [N, T] to logits [N, T, vocabulary]."""
-        logits: Tensor = self.network(tokens)
-        return logits
-
-
 def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Exportable:
     """Build the network of saved weights and say what it takes.
 
@@ -227,7 +214,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         )
         inputs = [Input("images", ("batch", 3, pixels.size, pixels.size), None, says)]
     elif is_text_model(saved):
-        kind, network = "tokens", _TokensOnly(TextPredictor(saved, _CPU, trust_code=trust_code).network)
+        kind, network = "tokens", TextPredictor(saved, _CPU, trust_code=trust_code).network
         vocabulary, longest["length"] = int(data["vocabulary"]), int(data["context"])
         says = f"token ids in [0, {vocabulary}), int64, at most {longest['length']} in a row"
         inputs = [Input("tokens", ("batch", "length"), (vocabulary,), says)]
