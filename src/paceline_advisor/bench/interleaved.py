@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -228,50 +229,42 @@ class _Player:
         self._block_seconds, self._steps = block_seconds, 1
         self._group = ProcessGroup()
         self._ranks: list[tuple[Child, Connection[Any, Any]]] = []
-        folder = scratch / str(index)
+        self._scratch, self._folder = scratch, scratch / str(index)
+
+    def start(self) -> None:
+        """Start its processes, which open the run."""
+        folder, variant = self._folder, self.measured.variant
         temporary = folder / "t"  # a short name: sockets of loader processes lie in it, whose paths have 108 bytes
         meeting = folder / "m"
         for each in (folder, temporary, meeting):
             each.mkdir()
         recipe = folder / "recipe.yaml"
         recipe.write_text(to_yaml(for_bursts(variant.recipe)), encoding="utf-8")
-        orders = Orders(
-            recipe=str(recipe),
-            run_dir=str(folder / "run"),
-            scratch=str(scratch),
-            part=variant.part,
-            parent=os.getpid(),
-            turns=-1,
+        run_dir, scratch = str(folder / "run"), str(self._scratch)
+        orders = partial(
+            Orders, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
         )
-
-        def start() -> None:
-            ours, count, cores = without_rank(os.environ), variant.processes, available_cores()
-            for rank in range(count):
-                of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
-                environment = {**ours, "TMPDIR": str(temporary), **of_rank}
-                errors = folder / f"errors-{rank}"
-                mine, theirs = Pipe()
-                with theirs:
-                    number = theirs.fileno()
-                    try:
-                        child = self._group.start(
-                            command_line(replace(orders, turns=number)),
-                            env=environment,
-                            stdin=subprocess.DEVNULL,
-                            stdout=errors,
-                            stderr=errors,
-                            pass_fds=(number,),
-                        )
-                    except OSError as error:
-                        mine.close()
-                        raise MemberError(f"a process cannot be started ({error.strerror})") from error
-                self._ranks.append((child, mine))
-
-        try:
-            self.attempt(start)
-        except BaseException:
-            self.kill()
-            raise
+        ours, count, cores = without_rank(os.environ), variant.processes, available_cores()
+        for rank in range(count):
+            of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
+            environment = {**ours, "TMPDIR": str(temporary), **of_rank}
+            errors = folder / f"errors-{rank}"
+            mine, theirs = Pipe()
+            with theirs:
+                number = theirs.fileno()
+                try:
+                    child = self._group.start(
+                        command_line(orders(turns=number)),
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=errors,
+                        stderr=errors,
+                        pass_fds=(number,),
+                    )
+                except OSError as error:
+                    mine.close()
+                    raise MemberError(f"a process cannot be started ({error.strerror})") from error
+            self._ranks.append((child, mine))
 
     def attempt(self, act: Callable[[], None]) -> None:
         """Do something unless the variant has failed."""
@@ -388,6 +381,8 @@ def _in_turns(
         for index, (name, variant) in enumerate(variants.items()):
             players[name] = _Player(variant, scratch, index, block_seconds)
             held.callback(players[name].kill)
+        for each in players.values():
+            each.attempt(each.start)
         say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
         for each in players.values():
             each.attempt(each.open)

@@ -17,7 +17,10 @@ from pathlib import Path
 
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.files import is_ignored
+from paceline.recipe.load import load_recipe
 from paceline.records.events import truncate_after
+from paceline.records.reader import read_plan
+from paceline.records.run_directory import RunDirectory
 from paceline.world import STOP_SIGNALS
 from paceline_advisor.drill.ground import Again, Disturbed, Ground, SkippedError, audit_objections, resumes
 from paceline_advisor.launches import Launch, last_step, said
@@ -122,7 +125,8 @@ def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
 def _stopped(strike: Strike, ground: Ground, name: str) -> Disturbed:
     found = ground.disturb(name, strike)
     _expect(found, _STOPPED)
-    newest = ground.newest(found)
+    path, _ = CheckpointStore(found.run_dir / "checkpoints").newest_whole()
+    newest = 0 if path is None else int(path.name.removeprefix("step-"))
     if newest != found.step:
         found.objections.append(f"stopped after step {found.step}, but its newest whole checkpoint is of step {newest}")
     ground.recover(found)
@@ -376,10 +380,11 @@ def _torn(where: str, ground: Ground, name: str) -> Disturbed:
 
 def _with_images(spoil: Callable[[Path], None], says: Sequence[str], ground: Ground, name: str) -> Disturbed:
     """Other images than before must be refused, and must leave no trace in the run."""
-    if ground.image_folder is None:
+    data = load_recipe(ground.recipe, ground.overrides).recipe.data
+    if data.dataset != "image_folder" or data.path is None:
         raise SkippedError("this recipe reads no folder of images")
     folder = ground.scratch / f"{name}-images"
-    for path in _copy_of_a_class(ground.image_folder, folder):
+    for path in _copy_of_a_class(Path(data.path), folder):
         spoil(path)
     found = ground.killed(name)
     again = Again(overrides=(f"data.path={folder}", "data.max_broken=0"))
@@ -441,8 +446,8 @@ def _fewer(ground: Ground, name: str) -> Disturbed:
 def _more(ground: Ground, name: str) -> Disturbed:
     if ground.processes == 1:
         raise SkippedError("the run is not exact, so its bits belong to one process: give --processes 2 or more")
-    processes = 2 * ground.processes
-    parts = math.gcd(*(int(phase["logical_ranks"]) for phase in ground.plan["batch_phases"]))
+    plan, processes = read_plan(RunDirectory(ground.undisturbed)), 2 * ground.processes
+    parts = math.gcd(*(int(phase["logical_ranks"]) for phase in plan["batch_phases"]))
     if parts % processes:
         raise SkippedError(f"{processes} processes cannot share the run's {parts} logical ranks")
     found = ground.killed(name)
