@@ -6,7 +6,7 @@ import importlib
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,7 +110,7 @@ class OnnxSession:
         self._session = onnx_session(path, torch.device("cpu"))
         self._names = [each.name for each in self._session.get_inputs()]
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Tensor:
         """Float32 logits."""
         given = {name: each.numpy() for name, each in zip(self._names, inputs, strict=True)}
         return torch.from_numpy(self._session.run([OUTPUT], given)[0])
@@ -266,7 +266,7 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
 
     def accuracy(file: Path) -> float:
         network = OnnxSession(file)
-        answers = torch.cat([network((batch,)).argmax(dim=1) for batch in images.batches(images.held_out)])
+        answers = torch.cat([network(batch).argmax(dim=1) for batch in images.batches(images.held_out)])
         return 100 * float((answers == images.labels).double().mean())
 
     count = len(images.labels)

@@ -114,17 +114,11 @@ class Exportable:
             for each in self.inputs
         )
 
-    @torch.inference_mode()
-    def answers(self, inputs: Sequence[Tensor]) -> Tensor:
-        """What the network says, float32."""
-        found: Tensor = self.network(*inputs)
-        return found.float()
-
     def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> float:
         """Ask the network and something made of it the same, in batches of several sizes.
 
         Args:
-            other: Takes a tuple of inputs, gives float32 logits.
+            other: Takes the inputs in order, gives float32 logits.
             what: Its name, for the message.
             tolerance: Largest difference, in units of the largest answer if that is above 1.
 
@@ -138,7 +132,8 @@ class Exportable:
         largest, units = 0.0, self.network if isinstance(self.network, _InUnits) else None
         for batch in _TRIED:
             inputs = self.examples(batch, seed=batch)
-            expected, found = self.answers(inputs), other(inputs)
+            with torch.inference_mode():
+                expected, found = self.network(*inputs).float(), other(*inputs)
             if not bool(expected.isfinite().all()):
                 raise NotFiniteError(
                     f"the network's outputs for a batch of {batch} are not finite numbers, though its weights are; "
@@ -320,13 +315,7 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
             "safetensors."
         ) from error
     assert json.loads(kept[DESCRIPTION]) == dict(metadata)
-
-    def answers(inputs: Any) -> Tensor:
-        with torch.inference_mode():
-            found: Tensor = read_back(*inputs)
-        return found
-
-    return exportable.compare(answers, what="the program")
+    return exportable.compare(read_back, what="the program")
 
 
 def first_line(error: BaseException) -> str:

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor
 
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
@@ -44,11 +42,17 @@ def write_hub_folder(
     Raises:
         ModelError: If timm has no such network, or it answers otherwise.
     """
+    import timm
+
     name = timm_name(exportable)
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(hub_config(exportable, name), indent=2) + "\n", encoding="utf-8")
     write_weights(folder / WEIGHTS)
-    difference = exportable.compare(_from_folder(folder), what="timm")
+    try:
+        network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except Exception as error:  # whatever a factory of any kind raises
+        raise ModelError(f"timm.create_model does not open what was written: {error}; nothing was kept.") from error
+    difference = exportable.compare(network, what="timm")
     card = model_card(exportable.saved, name, weights_file=folder / WEIGHTS, run=run)
     (folder / CARD).write_text(card, encoding="utf-8")
     return difference
@@ -117,22 +121,6 @@ def crop_share(data: dict[str, Any], side: int) -> float:
     crop = float(data["evaluation_crop"])
     resized = round(side / crop)
     return crop if math.floor(side / crop) == resized else side / (resized + 0.25)
-
-
-def _from_folder(folder: Path) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    import timm
-
-    try:
-        network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except Exception as error:  # whatever a factory of any kind raises
-        raise ModelError(f"timm.create_model does not open what was written: {error}; nothing was kept.") from error
-
-    def answers(inputs: tuple[Tensor, ...]) -> Tensor:
-        with torch.inference_mode():
-            found: Tensor = network(*inputs)
-        return found
-
-    return answers
 
 
 CARD = "README.md"
