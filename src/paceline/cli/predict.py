@@ -144,13 +144,16 @@ class Predict:
         if all(
             each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources
         ):
-            from paceline.inference.clicks import load_click_predictor
+            from paceline.checkpoint.weights import read_weights
+            from paceline.inference.clicks import ClickPredictor
 
-            if (clicks := load_click_predictor(self.target, **where)) is not None:
+            saved = read_weights(self.target, self.weights, best=self.best)
+            if "table_rows" in saved.described("data"):
                 if idle := self.of_images:
                     raise click.UsageError(
                         f"{idle[0]} is for images, and these weights are about lines of samples: leave it out."
                     )
+                clicks = ClickPredictor(saved, where["device"], trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
         return _answer_images(self, where, as_json=as_json)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.clicks.criteo import (
     CATEGORIES,
     DENSE,
@@ -154,17 +154,3 @@ class ClickPredictor:
         if categories.dtype.kind != "i" or (categories < 0).any() or (categories >= np.array(self._tables)).any():
             raise ValueError(f"categories must be rows of tables that have {', '.join(map(str, self._tables))} of them")
         return ClickRows(dense, categories.astype(np.int64), np.zeros(1, dtype=np.uint8))
-
-
-def load_click_predictor(
-    target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
-) -> ClickPredictor | None:
-    """Load weights of a recommendation task; None if they are of another one.
-
-    Raises:
-        PacelineError: If the target is not usable.
-    """
-    saved = read_weights(target, weights, best=best)
-    if "table_rows" not in saved.described("data"):
-        return None
-    return ClickPredictor(saved, device, trust_code=trust_code)

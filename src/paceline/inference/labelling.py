@@ -108,13 +108,6 @@ class Shown:
         return evaluation_image(pixels, shape, self.crop, self.interpolation, always=self.always_resized)
 
 
-def class_names(data: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The names of the classes; their numbers where a file has none, and None where it is about no classes."""
-    if "class_names" in data:
-        return tuple(data["class_names"])
-    return tuple(map(str, range(data["classes"]))) if data.get("classes") else None
-
-
 @dataclass(frozen=True)
 class Outputs:
     """What a network's outputs stand for.
@@ -138,8 +131,10 @@ class Outputs:
         """As the description in a weights file has it; None where outputs are neither classes nor numbers."""
         if "targets" in data:
             return cls(tuple(data["targets"]), tuple(data["target_mean"]), tuple(data["target_std"]))
-        names = class_names(data)
-        return None if names is None else cls(names, thresholds=tuple(data.get("label_thresholds", ())))
+        if "class_names" not in data and not data.get("classes"):
+            return None
+        names = data.get("class_names") or map(str, range(data.get("classes", 0)))  # their numbers, without names
+        return cls(tuple(names), thresholds=tuple(data.get("label_thresholds", ())))
 
     def read(self, outputs: torch.Tensor) -> torch.Tensor:
         """Probabilities, or numbers in the user's units; of outputs [N, names]."""
