@@ -83,7 +83,7 @@ class BenchReport:
         header, rows = self.table()
         return Shown(
             title=f"{self.name}: {self.kind.replace('_', ' ')}",
-            blocks=[Table(columns=header, rows=rows, caption=""), *(f"  {note}" for note in self.notes)],
+            blocks=[Table(columns=header, rows=rows), *(f"  {note}" for note in self.notes)],
             ok=self.measured_any or "",
         )
 
@@ -195,7 +195,7 @@ def compare_results(asked: BenchCompare, _: Log) -> Document:
     shown = Shown(
         title="B compared with A",
         blocks=[
-            Table(columns=("what", "time of B", "interval", "verdict", ""), rows=rows, caption=""),
+            Table(columns=("what", "time of B", "interval", "verdict", ""), rows=rows),
             *(f"  not the same: {name} is {one} in A and {other} in B" for name, (one, other) in differences),
             *(f"  {note}" for note in found.notes),
             *([undecided] if found.undecided else []),

@@ -112,19 +112,23 @@ _LARGE = 1024  # numbers per sample: what is smaller costs a launch, which the w
 
 @dataclass(kw_only=True)
 class Calls:
-    """What was seen, by file, line and kind.
+    """What the user's code did in one micro-batch; calls by file, line and kind.
 
     Attributes:
         reads: Values of the device that the host asked for.
         made: Tensors that were made on the host, in vain or to be copied.
         pointwise: Longest rows of operations on single numbers, one after the other, by file, line and function.
         debugging: Debugging aids that were on, and where that was noticed; by name.
+        states: Settings of torch that it left otherwise than they were, and where.
+        has_gradient_in_evaluation: Whether scores came with a graph for gradients.
     """
 
     reads: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     made: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     pointwise: dict[tuple[str, int, str], int] = field(default_factory=dict)
     debugging: dict[str, Place | None] = field(default_factory=dict)
+    states: dict[str, Place | None] = field(default_factory=dict)
+    has_gradient_in_evaluation: bool = False
 
 
 class CallWatcher(TorchFunctionMode):
@@ -416,22 +420,7 @@ _SHORT_SIDE, _LONG_SIDE = 128, 256
 _AUTOTUNE = {"cudnn.benchmark": False, "cudnn.enabled": False, "cudnn.deterministic": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Behaviour:
-    """What the user's code did in one micro-batch.
-
-    Attributes:
-        calls: What it asked of torch.
-        states: Settings of torch that it left otherwise than they were, and where.
-        has_gradient_in_evaluation: Whether scores came with a graph for gradients.
-    """
-
-    calls: Calls = field(default_factory=Calls)
-    states: dict[str, Place | None] = field(default_factory=dict)
-    has_gradient_in_evaluation: bool = False
-
-
-def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Behaviour]:
+def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
     """Send a few samples of the recipe's own data through its own task, forward and backward, and look.
 
     To be called within :func:`~paceline_advisor.doctor.behaviour.untouched`.
@@ -478,7 +467,7 @@ def _shown_small(data: Data) -> Data:
     )
 
 
-def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
+def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
     network, task = prepared.network.train(), prepared.task
     watcher = CallWatcher(
         [*network.parameters(), *network.buffers(), *tensors_in(batch.inputs, batch.targets)],
@@ -495,21 +484,20 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
     watcher.calls = Calls()  # what is made once and kept is no fault
     anatomy = look_at(network, batch, step)
     network.zero_grad(set_to_none=True)
-    has_gradient = _scores_with_gradient(task, network, batch)
-    files = own_files(prepared.recipe, task, network)
-    calls = watcher.calls
+    calls, files = watcher.calls, own_files(prepared.recipe, task, network)
+    calls.has_gradient_in_evaluation = _scores_with_gradient(task, network, batch)
     if torch.is_anomaly_enabled():
         calls.debugging.setdefault("anomaly", None)
     if "anomaly" in calls.debugging:
         place = find_line(files, r"\bdetect_anomaly\(|\bset_detect_anomaly\(")
         calls.debugging["anomaly"] = place or calls.debugging["anomaly"]
     # The settings of cuDNN that are not as `untouched` set them.
-    states = {
+    calls.states = {
         f"torch.backends.{name}={value}": find_line(files, rf"\b{name}\s*=")
         for name, value in _AUTOTUNE.items()
         if getattr(cudnn, name.partition(".")[2]) is value
     }
-    return anatomy, Behaviour(calls=calls, states=states, has_gradient_in_evaluation=has_gradient)
+    return anatomy, calls
 
 
 @torch.no_grad()

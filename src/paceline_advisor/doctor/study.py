@@ -30,7 +30,7 @@ from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
-from paceline_advisor.doctor.behaviour import Behaviour, behave, untouched, watching_loaders
+from paceline_advisor.doctor.behaviour import Calls, behave, untouched, watching_loaders
 from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, ranked
 from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, lack_of_room
@@ -190,7 +190,7 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
         plan, anatomy, why = _anatomy(recipe, target, world, tell)
         lack = lack_of_room(recipe, target, world) if anatomy is not None else None
         tell("looking at the code")
-        seen, behaviour, trouble = _behaviour(recipe, plan)
+        seen, calls, trouble = _behaviour(recipe, plan)
         environment = dict(os.environ)  # with what code of the user's own has set
     if anatomy is None and seen is None:
         unseen["network"] = why
@@ -202,7 +202,7 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
         plan=plan,
         target=target,
         anatomy=anatomy or seen or Anatomy(),
-        behaviour=behaviour,
+        calls=calls,
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
         sockets=len(read_topology(frozenset(os.sched_getaffinity(0))).nodes) if is_linux else 1,
@@ -247,10 +247,10 @@ def _anatomy(
         return plan, None, str(error)
 
 
-def _behaviour(recipe: Recipe, plan: Plan) -> tuple[Anatomy | None, Behaviour, str]:
+def _behaviour(recipe: Recipe, plan: Plan) -> tuple[Anatomy | None, Calls, str]:
     try:
         return *behave(recipe, channels_last=plan.channels_last), ""
     except PacelineError as error:
-        return None, Behaviour(), str(error)
+        return None, Calls(), str(error)
     except Exception as error:  # noqa: BLE001  # whatever code of the user's own raises: the other looks still count
-        return None, Behaviour(), f"a micro-batch of a few samples failed ({type(error).__name__}: {error})"
+        return None, Calls(), f"a micro-batch of a few samples failed ({type(error).__name__}: {error})"

@@ -22,7 +22,7 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
-from paceline_advisor.doctor.behaviour import Behaviour, Loader
+from paceline_advisor.doctor.behaviour import Calls, Loader
 from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import trace_steps, without_collection
@@ -156,7 +156,7 @@ class Subject:
         plan: What that comes to on the target.
         target: Which device it is judged for.
         anatomy: What its network is made of; empty where that could not be seen.
-        behaviour: What the user's code did in a micro-batch; empty where none could be had.
+        calls: What the user's code did in a micro-batch; empty where none could be had.
         loaders: DataLoaders that the user's code made.
         environment: Environment variables of this process.
         sockets: NUMA nodes of this machine whose cores this process may use.
@@ -168,7 +168,7 @@ class Subject:
     plan: Plan
     target: Target
     anatomy: Anatomy
-    behaviour: Behaviour
+    calls: Calls
     loaders: tuple[Loader, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     sockets: int = 1

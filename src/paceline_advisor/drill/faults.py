@@ -50,6 +50,11 @@ class Fault:
     perform: Callable[[Ground, str], Disturbed]
 
 
+def _need_several(ground: Ground, why: str) -> None:
+    if ground.processes == 1:
+        raise SkippedError(f"{why}: give --processes 2 or more")
+
+
 def _undisturbed(ground: Ground, name: str) -> Disturbed:
     run_dir = ground.scratch / name
     ground.train_undisturbed(run_dir)
@@ -71,8 +76,7 @@ def _killed(strike: Strike, ground: Ground, name: str) -> Disturbed:
 
 
 def _kill_launcher(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("one process has no launcher: give --processes 2 or more")
+    _need_several(ground, "one process has no launcher")
     return _killed(lambda launch, _: launch.process.kill(), ground, name)
 
 
@@ -163,8 +167,7 @@ def _hang(launch: Launch, _: Path) -> None:
 
 
 def _stopped_for_good(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("nobody waits for the only process: give --processes 2 or more")
+    _need_several(ground, "nobody waits for the only process")
 
     def strike(launch: Launch, _: Path) -> None:
         launch.send(signal.SIGSTOP, launch.ranks()[-1:])
@@ -436,16 +439,14 @@ def _clock_jump(ground: Ground, name: str) -> Disturbed:
 
 
 def _fewer(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("there are no fewer than one process: give --processes 2 or more")
+    _need_several(ground, "there are no fewer than one process")
     found = ground.killed(name)
     ground.recover(found, Again(processes=1))
     return found
 
 
 def _more(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("the run is not exact, so its bits belong to one process: give --processes 2 or more")
+    _need_several(ground, "the run is not exact, so its bits belong to one process")
     plan, processes = read_plan(RunDirectory(ground.undisturbed)), 2 * ground.processes
     parts = math.gcd(*(int(phase["logical_ranks"]) for phase in plan["batch_phases"]))
     if parts % processes:

@@ -152,7 +152,7 @@ def layout_lost(subject: Subject) -> Found | None:
 )
 def autotune_off(subject: Subject) -> Found | None:
     """cuDNN may not choose its fastest kernels."""
-    recipe, states = subject.recipe, subject.behaviour.states
+    recipe, states = subject.recipe, subject.calls.states
     if subject.target.kind != "cuda" or not subject.convolutional:
         return None
     keeps: Keeps = "training" if recipe.parallel.exact and not recipe.train.deterministic else "rounding"
