@@ -248,14 +248,21 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
 
 
 def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
-    """Return what writes copies with the answers drawn into them."""
-    from paceline.inference.detection import CopyNames
-
-    names = CopyNames()
+    """Return what writes copies with the answers drawn into them, called as the pictures, with numbers where needed."""
+    names: dict[Path, str] = {}
+    taken: set[str] = set()
 
     def draw(prepared: Any, answer: Answer) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        answer.drawn(prepared, classes).save(folder / names.of(answer.path))
+        stem, number = answer.path.stem, 1
+        name = names.get(answer.path, f"{stem}.png")
+        # Some file systems tell no large letters from small ones.
+        while answer.path not in names and name.lower() in taken:
+            number += 1
+            name = f"{stem}-{number}.png"
+        names[answer.path] = name
+        taken.add(name.lower())
+        answer.drawn(prepared, classes).save(folder / name)
 
     return draw
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,25 +65,6 @@ class Detections(Answer):
         one = slice(number, number + 1)
         pasted: torch.Tensor = paste_masks_in_image(self.masks[one], torch.tensor(self.boxes[one]), size)
         return (pasted[0, 0] >= _SURE).to(torch.uint8) * 110
-
-
-class CopyNames:
-    """What each picture's copy is called: as the picture, and numbered where others are called so."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-        self._names: dict[Path, str] = {}
-
-    def of(self, path: Path) -> str:
-        """The name of that picture's copy; the same when it is asked again."""
-        if path not in self._names:
-            tries = itertools.chain(
-                [f"{path.stem}.png"], (f"{path.stem}-{number}.png" for number in itertools.count(2))
-            )
-            # Some file systems tell no large letters from small ones.
-            self._names[path] = next(each for each in tries if each.lower() not in self._taken)
-            self._taken.add(self._names[path].lower())
-        return self._names[path]
 
 
 class DetectionPredictor(ImagePredictor):

@@ -119,17 +119,14 @@ class OnnxSession:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the exporter and the quantiser: they warn of their own changes to come, and what counts is compared."""
-    loggers = [logging.getLogger(name) for name in (None, "torch.onnx", "onnxscript", "onnx_ir")]
-    before = [each.level for each in loggers]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for each in loggers:
-            each.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for each, level in zip(loggers, before, strict=True):
-            each.setLevel(level)
+        logging.disable(before)
 
 
 CALIBRATION_IMAGES = 512

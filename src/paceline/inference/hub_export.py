@@ -44,7 +44,14 @@ def write_hub_folder(
     """
     import timm
 
-    name = timm_name(exportable)
+    asked = str(exportable.saved.described("recipe").get("model", {}).get("name", "small_resnet"))
+    name = asked.partition(".")[0]
+    is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name)
+    if exportable.kind != "images" or not is_timms:
+        raise ModelError(
+            f"model.name={asked} is none of timm's networks, so that timm.create_model could not open a hub folder of "
+            "it; use --format safetensors, onnx or torch-export."
+        )
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(hub_config(exportable, name), indent=2) + "\n", encoding="utf-8")
     write_weights(folder / WEIGHTS)
@@ -56,24 +63,6 @@ def write_hub_folder(
     card = model_card(exportable.saved, name, weights_file=folder / WEIGHTS, run=run)
     (folder / CARD).write_text(card, encoding="utf-8")
     return difference
-
-
-def timm_name(exportable: Exportable) -> str:
-    """timm's name of the network.
-
-    Raises:
-        ModelError: If timm cannot build it.
-    """
-    import timm
-
-    name = str(exportable.saved.described("recipe").get("model", {}).get("name", "small_resnet"))
-    is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name.partition(".")[0])
-    if exportable.kind != "images" or not is_timms:
-        raise ModelError(
-            f"model.name={name} is none of timm's networks, so that timm.create_model could not open a hub folder of "
-            "it; use --format safetensors, onnx or torch-export."
-        )
-    return name.partition(".")[0]
 
 
 def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:

@@ -108,7 +108,8 @@ def picture_from_standard_input() -> PictureFile:
 
 def _opened(source: Path, left_out: LeftOut) -> Iterable[PictureFile]:
     if str(source) == STANDARD_INPUT:
-        found = _from_lines(sys.stdin.buffer)
+        names = (line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n") for line in sys.stdin.buffer)
+        found = (PictureFile.at(Path(os.fsdecode(name))) for name in names if name)
         first = next(found, None)
         if first is None:
             raise DataError("no path came on standard input (-); give one image file's path on each line.")
@@ -162,13 +163,6 @@ def _matching(pattern: str, left_out: LeftOut) -> Iterable[PictureFile]:
     return itertools.chain.from_iterable(
         members(path, left_out) if is_archive(path) else (PictureFile.at(path),) for path in usable
     )
-
-
-def _from_lines(lines: Iterable[bytes]) -> Iterator[PictureFile]:
-    """One picture for each path; empty lines are none."""
-    for line in lines:
-        if name := line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"):
-            yield PictureFile.at(Path(os.fsdecode(name)))
 
 
 _TARS = (".tar", ".tar.gz", ".tgz")
