@@ -18,7 +18,7 @@ from paceline.inference.clicks import ClickPredictor
 from paceline.inference.labelling import Outputs
 from paceline.inference.predict import Predictor
 from paceline.inference.segmentation import SegmentationPredictor
-from paceline.inference.text import TextPredictor, is_text_model
+from paceline.inference.text import TextPredictor
 from paceline.inference.trained import trained_task
 
 OUTPUT = "logits"
@@ -208,7 +208,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
             f"pad at the right and below; {_normalised(data)}"
         )
         inputs = [Input("images", ("batch", 3, pixels.size, pixels.size), None, says)]
-    elif is_text_model(saved):
+    elif "tokenizer" in data:
         kind, network = "tokens", TextPredictor(saved, _CPU, trust_code=trust_code).network
         vocabulary, longest["length"] = int(data["vocabulary"]), int(data["context"])
         says = f"token ids in [0, {vocabulary}), int64, at most {longest['length']} in a row"

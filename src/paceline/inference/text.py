@@ -164,14 +164,9 @@ def load_text_predictor(
         PacelineError: If there are no such weights, or they are no language model's.
     """
     saved = read_weights(Path(target), weights, best=best)
-    if not is_text_model(saved):
+    if "tokenizer" not in saved.described("data"):
         raise RecipeError(f"the weights in {saved.path} are no language model's: they take no prompt; give files.")
     return TextPredictor(saved, device or torch.device("cpu"), trust_code=trust_code)
-
-
-def is_text_model(saved: SavedWeights) -> bool:
-    """Whether weights are a language model's, as their file says."""
-    return "tokenizer" in saved.described("data")
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
