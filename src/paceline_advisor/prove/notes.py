@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, chosen
 from paceline.recipe.schema import Recipe
 
 Verdict = Literal["passed", "failed", "not applicable"]
@@ -232,6 +232,12 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
 def copies_of(network: nn.Module) -> dict[str, Tensor]:
     """Copies of them."""
     return {name: each.detach().clone() for name, each in tensors_of(network).items()}
+
+
+def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some of a batch's samples, in another order if need be."""
+    inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
 
 
 def content_of(tensors: Iterable[Tensor]) -> str:

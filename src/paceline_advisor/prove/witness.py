@@ -38,6 +38,7 @@ from paceline_advisor.prove.notes import (
     content_of,
     copies_of,
     digest_of,
+    rows_of,
     tensors_of,
 )
 
@@ -292,10 +293,7 @@ class _FewerSamples:
             if not (batch.slice.ids < self._limit).any():
                 return
             broken = tuple(each for each in batch.broken if each.id < self._limit)
-            wanted = batch.ids < self._limit
-            rows = wanted.nonzero()[0].tolist()
-            inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
-            yield replace(batch, inputs=inputs, targets=targets, ids=batch.ids[wanted], broken=broken)
+            yield replace(rows_of(batch, (batch.ids < self._limit).nonzero()[0].tolist()), broken=broken)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         return self._pipeline.sample_name(sample_id, training=training)
