@@ -331,9 +331,7 @@ _SKIPPED = 0.01
 )
 def diverged(subject: Subject) -> Found | None:
     """Losses, weights or metrics that are not finite, or a loss far above the first."""
-    told = _incidents(subject, "nonfinite", "diverged")
-    times = f"{len(told)} time{'s' * (len(told) > 1)}"
-    return Found(f"{times}; the last: {told[-1].get('message', '')}") if told else None
+    return _incidents(subject, "nonfinite", "diverged")
 
 
 @check(why="The device is idle while it waits.", advice="data.workers=auto or more")
@@ -382,8 +380,7 @@ def scaler_health(subject: Subject) -> Found | None:
 )
 def slow_rank(subject: Subject) -> Found | None:
     """A process that the others waited for."""
-    told = _incidents(subject, "slow_rank")
-    return Found(f"{len(told)} times; the last: {told[-1].get('message', '')}") if told else None
+    return _incidents(subject, "slow_rank")
 
 
 @check(
@@ -395,13 +392,15 @@ def slow_rank(subject: Subject) -> Found | None:
 )
 def recompilation(subject: Subject) -> Found | None:
     """Graphs that were compiled again in the run."""
-    told = _incidents(subject, "recompile", "slow_compile")
-    return Found(f"{len(told)} times; the last: {told[-1].get('message', '')}") if told else None
+    return _incidents(subject, "recompile", "slow_compile")
 
 
 def _of(subject: Subject, kind: str) -> list[dict[str, Any]]:
     return [event for event in subject.run if event["event"] == kind]
 
 
-def _incidents(subject: Subject, *kinds: str) -> list[dict[str, Any]]:
-    return [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
+def _incidents(subject: Subject, *kinds: str) -> Found | None:
+    """How often a run told of such incidents, and the last."""
+    told = [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
+    times = f"{len(told)} time{'s' * (len(told) > 1)}"
+    return Found(f"{times}; the last: {told[-1].get('message', '')}") if told else None
