@@ -24,7 +24,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from paceline.checkpoint.weights import read_weights
 from paceline.inference import export_onnx
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.export_onnx import OnnxSession, SampleImages, calibration_images, session
+from paceline.inference.export_onnx import OnnxSession, SampleImages, calibration_images
 from paceline.inference.predict import load_predictor
 
 CALIBRATIONS = {"min-max": CalibrationMethod.MinMax, "entropy": CalibrationMethod.Entropy}
@@ -32,7 +32,7 @@ CALIBRATIONS = {"min-max": CalibrationMethod.MinMax, "entropy": CalibrationMetho
 
 def accuracy(network: Any, images: SampleImages) -> float:
     """Top-1 in percent."""
-    right = [network((batch,)).argmax(dim=1) for batch in images.batches(images.held_out)]
+    right = [network(batch).argmax(dim=1) for batch in images.batches(images.held_out)]
     return 100 * float((torch.cat(right) == images.labels).double().mean())
 
 
@@ -43,7 +43,7 @@ def images_per_second(network: OnnxSession, images: SampleImages, size: int = 32
     for _ in range(10):
         started = time.process_time()
         for _ in range(5):
-            network((batch,))
+            network(batch)
         times.append(time.process_time() - started)
     return 5 * size / sorted(times[1:])[4]
 
@@ -59,7 +59,7 @@ def measure(run: Path, scratch: Path) -> dict[str, Any]:
     export(ExportRequest(target=run, output=rounded, quantize="bf16"))
     network = load_predictor(rounded).network
     with torch.inference_mode():
-        top1 = accuracy(lambda inputs: network(*inputs), images)
+        top1 = accuracy(network, images)
     rows["bf16 weights"] = {"top1_accuracy": top1, "bytes": rounded.stat().st_size}
     quant_pre_process(whole, prepared, skip_symbolic_shape=True)
     for (name, method), symmetric, reduced in itertools.product(CALIBRATIONS.items(), (False, True), (False, True)):
@@ -108,7 +108,7 @@ def without_shapes(source: Path, path: Path) -> Path:
 
 def row(path: Path, images: SampleImages) -> dict[str, float]:
     """Accuracy, size and speed of one file."""
-    network = session(path)
+    network = OnnxSession(path)
     return {
         "top1_accuracy": accuracy(network, images),
         "bytes": path.stat().st_size,

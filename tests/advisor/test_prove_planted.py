@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,31 +33,154 @@ Failed = Callable[[dict[str, Any]], set[str]]
 ACCUMULATED = {"batch.micro_size": 4}
 
 
-# 1: the loss is not divided, or twice
+# Replacements of the trainer's own, each with one mistake
 
 
-def test_a_task_that_divides_by_the_micro_batches_itself(proof: Proof, failed: Failed, tiny_task: Any) -> None:
-    def divided(recipe: Any) -> Any:
-        parts = recipe.batch.global_size // recipe.batch.micro_size
-        return tiny_task(on_loss=lambda _, loss: loss / parts)(recipe)
-
-    checks = proof(task=divided, overrides=ACCUMULATED)
-    assert failed(checks) == {"accumulation", "tail"}
-    assert "micro-batches, step 1: 0.25 times the gradient wanted" in checks["accumulation"].found
-
-
-@pytest.mark.thorough
-def test_a_loss_that_adds_up_where_the_mean_is_meant(proof: Proof, failed: Failed) -> None:
-    checks = proof(on_loss=lambda batch, loss: loss * len(batch.ids))
-    assert failed(checks) == {"accumulation", "tail"}
-    assert "0.25 times the gradient wanted" in checks["accumulation"].found
+TRUE = SimpleNamespace(
+    order=order.epoch_order,
+    draw=memory.draw,
+    inputs=memory.MemoryBackend._inputs,
+    rate=LearningRate.of,
+    settings=step.apply_settings,
+    average=ExponentialMovingAverage.update,
+    update=step._update,
+    add=Accumulator.add,
+    slices=order.evaluation_slices,
+)
 
 
-def test_a_trainer_that_does_not_divide(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_share", lambda loss, batch, averages_over: loss)
-    checks = proof()
-    assert failed(checks) == {"accumulation", "tail", "gradient"}
-    assert "4 times the gradient wanted" in checks["accumulation"].found
+def without_the_tail(samples: int, sizes: Any) -> Any:
+    whole = Epochs.cut(samples, sizes)
+    phases = (dataclasses.replace(each, steps_per_epoch=samples // each.global_batch_size) for each in whole.phases)
+    return Epochs(samples, tuple(phases))
+
+
+def scaled_rate(schedule: Any, rates: Any) -> Any:
+    return dataclasses.replace(TRUE.rate(schedule, rates), peak=rates.peak_lr * rates.batch_phases[0].logical_ranks)
+
+
+def doubled_rate(optimizer: Any, settings: Any) -> None:
+    TRUE.settings(optimizer, dataclasses.replace(settings, learning_rate=2 * settings.learning_rate))
+
+
+def average_of_each_micro_batch(self: Any, number: int) -> None:
+    for _ in range(4):
+        TRUE.average(self, number)
+
+
+def average_before_the_step(run: Any) -> bool:
+    average, run.ema = run.ema, None
+    average.update(run.progress.step)
+    stepped: bool = TRUE.update(run)
+    run.ema = average
+    return stepped
+
+
+def mean_of_means(self: Accumulator, rows: Any) -> Any:
+    means = [[value / row[0] for value in row[1:]] for row in rows]
+    totals = [sum(column) / len(means) for column in zip(*means, strict=True)]
+    named = {m.name: m.scale * total for m, total in zip(self.metrics, totals, strict=True)}
+    return sum(row[0] for row in rows), named
+
+
+def padded_scores(self: Accumulator, values: Any) -> None:
+    TRUE.add(self, {name: torch.cat([each, each[:1].expand(8 - len(each))]) for name, each in values.items()})
+
+
+def padded_slices(samples: int, batch_size: int, *given: Any) -> Iterator[Any]:
+    for part in TRUE.slices(samples, batch_size, *given):
+        yield dataclasses.replace(part, ids=np.resize(part.ids, batch_size))
+
+
+@contextlib.contextmanager
+def for_good(models: Any) -> Iterator[None]:
+    for model in models:
+        model.eval()
+    yield
+
+
+def residual() -> nn.Module:
+    return small_resnet(3, 1, width=4, stages=1)
+
+
+# What is replaced, by what, and which checks fail of which recipe; more checks may where the mistake is in many places.
+TRAINERS: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
+    "does not divide": (
+        *(step, "_share", lambda loss, batch, averages_over: loss),
+        *({"accumulation", "tail", "gradient"}, {}),
+    ),
+    "forgets the epoch": (
+        *(order, "epoch_order", lambda seed, epoch, *rest: TRUE.order(seed, 0, *rest)),
+        *({"order"}, {}),
+    ),
+    "repeats samples": (order, "epoch_order", lambda *given: TRUE.order(*given) // 2 * 2, {"order"}, {}),
+    "varies without the epoch": (
+        *(memory, "draw", lambda augment, seed, epoch, ids: TRUE.draw(augment, seed, 0, ids)),
+        *({"samples"}, {"data.augment.crop": "pad"}),
+    ),
+    "weighs the tail as if it were whole": (
+        *(step, "_share", lambda loss, batch, averages_over: loss * batch.weight * averages_over / 16),
+        *({"tail"}, {}),
+    ),
+    "drops the tail": (order, "Epochs", SimpleNamespace(cut=without_the_tail), {"tail", "order"}, {}),
+    "scales the rate by the micro-batches": (LearningRate, "of", scaled_rate, {"learning-rate"}, {}),
+    "drops the same at every step": (step, "seed_forward", lambda *_: torch.manual_seed(0), {"dropout"}, {}),
+    "does not update the average": (
+        *(ExponentialMovingAverage, "update", lambda self, number: None),
+        *({"moving-average"}, {}),
+    ),
+    "updates the average for each micro-batch": (
+        *(ExponentialMovingAverage, "update", average_of_each_micro_batch),
+        *({"moving-average"}, {}),
+    ),
+    "averages the weights before the step": (step, "_update", average_before_the_step, {"moving-average"}, {}),
+    "takes a mean of means": (Accumulator, "results", mean_of_means, {"metric"}, {}),
+    "counts padded samples": (Accumulator, "add", padded_scores, {"metric"}, {}),
+    "scores samples twice": (image_pipeline, "evaluation_slices", padded_slices, {"metric"}, {}),
+    "does not go back to training": (
+        *(evaluate, "evaluation_mode", for_good),
+        *({"training-mode"}, {"make_network": residual}),
+    ),
+}
+THOROUGH: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
+    "depends on the micro-batch": (
+        *(memory.MemoryBackend, "_inputs", lambda self, starts, *rest: TRUE.inputs(self, starts, *rest) + len(starts)),
+        *({"samples"}, {}),
+    ),
+    "weighs parts of a tail alike": (
+        *(step, "_share", lambda loss, batch, over: loss * over / (1 if batch.weight in (16, 9) else 4)),
+        *({"tail"}, {}),
+    ),
+    "scales the rate at the optimizer": (
+        *(step, "apply_settings", doubled_rate, {"learning-rate"}),
+        {"optimizer.lr_scaling": "sqrt", "optimizer.lr_reference_batch": 64},
+    ),
+}
+MORE_FAIL = ("drops", "depends", "does not go back")
+# What is said of it, where that is more than its name.
+SAID = {
+    "does not divide": ("accumulation", "4 times the gradient wanted"),
+    "forgets the epoch": ("order", "both epochs have the same order"),
+    "repeats samples": ("order", "20 samples are missing and 20 are too many"),
+    "weighs the tail as if it were whole": ("tail", "step 3: 0.562 times the gradient wanted"),
+    "drops the tail": ("tail", "step 3 took 16 samples instead of 9"),
+    "scales the rate by the micro-batches": ("learning-rate", "4 times"),
+    "takes a mean of means": ("metric", "sample by sample"),
+    "counts padded samples": ("metric", "samples were counted"),
+    "does not go back to training": ("training-mode", "step 4: the network was not in its training mode"),
+}
+
+
+@pytest.mark.parametrize("case", [*TRAINERS, *(pytest.param(case, marks=pytest.mark.thorough) for case in THOROUGH)])
+def test_a_trainer_that(case: str, proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, replacement, wanted, asked = (TRAINERS | THOROUGH)[case]
+    monkeypatch.setattr(where, name, replacement)
+    networks = {key: asked[key] for key in asked if key == "make_network"}
+    checks = proof(overrides={key: each for key, each in asked.items() if key not in networks}, **networks)
+    assert failed(checks) >= wanted
+    assert failed(checks) == wanted or case.startswith(MORE_FAIL)
+    check, words = SAID.get(case, ("run", ""))
+    assert words in checks[check].found
 
 
 @pytest.mark.thorough
@@ -71,136 +195,17 @@ def test_the_same_is_found_where_one_batch_cannot_be_compared_with_its_parts(
     assert failed(proof(make_network=Noisy)) == {"tail", "gradient"}
 
 
-# 2: every epoch in the same order
+# Tasks of one's own
 
 
-def test_an_order_without_the_epoch(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = order.epoch_order
-    monkeypatch.setattr(order, "epoch_order", lambda seed, epoch, *rest: true(seed, 0, *rest))
-    checks = proof()
-    assert failed(checks) == {"order"}
-    assert "both epochs have the same order" in checks["order"].found
+def test_a_task_that_divides_by_the_micro_batches_itself(proof: Proof, failed: Failed, tiny_task: Any) -> None:
+    def divided(recipe: Any) -> Any:
+        parts = recipe.batch.global_size // recipe.batch.micro_size
+        return tiny_task(on_loss=lambda _, loss: loss / parts)(recipe)
 
-
-class FirstEpoch(StepGeometry):
-    """Slices of the first epoch, whatever the step."""
-
-    def slices(self, step: int, world: Any) -> Any:
-        parts = super().slices(step % self.epochs.phases[0].steps_per_epoch, world)
-        return [dataclasses.replace(part, step=step) for part in parts]
-
-
-class EpochIgnored:
-    """A pipeline of one's own that forgets the epoch."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
-
-    def train_batches(self, geometry: Any, first: int, last: int, world: Any) -> Iterator[Batch]:
-        forgetful = FirstEpoch(**{each.name: getattr(geometry, each.name) for each in dataclasses.fields(geometry)})
-        found: Iterator[Batch] = self._pipeline.train_batches(forgetful, first, last, world)
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
-
-
-@pytest.mark.thorough
-def test_a_pipeline_without_the_epoch(proof: Proof, failed: Failed, tiny_task: Any) -> None:
-    def make(recipe: Any) -> Any:
-        task = tiny_task()(recipe)
-        opened = task.open_pipeline
-        task.open_pipeline = lambda placement: EpochIgnored(opened(placement))
-        return task
-
-    assert failed(proof(task=make)) == {"order"}
-
-
-def test_an_order_that_repeats_samples(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = order.epoch_order
-    monkeypatch.setattr(order, "epoch_order", lambda *given: true(*given) // 2 * 2)
-    checks = proof()
-    assert failed(checks) == {"order"}
-    assert "20 samples are missing and 20 are too many" in checks["order"].found
-
-
-def test_variation_without_the_epoch(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = memory.draw
-    monkeypatch.setattr(memory, "draw", lambda augment, seed, epoch, ids: true(augment, seed, 0, ids))
-    checks = proof(overrides={"data.augment.crop": "pad"})
-    assert failed(checks) == {"samples"}
-
-
-@pytest.mark.thorough
-def test_variation_that_depends_on_the_micro_batch(
-    proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    true = memory.MemoryBackend._inputs
-
-    def shifted(self: Any, starts: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return true(self, starts, *rest) + len(starts)
-
-    monkeypatch.setattr(memory.MemoryBackend, "_inputs", shifted)
-    assert failed(proof()) >= {"samples"}
-
-
-# 4: the tail of an epoch
-
-
-def test_a_tail_weighed_as_if_it_were_whole(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_share", lambda loss, batch, averages_over: loss * batch.weight * averages_over / 16)
-    checks = proof()
-    assert failed(checks) == {"tail"}
-    assert "step 3: 0.562 times the gradient wanted" in checks["tail"].found
-
-
-@pytest.mark.thorough
-def test_parts_of_a_tail_weighed_alike(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor:
-        return loss * averages_over / (1 if batch.weight in (16, 9) else 4)
-
-    monkeypatch.setattr(step, "_share", share)
-    assert failed(proof()) == {"tail"}
-
-
-def test_a_tail_that_is_dropped(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(samples: int, sizes: Any) -> Any:
-        whole = Epochs.cut(samples, sizes)
-        phases = (dataclasses.replace(each, steps_per_epoch=samples // each.global_batch_size) for each in whole.phases)
-        return Epochs(samples, tuple(phases))
-
-    monkeypatch.setattr(order, "Epochs", SimpleNamespace(cut=cut))
-    checks = proof()
-    assert failed(checks) >= {"tail", "order"}
-    assert "step 3 took 16 samples instead of 9" in checks["tail"].found
-
-
-class WholeOnly:
-    """A pipeline of one's own that gives no micro-batch that is smaller than the others."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self._pipeline = pipeline
-
-    def train_batches(self, geometry: Any, *given: Any) -> Iterator[Batch]:
-        size = geometry.global_batch_size // geometry.logical_ranks
-        return (each for each in self._pipeline.train_batches(geometry, *given) if len(each.ids) == size)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
-
-
-@pytest.mark.thorough
-def test_a_pipeline_that_drops_the_tail(proof: Proof, failed: Failed, tiny_task: Any) -> None:
-    def make(recipe: Any) -> Any:
-        task = tiny_task()(recipe)
-        opened = task.open_pipeline
-        task.open_pipeline = lambda placement: WholeOnly(opened(placement))
-        return task
-
-    checks = proof(task=make)
-    assert failed(checks) >= {"tail", "order", "run"}
-    assert "step 3 took 0 samples instead of 9" in checks["tail"].found
-    assert "StopIteration" in checks["run"].found
+    checks = proof(task=divided, overrides=ACCUMULATED)
+    assert failed(checks) == {"accumulation", "tail"}
+    assert "micro-batches, step 1: 0.25 times the gradient wanted" in checks["accumulation"].found
 
 
 @pytest.mark.thorough
@@ -213,36 +218,83 @@ def test_a_loss_divided_by_the_size_that_micro_batches_should_have(
     assert failed(proof(task=make, overrides=ACCUMULATED)) == {"tail"}
 
 
-# 5: the learning rate is scaled twice
+@pytest.mark.parametrize("which", ["every score", "one score"])
+def test_scores_that_are_means_of_batches(proof: Proof, failed: Failed, which: str) -> None:
+    def score(model: Any, batch: Batch, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = values if which == "every score" else ("top1_accuracy",)
+        return {**values, **{name: values[name].double().mean()[None] for name in names}}
+
+    checks = proof(on_score=score)
+    assert failed(checks) == {"metric"}
+    assert which == "every score" or "top1_accuracy is" in checks["metric"].found
 
 
-def test_a_rate_scaled_by_the_micro_batches(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = LearningRate.of
-    monkeypatch.setattr(
-        LearningRate,
-        "of",
-        lambda schedule, rates: dataclasses.replace(
-            true(schedule, rates), peak=rates.peak_lr * rates.batch_phases[0].logical_ranks
-        ),
-    )
-    checks = proof()
-    assert failed(checks) == {"learning-rate"}
-    assert checks["learning-rate"].difference == pytest.approx(3)
+def test_a_task_that_looks_at_its_accuracy_and_does_not_go_back(proof: Proof, failed: Failed, tiny_task: Any) -> None:
+    def make(recipe: Any) -> Any:
+        task = tiny_task(make_network=residual)(recipe)
+        true = task.loss
+
+        def loss(model: Any, batch: Batch) -> torch.Tensor:
+            value: torch.Tensor = true(model, batch)
+            with torch.no_grad():
+                task.score(model.eval(), batch)
+            return value
+
+        task.loss = loss
+        return task
+
+    checks = proof(task=make)
+    assert failed(checks) >= {"training-mode"}
+    assert "step 1: the network was not" in checks["training-mode"].found
+
+
+# Pipelines of one's own
+
+
+class FirstEpoch(StepGeometry):
+    """Slices of the first epoch, whatever the step."""
+
+    def slices(self, step: int, world: Any) -> Any:
+        parts = super().slices(step % self.epochs.phases[0].steps_per_epoch, world)
+        return [dataclasses.replace(part, step=step) for part in parts]
+
+
+def without_the_epoch(true: Any, geometry: Any, *given: Any) -> Iterator[Batch]:
+    forgetful = FirstEpoch(**{each.name: getattr(geometry, each.name) for each in dataclasses.fields(geometry)})
+    found: Iterator[Batch] = true(forgetful, *given)
+    return found
+
+
+def whole_only(true: Any, geometry: Any, *given: Any) -> Iterator[Batch]:
+    size = geometry.global_batch_size // geometry.logical_ranks
+    return (each for each in true(geometry, *given) if len(each.ids) == size)
 
 
 @pytest.mark.thorough
-def test_a_rate_scaled_at_the_optimizer(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = step.apply_settings
+@pytest.mark.parametrize(("stream", "wanted"), [(without_the_epoch, {"order"}), (whole_only, {"tail", "order", "run"})])
+def test_a_pipeline_of_ones_own(proof: Proof, failed: Failed, tiny_task: Any, stream: Any, wanted: set[str]) -> None:
+    def make(recipe: Any) -> Any:
+        task = tiny_task()(recipe)
+        opened = task.open_pipeline
 
-    def doubled(optimizer: Any, settings: Any) -> None:
-        true(optimizer, dataclasses.replace(settings, learning_rate=2 * settings.learning_rate))
+        def open_pipeline(placement: Any) -> Any:
+            pipeline = opened(placement)
+            pipeline.train_batches = partial(stream, pipeline.train_batches)
+            return pipeline
 
-    monkeypatch.setattr(step, "apply_settings", doubled)
-    scaled = {"optimizer.lr_scaling": "sqrt", "optimizer.lr_reference_batch": 64}
-    assert failed(proof(overrides=scaled)) == {"learning-rate"}
+        task.open_pipeline = open_pipeline
+        return task
+
+    checks = proof(task=make)
+    assert failed(checks) >= wanted
+    if stream is whole_only:
+        assert "step 3 took 0 samples instead of 9" in checks["tail"].found
+        assert "StopIteration" in checks["run"].found
+    else:
+        assert failed(checks) == wanted
 
 
-# 6: a parameter without use
+# Networks of one's own
 
 
 def test_an_unused_parameter_is_named(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
@@ -255,9 +307,6 @@ def test_an_unused_parameter_is_named(proof: Proof, failed: Failed, perceptron: 
     assert failed(checks) == {"parameters"}
     assert checks["parameters"].found == "without a gradient: projection.weight, projection.bias"
     assert checks["parameters"].difference == 2
-
-
-# 7: dropout is off
 
 
 def test_a_dropout_that_is_never_called(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
@@ -306,136 +355,6 @@ def test_a_dropout_in_evaluation_mode(proof: Proof, failed: Failed, perceptron: 
     checks = proof(make_network=network)
     assert failed(checks) == {"dropout"}
     assert "in evaluation mode: drop" in checks["dropout"].found
-
-
-def test_a_dropout_that_drops_the_same_at_every_step(
-    proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step, "seed_forward", lambda *_: torch.manual_seed(0))
-    assert failed(proof()) >= {"dropout"}
-
-
-# 8: the moving average is stale
-
-
-def test_an_average_that_is_not_updated(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ExponentialMovingAverage, "update", lambda self, number: None)
-    assert failed(proof()) == {"moving-average"}
-
-
-def test_an_average_updated_for_each_micro_batch(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = ExponentialMovingAverage.update
-
-    def often(self: Any, number: int) -> None:
-        for _ in range(4):
-            true(self, number)
-
-    monkeypatch.setattr(ExponentialMovingAverage, "update", often)
-    assert failed(proof()) == {"moving-average"}
-
-
-def test_an_average_of_the_weights_before_the_step(
-    proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    true = step._update
-
-    def early(run: Any) -> bool:
-        average, run.ema = run.ema, None
-        average.update(run.progress.step)
-        stepped = true(run)
-        run.ema = average
-        return stepped
-
-    monkeypatch.setattr(step, "_update", early)
-    assert failed(proof()) == {"moving-average"}
-
-
-# 9: the metric is reduced wrongly
-
-
-def test_scores_that_are_means_of_batches(proof: Proof, failed: Failed) -> None:
-    checks = proof(on_score=lambda model, batch, values: {k: v.double().mean()[None] for k, v in values.items()})
-    assert failed(checks) == {"metric"}
-
-
-def test_one_score_that_is_the_mean_of_a_batch(proof: Proof, failed: Failed) -> None:
-    def score(model: Any, batch: Batch, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {**values, "top1_accuracy": values["top1_accuracy"].double().mean()[None]}
-
-    checks = proof(on_score=score)
-    assert failed(checks) == {"metric"}
-    assert "top1_accuracy is" in checks["metric"].found
-
-
-def test_a_mean_of_means_in_the_trainer(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def results(self: Accumulator, rows: Any) -> Any:
-        means = [[value / row[0] for value in row[1:]] for row in rows]
-        totals = [sum(column) / len(means) for column in zip(*means, strict=True)]
-        named = {m.name: m.scale * total for m, total in zip(self.metrics, totals, strict=True)}
-        return sum(row[0] for row in rows), named
-
-    monkeypatch.setattr(Accumulator, "results", results)
-    checks = proof()
-    assert failed(checks) == {"metric"}
-    assert "sample by sample" in checks["metric"].found
-
-
-def test_padded_samples_that_are_counted(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = Accumulator.add
-
-    def padded(self: Accumulator, values: Any) -> None:
-        true(self, {name: torch.cat([each, each[:1].expand(8 - len(each))]) for name, each in values.items()})
-
-    monkeypatch.setattr(Accumulator, "add", padded)
-    checks = proof()
-    assert failed(checks) == {"metric"}
-    assert "samples were counted" in checks["metric"].found
-
-
-def test_samples_that_are_scored_twice(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = order.evaluation_slices
-
-    def padded(samples: int, batch_size: int, *given: Any) -> Iterator[Any]:
-        for part in true(samples, batch_size, *given):
-            yield dataclasses.replace(part, ids=np.resize(part.ids, batch_size))
-
-    monkeypatch.setattr(image_pipeline, "evaluation_slices", padded)
-    assert failed(proof()) == {"metric"}
-
-
-# 10: evaluation mode is left on
-
-
-def test_an_evaluation_that_does_not_go_back(proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def for_good(models: Any) -> Iterator[None]:
-        for model in models:
-            model.eval()
-        yield
-
-    monkeypatch.setattr(evaluate, "evaluation_mode", for_good)
-    checks = proof(make_network=lambda: small_resnet(3, 1, width=4, stages=1))
-    assert failed(checks) >= {"training-mode"}
-    assert "step 4: the network was not in its training mode" in checks["training-mode"].found
-
-
-def test_a_task_that_looks_at_its_accuracy_and_does_not_go_back(proof: Proof, failed: Failed, tiny_task: Any) -> None:
-    def make(recipe: Any) -> Any:
-        task = tiny_task(make_network=lambda: small_resnet(3, 1, width=4, stages=1))(recipe)
-        true = task.loss
-
-        def loss(model: Any, batch: Batch) -> torch.Tensor:
-            value: torch.Tensor = true(model, batch)
-            with torch.no_grad():
-                task.score(model.eval(), batch)
-            return value
-
-        task.loss = loss
-        return task
-
-    checks = proof(task=make)
-    assert failed(checks) >= {"training-mode"}
-    assert "step 1: the network was not" in checks["training-mode"].found
 
 
 def test_a_factory_that_gives_a_network_in_evaluation_mode(

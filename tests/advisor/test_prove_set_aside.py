@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,40 +15,6 @@ from paceline.recipe.load import load_recipe
 from paceline.tasks.task import Task
 from paceline_advisor.prove.runs import Sizes, set_aside, shortened
 from paceline_advisor.prove.witness import Witness
-
-PROVED: dict[str, dict[str, Any]] = {
-    "views": {"evaluate.augment": "flip"},
-    "frozen for a while": {"model.frozen": "['hidden.*']", "model.unfreeze": "{'*': 1 epochs}"},
-    "growing, with a rule": {
-        "batch.growth": "{1: 32}",
-        "schedule.warmup": "1 epochs",
-        "optimizer.lr_scaling": "linear",
-        "optimizer.lr_reference_batch": 16,
-    },
-    "replicas, half precision on the way": {"parallel.strategy": "ddp", "parallel.gradient_compression": "bf16"},
-    "spread": {"parallel.strategy": "fsdp", "parallel.shard_size": 2, "parallel.gather_dtype": "bf16"},
-    "cores of its own": {"parallel.affinity": "single_unique"},
-    "fp8 and other products": {"train.precision": "fp8", "train.float32_matmul": "medium"},
-    "fp16, scaled": {"train.precision": "fp16", "train.grad_scaler.init_scale": 128},
-    "marked for another tool": {"telemetry.profile": "{tool: nsys, steps: 2, after: 2 steps}"},
-    "recorded graphs": {"model.compile": True, "model.compile_mode": "reduce-overhead"},
-}
-
-
-EVERYDAY = {"growing, with a rule", "replicas, half precision on the way", "fp16, scaled", "recorded graphs"}
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.thorough) for case in PROVED]
-)
-def test_what_a_short_run_has_no_use_for_is_no_mistake(
-    case: str, proof: Callable[..., Any], failed: Callable[..., set[str]]
-) -> None:
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    checks = proof(overrides=PROVED[case])
-    assert failed(checks) == set(), [check for check in checks.values() if check.verdict == "failed"]
-    assert checks["metric"].verdict == checks["gradient"].verdict == "passed"
-    assert cores is None or os.sched_getaffinity(0) == cores
 
 
 def test_adapters_that_drop_are_no_mistake(proof: Callable[..., Any], failed: Callable[..., set[str]]) -> None:

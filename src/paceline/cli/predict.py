@@ -144,13 +144,16 @@ class Predict:
         if all(
             each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources
         ):
-            from paceline.inference.clicks import load_click_predictor
+            from paceline.checkpoint.weights import read_weights
+            from paceline.inference.clicks import ClickPredictor
 
-            if (clicks := load_click_predictor(self.target, **where)) is not None:
+            saved = read_weights(self.target, self.weights, best=self.best)
+            if "table_rows" in saved.described("data"):
                 if idle := self.of_images:
                     raise click.UsageError(
                         f"{idle[0]} is for images, and these weights are about lines of samples: leave it out."
                     )
+                clicks = ClickPredictor(saved, where["device"], trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
         return _answer_images(self, where, as_json=as_json)
 
@@ -245,14 +248,21 @@ def _answer_images(asked: Predict, where: dict[str, Any], *, as_json: bool) -> i
 
 
 def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
-    """Return what writes copies with the answers drawn into them."""
-    from paceline.inference.detection import CopyNames
-
-    names = CopyNames()
+    """Return what writes copies with the answers drawn into them, called as the pictures, with numbers where needed."""
+    names: dict[Path, str] = {}
+    taken: set[str] = set()
 
     def draw(prepared: Any, answer: Answer) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        answer.drawn(prepared, classes).save(folder / names.of(answer.path))
+        stem, number = answer.path.stem, 1
+        name = names.get(answer.path, f"{stem}.png")
+        # Some file systems tell no large letters from small ones.
+        while answer.path not in names and name.lower() in taken:
+            number += 1
+            name = f"{stem}-{number}.png"
+        names[answer.path] = name
+        taken.add(name.lower())
+        answer.drawn(prepared, classes).save(folder / name)
 
     return draw
 

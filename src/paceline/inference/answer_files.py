@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import csv
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from paceline.errors import DataError, PacelineError
 from paceline.escaping import csv_cell, utf8
@@ -24,41 +25,41 @@ _SIDES = ("left", "top", "right", "bottom")
 Row = dict[str, Any]
 
 
-class AnswerWriter(Protocol):
-    """Takes rows, one for each image."""
+class AnswerWriter(ABC):
+    """Takes rows, one for each image, into a file of text unless a kind of file is another."""
 
+    _file: TextIO
+
+    @abstractmethod
     def write(self, rows: Iterable[Row]) -> None:
         """Add rows to the end, and hand them to the operating system."""
-        ...
 
     def close(self) -> None:
         """Finish the file."""
-        ...
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
 
 
-class _JsonLines:
+class _JsonLines(AnswerWriter):
     """One JSON object for each image."""
 
-    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
-        del boxes, numbers, multilabel
-        self._file: TextIO = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, **_: Any) -> None:
+        self._file = path.open("w", encoding="utf-8")
 
     def write(self, rows: Iterable[Row]) -> None:
         self._file.writelines(f"{encode_json(row)}\n" for row in rows)
         self._file.flush()
 
-    def close(self) -> None:
-        _close_durably(self._file)
 
-
-class _Csv:
+class _Csv(AnswerWriter):
     """One line for each label of an image, or for each object in it; one without a label for an image without any.
 
     Of numbers one line for each image, with a column for each number, and of any number of labels one for these too.
     """
 
     def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
+        self._file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
         self._sides = _SIDES if boxes else ()
         self._csv = csv.writer(self._file, lineterminator="\n")
         self._numbers, self._multilabel = tuple(numbers), multilabel
@@ -80,11 +81,8 @@ class _Csv:
                 self._csv.writerow([path, "", "", "", *("" for _ in self._sides), csv_cell(row["error"] or "")])
         self._file.flush()
 
-    def close(self) -> None:
-        _close_durably(self._file)
 
-
-class _Parquet:
+class _Parquet(AnswerWriter):
     """One row for each image, with lists of labels and probabilities; needs the extra ``pack``."""
 
     def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
@@ -179,9 +177,3 @@ def answer_file(
     except OSError as error:
         reason = error.strerror or str(error)
         raise DataError(f"Cannot write the answers to '{partial}': {reason}; check the path and the disk.") from error
-
-
-def _close_durably(file: TextIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()

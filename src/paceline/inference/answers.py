@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from PIL import Image
 
+from paceline.checkpoint.weights import SavedWeights, weights_sha256
 from paceline.data.image.decode import BrokenImageError
+from paceline.errors import DataError
 from paceline.inference.sources import PictureFile
 from paceline.machine import available_cores
 
@@ -26,49 +31,42 @@ Box = tuple[float, float, float, float]
 """Left, top, right and bottom edge, in pixels of the file's picture."""
 
 
-def error_in_words(error: str) -> str:
-    """Why there is no answer, as a line for people."""
-    return error if error == NOT_FINITE else f"unreadable: {error}"
+@dataclass(frozen=True)
+class Answer:
+    """The answer for one image: labels, the most probable first, or the reason why there are none.
 
+    Attributes:
+        path: The image file, or its archive and its name in there.
+        labels: Class names, the most probable first; empty if the image could not be read.
+        probabilities: Of each, in [0, 1].
+        error: Why there is no answer, if there is none.
+    """
 
-class Answer(Protocol):
-    """The answer for one image: labels, the most probable first, or the reason why there are none."""
-
-    @property
-    def path(self) -> Path:
-        """The image file, or its archive and its name in there."""
-        ...
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Class names, the most probable first."""
-        ...
-
-    @property
-    def probabilities(self) -> tuple[float, ...]:
-        """Of each, in [0, 1]."""
-        ...
-
-    @property
-    def error(self) -> str | None:
-        """Why there is no answer, if there is none."""
-        ...
-
-    def at(self, path: Path) -> Answer:
-        """The same answer, for that path."""
-        ...
+    path: Path
+    labels: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    error: str | None = None
 
     def described(self) -> str:
         """The answer as one line for people, without the path."""
-        ...
+        if self.error is None:
+            return self._found()
+        return self.error if self.error == NOT_FINITE else f"unreadable: {self.error}"
+
+    def _found(self) -> str:
+        pairs = zip(self.labels, self.probabilities, strict=True)
+        return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs) or "no label"
 
     def row(self) -> dict[str, Any]:
-        """The answer as a row of a file: ``path``, ``labels``, ``probabilities``, ``error``, and what else there is.
+        """The answer as a row of a file: ``path``, ``labels``, ``probabilities``, what else there is, ``error``.
 
         Of numbers ``path``, ``numbers`` by their names, ``error``; of any number of labels ``numbers`` are the
         probabilities of all classes.
         """
-        ...
+        return {"path": self.path, **self._columns(), "error": self.error}
+
+    def _columns(self) -> dict[str, Any]:
+        return {"labels": self.labels, "probabilities": self.probabilities}
 
     def drawn(self, prepared: Prepared, classes: Sequence[str]) -> Image.Image:
         """A copy of the image that was prepared, with the answer drawn into it.
@@ -80,62 +78,50 @@ class Answer(Protocol):
         Raises:
             DataError: If nothing in such an answer can be drawn.
         """
-        ...
+        raise DataError("--draw draws the objects that a detector finds, and these weights find none.")
 
 
-class ImagePredictor(Protocol):
-    """Answers questions about images. Preparing is safe in several threads at once; answering in one at a time."""
+class ImagePredictor(ABC):
+    """Answers questions about images. Preparing is safe in several threads at once; answering in one at a time.
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """All class names."""
-        ...
+    Attributes:
+        classes: All class names; none where the network predicts numbers.
+        number_names: What the numbers are called of which every answer has all; empty where there are none.
+        usual_top_k: Most labels of an image, unless told otherwise.
+        largest_batch: Most images that are answered in one breath; None if that is the caller's choice.
+        finds_boxes: Whether answers have boxes.
+        draws: Whether answers can be drawn.
+    """
 
-    @property
-    def number_names(self) -> tuple[str, ...]:
-        """What the numbers are called of which every answer has all; empty where there are none."""
-        ...
+    classes: tuple[str, ...]
+    number_names: tuple[str, ...] = ()
+    usual_top_k = 3
+    largest_batch: int | None = None
+    finds_boxes = False
+    draws = False
 
-    @property
-    def usual_top_k(self) -> int:
-        """Most labels of an image, unless told otherwise."""
-        ...
+    _saved: SavedWeights
 
-    @property
-    def largest_batch(self) -> int | None:
-        """Most images that are answered in one breath; None if that is the caller's choice."""
-        ...
-
-    @property
-    def finds_boxes(self) -> bool:
-        """Whether answers have boxes."""
-        ...
-
-    @property
-    def draws(self) -> bool:
-        """Whether answers can be drawn."""
-        ...
-
-    @property
+    @cached_property
     def digest(self) -> str:
-        """SHA-256 of the weights, in hexadecimal."""
-        ...
+        """SHA-256 of the weights in hexadecimal, as ``summary.json`` has it."""
+        return weights_sha256(self._saved.state)
 
+    @abstractmethod
     def prepare(self, content: bytes) -> Prepared:
         """Decode one image file and bring it to the size that is shown.
 
         Raises:
             BrokenImageError: If it cannot be read.
         """
-        ...
 
+    @abstractmethod
     def answer(self, prepared: Sequence[Prepared], top_k: int) -> Sequence[Answer]:
         """One answer for each image, in order, without paths."""
-        ...
 
     def unreadable(self, path: Path, reason: str) -> Answer:
         """The answer for an image that cannot be read."""
-        ...
+        return Answer(path, error=reason)
 
 
 BATCH = 64
@@ -203,7 +189,7 @@ def _answered(
             yield predictor.unreadable(picture.path, reason)
             continue
         image, answer = next(answers)
-        answer = answer.at(picture.path)
+        answer = replace(answer, path=picture.path)
         if seen is not None:
             seen(image, answer)
         yield answer

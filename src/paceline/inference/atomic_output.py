@@ -7,7 +7,7 @@ import itertools
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.checkpoint.durable import reporting_disk_errors
@@ -45,48 +45,32 @@ def put_in_place(output: Path) -> Iterator[Path]:
     with reporting_disk_errors("write the weights to", output):
         try:
             yield partial
-            for each in (*partial.rglob("*"), partial) if partial.is_dir() else (partial,):
-                _flush(each)
+            for each in (*partial.rglob("*"), partial):
+                if each.is_dir():
+                    sync_directory(each)
+                    continue
+                with each.open("rb") as file:
+                    os.fsync(file.fileno())
             check_output(output)
-            with _made(missing):
+            try:
+                for each in reversed(missing):
+                    each.mkdir(exist_ok=True)
                 partial.rename(output)
+            except OSError:
+                for each in missing:
+                    with contextlib.suppress(OSError):  # nobody's who has put something in
+                        each.rmdir()
+                raise
             for each in (*missing, above):
                 sync_directory(each)
         finally:
-            _remove(partial)
+            with contextlib.suppress(OSError):
+                if partial.is_dir():
+                    shutil.rmtree(partial)
+                partial.unlink(missing_ok=True)
 
 
 def _folders(output: Path) -> tuple[Path, list[Path]]:
     """The nearest of the folders above that is there, if it is one, and those below it that are not, nearest first."""
     missing = list(itertools.takewhile(lambda each: not os.path.lexists(each), output.parents))
     return output.parents[len(missing)], missing
-
-
-@contextlib.contextmanager
-def _made(folders: Sequence[Path]) -> Iterator[None]:
-    """Make folders, each in the one after it; if the block fails, remove those that nobody has put something in."""
-    try:
-        for each in reversed(folders):
-            each.mkdir(exist_ok=True)
-        yield
-    except OSError:
-        for each in folders:
-            with contextlib.suppress(OSError):
-                each.rmdir()
-        raise
-
-
-def _flush(path: Path) -> None:
-    if path.is_dir():
-        sync_directory(path)
-        return
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

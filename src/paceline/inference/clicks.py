@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.clicks.criteo import (
     CATEGORIES,
     DENSE,
@@ -25,9 +25,8 @@ from paceline.data.clicks.criteo import (
 )
 from paceline.errors import DataError, RecipeError
 from paceline.inference.answers import NOT_FINITE
-from paceline.inference.predict import trained_task
+from paceline.inference.trained import trained_recipe, trained_task
 from paceline.plain_json import load_json
-from paceline.recipe.load import stored_recipe
 from paceline.tasks.recommendation import Recommendation
 
 _LINES = 1024
@@ -57,6 +56,9 @@ class ClickPredictor:
         saved: The weights; their file says how large the tables are.
         device: Where to compute.
         trust_code: Whether the weights' recipe may name code to import.
+
+    Attributes:
+        network: The network, in evaluation on the device.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
@@ -65,29 +67,24 @@ class ClickPredictor:
         self._dense_features: int = data["dense_features"]
         self._tables: tuple[int, ...] = tuple(data["table_rows"])
         self._is_criteo = data["dataset"] == "criteo"
-        recipe = stored_recipe(saved.described("recipe"), where)
-        recipe = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+        recipe = trained_recipe(saved)
         task = trained_task(saved, trust_code=trust_code)(recipe)
         if not isinstance(task, Recommendation):
             raise RecipeError(
                 f"the weights in {where} were trained with the task {recipe.task}, which knows no clicks."
             )
+        nothing: Any = ()  # no sample is asked for
         task.dataset = ClickDataset(
             name=data["dataset"],
-            train=_Nothing(),
-            validation=_Nothing(),
+            train=nothing,
+            validation=nothing,
             dense_features=self._dense_features,
             tables=self._tables,
             digest=data["digest"],
         )
         network = task.build_model()
         load_trained(network, saved)
-        self._network = network.to(device).eval()
-
-    @property
-    def network(self) -> nn.Module:
-        """The network, in evaluation on the device."""
-        return self._network
+        self.network: nn.Module = network.to(device).eval()
 
     def predict(self, path: Path) -> Iterator[ClickAnswer]:
         """Yield one answer for each line, in order; a wrong one is an answer too.
@@ -127,7 +124,7 @@ class ClickPredictor:
         if rows:
             dense = torch.from_numpy(np.concatenate([each.dense for each in rows])).to(self._device)
             categories = torch.from_numpy(np.concatenate([each.categories for each in rows])).to(self._device)
-            logits = self._network(dense, categories).float()
+            logits = self.network(dense, categories).float()
             found = zip(good, logits.isfinite().tolist(), logits.sigmoid().tolist(), strict=True)
             answers |= {
                 number: ClickAnswer(path, number, each if is_finite else None, None if is_finite else NOT_FINITE)
@@ -157,30 +154,3 @@ class ClickPredictor:
         if categories.dtype.kind != "i" or (categories < 0).any() or (categories >= np.array(self._tables)).any():
             raise ValueError(f"categories must be rows of tables that have {', '.join(map(str, self._tables))} of them")
         return ClickRows(dense, categories.astype(np.int64), np.zeros(1, dtype=np.uint8))
-
-
-class _Nothing:
-    """No samples; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def read(self, ids: Any) -> ClickRows:
-        raise IndexError(ids)
-
-    def name(self, sample: int) -> str:
-        raise IndexError(sample)
-
-
-def load_click_predictor(
-    target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
-) -> ClickPredictor | None:
-    """Load weights of a recommendation task; None if they are of another one.
-
-    Raises:
-        PacelineError: If the target is not usable.
-    """
-    saved = read_weights(target, weights, best=best)
-    if "table_rows" not in saved.described("data"):
-        return None
-    return ClickPredictor(saved, device, trust_code=trust_code)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ import torch
 from PIL import Image, ImageDraw
 from torch import nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained, weights_sha256
+from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.boxes.pipeline import as_floats, as_tensor
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
-from paceline.inference.answers import NOT_FINITE, Box, error_in_words
+from paceline.inference.answers import NOT_FINITE, Answer, Box, ImagePredictor
+from paceline.inference.trained import trusted_recipe
 from paceline.models.detectors import build_detector
-from paceline.recipe.load import stored_recipe
-from paceline.recipe.named_code import refuse_foreign_code
 
 _SURE = 0.5
 # Bright ones that follow one another apart on the colour circle, one for each class in turn.
@@ -27,42 +24,25 @@ _COLOURS = ("#ff4b4b", "#3fd0ff", "#ffd23f", "#7dff6a", "#ff7bf0", "#ffa04b", "#
 
 
 @dataclass(frozen=True)
-class Detections:
-    """The answer for one picture.
+class Detections(Answer):
+    """The answer for one picture, whose labels are of objects, the surest first; there may be none.
 
     Attributes:
-        path: The image file.
-        labels: Class names, the surest first; empty if nothing was found, or the picture could not be read.
-        probabilities: How sure each is, in [0, 1].
         boxes: Left, top, right and bottom edge of each in pixels of the file's picture.
-        error: Why there is no answer, if there is none.
         masks: Of each, float32 [N, 1, M, M] in [0, 1] on the CPU, where the network draws them: what its box holds, in
             M rows and columns.
     """
 
-    path: Path
-    labels: tuple[str, ...] = ()
-    probabilities: tuple[float, ...] = ()
     boxes: tuple[Box, ...] = ()
-    error: str | None = None
     masks: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
-    def at(self, path: Path) -> Detections:
-        """The same answer, for that path."""
-        return replace(self, path=path)
-
-    def described(self) -> str:
-        """The answer as one line for people, without the path."""
-        if self.error is not None:
-            return error_in_words(self.error)
+    def _found(self) -> str:
         rows = zip(self.labels, self.probabilities, self.boxes, strict=True)
         said = (f"{label} {100 * sure:.1f} % ({', '.join(f'{edge:.0f}' for edge in box)})" for label, sure, box in rows)
         return "  ".join(said) or f"nothing of {100 * _SURE:.0f} % or more"
 
-    def row(self) -> dict[str, Any]:
-        """The answer as a row of a file."""
-        found = {"labels": self.labels, "probabilities": self.probabilities, "boxes": self.boxes}
-        return {"path": self.path, **found, "error": self.error}
+    def _columns(self) -> dict[str, Any]:
+        return {**super()._columns(), "boxes": self.boxes}
 
     def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
         """The picture, uint8 [H, W, 3], with boxes and, where there are any, masks."""
@@ -87,26 +67,7 @@ class Detections:
         return (pasted[0, 0] >= _SURE).to(torch.uint8) * 110
 
 
-class CopyNames:
-    """What each picture's copy is called: as the picture, and numbered where others are called so."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-        self._names: dict[Path, str] = {}
-
-    def of(self, path: Path) -> str:
-        """The name of that picture's copy; the same when it is asked again."""
-        if path not in self._names:
-            tries = itertools.chain(
-                [f"{path.stem}.png"], (f"{path.stem}-{number}.png" for number in itertools.count(2))
-            )
-            # Some file systems tell no large letters from small ones.
-            self._names[path] = next(each for each in tries if each.lower() not in self._taken)
-            self._taken.add(self._names[path].lower())
-        return self._names[path]
-
-
-class DetectionPredictor:
+class DetectionPredictor(ImagePredictor):
     """A trained detector; needs no file but the weights' own.
 
     Args:
@@ -117,21 +78,16 @@ class DetectionPredictor:
 
     usual_top_k = 100
     # Beside larger ones a picture is padded, which changes its answer.
-    largest_batch: int | None = 1
-    number_names: tuple[str, ...] = ()
+    largest_batch = 1
     finds_boxes = True
     draws = True
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        where = str(saved.path)
-        recipe = stored_recipe(saved.described("recipe"), where)
-        self.classes: tuple[str, ...] = tuple(saved.described("data")["class_names"])
-        refuse_foreign_code({"model": saved.described("recipe").get("model", {})}, recipe, where, trusted=trust_code)
-        # The weights come from the file: nothing is downloaded or initialised from elsewhere.
         from paceline.models.shown_pictures import ShownPictures
 
-        model = replace(recipe.model, pretrained=False, initialize_from=None)
-        network = build_detector(model, recipe.data.detection, num_classes=len(self.classes))
+        self.classes = tuple(saved.described("data")["class_names"])
+        recipe = trusted_recipe(saved, trust_code=trust_code)
+        network = build_detector(recipe.model, recipe.data.detection, num_classes=len(self.classes))
         load_trained(network, saved)
         # Most that is found is not sure, and few masks are drawn: each is pasted when it is.
         if isinstance(network.transform, ShownPictures):
@@ -145,11 +101,6 @@ class DetectionPredictor:
                 layer.register_forward_hook(self._note)
         self._device = device
         self._saved = saved
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the weights, as ``summary.json`` has it."""
-        return weights_sha256(self._saved.state)
 
     def prepare(self, content: bytes) -> Pixels:
         """Decode one image file, uint8 [H, W, 3].
@@ -166,37 +117,32 @@ class DetectionPredictor:
             )
         return pixels
 
-    def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Detections]:
+    def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Answer]:
         """One answer for each picture, in order, without paths; each is looked at alone."""
         return [self._answer(pixels, top_k) for pixels in prepared]
 
-    def unreadable(self, path: Path, reason: str) -> Detections:
-        """The answer for a picture that cannot be read."""
-        return Detections(path, error=reason)
-
     @torch.inference_mode()
-    def _found(self, pixels: Pixels, top_k: int) -> dict[str, torch.Tensor] | None:
-        """What is likelier there than not, the surest first, on the CPU; None if the network overflows."""
+    def _answer(self, pixels: Pixels, top_k: int) -> Answer:
         self._is_finite.clear()
         found: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
         if not bool(torch.stack(self._is_finite).all()):
-            return None
+            return self.unreadable(Path(), NOT_FINITE)
+        # What is likelier there than not, the surest first.
         sure = found["scores"].sort(descending=True, stable=True).indices
         kept = sure[found["scores"][sure] >= _SURE][:top_k]
-        return {name: each[kept].cpu() for name, each in found.items()}
-
-    def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:
-        self._is_finite.append(scores.isfinite().all())
-
-    def _answer(self, pixels: Pixels, top_k: int) -> Detections:
-        found = self._found(pixels, top_k)
-        if found is None:
-            return self.unreadable(Path(), NOT_FINITE)
+        found = {name: each[kept].cpu() for name, each in found.items()}
         boxes: list[Any] = [tuple(round(edge, 2) for edge in box) for box in found["boxes"].tolist()]
         return Detections(
             Path(),
             tuple(self.classes[label - 1] for label in found["labels"].tolist()),
             tuple(found["scores"].tolist()),
-            tuple(boxes),
+            boxes=tuple(boxes),
             masks=found.get("masks"),
         )
+
+    def unreadable(self, path: Path, reason: str) -> Detections:
+        """The answer for a picture that cannot be read."""
+        return Detections(path, error=reason)
+
+    def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:
+        self._is_finite.append(scores.isfinite().all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,16 +84,18 @@ def export(request: ExportRequest) -> Exported:
     _check(request)
     saved = read_weights(request.target, request.weights, best=request.best)
     check_finite(saved)
-    writers: Mapping[str, Callable[[ExportRequest, SavedWeights, Path], Exported]] = {
+    writers: Mapping[str, Callable[[ExportRequest, SavedWeights, Path], float | Trial | None]] = {
         "safetensors": _safetensors,
         "timm": _timm,
         "onnx": _onnx,
         "torch-export": _program,
     }
-    with put_in_place(request.output) as partial_path:
-        exported = writers[request.form](request, saved, partial_path)
-        size = size_of(partial_path) if partial_path.is_dir() else partial_path.stat().st_size
-    return replace(exported, size_bytes=size)
+    with put_in_place(request.output) as path:
+        compared = writers[request.form](request, saved, path)
+        size = size_of(path) if path.is_dir() else path.stat().st_size
+    if isinstance(compared, Trial):
+        return Exported(saved=saved, size_bytes=size, trial=compared)
+    return Exported(saved=saved, size_bytes=size, largest_difference=compared)
 
 
 def _check(request: ExportRequest) -> None:
@@ -127,32 +130,22 @@ def _metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
     return {**kept, "weights": saved.weights, **rounded}
 
 
-def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
-    metadata = {**_metadata(saved, request), "format": "pt"}
-    state = saved.plain if request.quantize is None else _rounded(saved)
-    _write_tensors(path, _as_named_by_network(request, saved, state), metadata)
-    return Exported(saved=saved, size_bytes=0)
-
-
-def _as_named_by_network(
-    request: ExportRequest, saved: SavedWeights, state: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """The tensors without a wrapper's prefix; as they are where the network cannot be built."""
-    if not any(all(name.startswith(each) for name in state) for each in WRAPPERS):
-        return state
-    try:
-        network = open_exportable(saved, trust_code=request.trust_code, wanted="safetensors").network
-    except PacelineError:
-        return state
-    named: Mapping[str, Tensor] = without_prefix(network.state_dict(), state)[0]
-    return named
+def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> None:
+    state: Mapping[str, Tensor] = saved.plain if request.quantize is None else _rounded(saved)
+    # Without a wrapper's prefix; as it is where the network cannot be built.
+    if any(all(name.startswith(each) for name in state) for each in WRAPPERS):
+        with contextlib.suppress(PacelineError):
+            network = open_exportable(saved, trust_code=request.trust_code, wanted="safetensors").network
+            state = without_prefix(network.state_dict(), state)[0]
+    _write_tensors(path, state, _metadata(saved, request))
 
 
 def _write_tensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    write_tensor_file(path, {key: tensor.contiguous() for key, tensor in state.items()}, metadata)
+    tensors = {key: tensor.contiguous() for key, tensor in state.items()}
+    write_tensor_file(path, tensors, {**metadata, "format": "pt"})
 
 
-def _rounded(saved: SavedWeights) -> dict[str, Tensor]:
+def _rounded(saved: SavedWeights) -> Mapping[str, Tensor]:
     """The state with its matrices and filters in bf16; norms, biases and statistics take little and stay in fp32."""
     rounded = {
         key: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.ndim > 1 else tensor
@@ -162,62 +155,46 @@ def _rounded(saved: SavedWeights) -> dict[str, Tensor]:
     return rounded
 
 
-def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
+def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
     saved.described("recipe")
-    rounded = None if request.quantize is None else _rounded(saved)
-    # What timm reads is fp32 again, so that its answers are those of the rounded weights.
-    shown = (
-        saved
-        if rounded is None
-        else replace(
-            saved,
-            state={key: each.float() if each.dtype == torch.bfloat16 else each for key, each in rounded.items()},
-            metadata={**saved.metadata, ROUNDED: "bf16"},
-        )
-    )
+    state: Mapping[str, Tensor] = saved.plain
+    shown = saved
+    if request.quantize is not None:
+        state = _rounded(saved)
+        # What timm reads is fp32 again, so that its answers are those of the rounded weights.
+        read = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
+        shown = replace(saved, state=read, metadata={**saved.metadata, ROUNDED: "bf16"})
     exportable = open_exportable(shown, trust_code=request.trust_code, wanted="timm")
-    difference = write_hub_folder(
-        exportable,
-        path,
-        run=request.target,
-        write_weights=partial(
-            _write_tensors,
-            # Under the names that timm expects.
-            state=without_prefix(exportable.network.state_dict(), saved.plain if rounded is None else rounded)[0],
-            metadata={**_metadata(saved, request), "format": "pt"},
-        ),
-    )
-    return Exported(saved=saved, size_bytes=0, largest_difference=difference)
+    # Under the names that timm expects.
+    named = without_prefix(exportable.network.state_dict(), state)[0]
+    write_weights = partial(_write_tensors, state=named, metadata=_metadata(saved, request))
+    return write_hub_folder(exportable, path, run=request.target, write_weights=write_weights)
 
 
-def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
+def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> float | Trial:
     exportable = open_exportable(saved, trust_code=request.trust_code, wanted="onnx")
     metadata = _described(exportable, request)
     if request.quantize is None:
-        return Exported(saved=saved, size_bytes=0, largest_difference=write_onnx(exportable.in_units, path, metadata))
+        return write_onnx(exportable.in_units, path, metadata)
     images = calibration_images(saved, request.overrides, trust_code=request.trust_code)
     if exportable.kind != "images":
         raise RecipeError("--quantize int8 is for networks that label images.")
     whole = path.with_name(f"{path.stem}-fp32{path.suffix}")
     try:
         write_onnx(exportable, whole, metadata)
-        trial = quantised(whole, path, images, metadata)
+        return quantised(whole, path, images, metadata)
     finally:
         whole.unlink(missing_ok=True)
-    return Exported(saved=saved, size_bytes=0, largest_difference=None, trial=trial)
 
 
-def _program(request: ExportRequest, saved: SavedWeights, path: Path) -> Exported:
+def _program(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
     exportable = open_exportable(saved, trust_code=request.trust_code, wanted="torch-export")
     if request.quantize is not None:
         exportable = replace(exportable, network=InBfloat16(exportable.network).eval())
-    difference = write_program(exportable.in_units, path, _described(exportable, request))
-    return Exported(saved=saved, size_bytes=0, largest_difference=difference)
+    return write_program(exportable.in_units, path, _described(exportable, request))
 
 
 def _described(exportable: Exportable, request: ExportRequest) -> dict[str, str]:
     """The description of a file that computes: how samples are prepared stands there in words as well."""
-    return {
-        **_metadata(exportable.saved, request),
-        "preprocessing": preprocessing(exportable.saved, exportable.inputs),
-    }
+    said = preprocessing(exportable.saved, exportable.inputs)
+    return {**_metadata(exportable.saved, request), "preprocessing": said}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,9 @@ from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
-from paceline.inference.exportable import OUTPUT, Exportable, first_line, parameter_bytes
-from paceline.inference.predict import trained_task
+from paceline.inference.exportable import OUTPUT, Exportable, first_line
+from paceline.inference.labelling import onnx_session
+from paceline.inference.trained import trained_task
 from paceline.recipe.load import Overrides, set_by, stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.tasks.image_classification import ImageClassification
@@ -59,26 +61,17 @@ def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) 
     Raises:
         ModelError: If the network cannot be written in ONNX's operators, or ONNX Runtime answers otherwise.
     """
-    import onnx
-
-    size = parameter_bytes(exportable.network)
+    network = exportable.network
+    size = sum(each.nbytes for each in itertools.chain(network.parameters(), network.buffers()))
     if size > _LARGEST_BYTES:
         raise ModelError(
             f"the network has {size / 2**30:.1f} GiB of weights, and an ONNX file holds at most 2; use --format "
             "safetensors or torch-export."
         )
-    model = _translated(exportable)
-    write_metadata(model, metadata)
-    onnx.checker.check_model(model, full_check=True)
-    path.write_bytes(model.SerializeToString())
-    return exportable.compare(OnnxSession(path), what="ONNX Runtime")
-
-
-def _translated(exportable: Exportable) -> Any:
     try:
         with quiet():
             program = torch.onnx.export(
-                exportable.network,
+                network,
                 exportable.examples(2),
                 dynamo=True,
                 dynamic_shapes=exportable.dynamic_shapes,
@@ -88,19 +81,22 @@ def _translated(exportable: Exportable) -> Any:
             )
     except Exception as error:  # whatever tracing a network of any kind raises
         raise ModelError(
-            f"{type(exportable.network).__name__} cannot be written as ONNX: {first_line(error)}; use --format "
-            "safetensors or torch-export."
+            f"{type(network).__name__} cannot be written as ONNX: {first_line(error)}; use --format safetensors or "
+            "torch-export."
         ) from error
     assert program is not None  # as dynamo=True has it
-    return program.model_proto
+    _save(program.model_proto, path, metadata)
+    return exportable.compare(OnnxSession(path), what="ONNX Runtime")
 
 
-def write_metadata(model: Any, metadata: Mapping[str, str]) -> None:
-    """Put a description into an ONNX model, in place of the one it has."""
+def _save(model: Any, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write an ONNX model with a description in place of the one it has."""
+    import onnx
+
     del model.metadata_props[:]
-    for key, value in metadata.items():
-        entry = model.metadata_props.add()
-        entry.key, entry.value = key, value
+    onnx.helper.set_model_props(model, dict(metadata))
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, path)
 
 
 class OnnxSession:
@@ -111,16 +107,10 @@ class OnnxSession:
     """
 
     def __init__(self, path: Path) -> None:
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
-        options.intra_op_num_threads = torch.get_num_threads()
-        options.inter_op_num_threads = 1
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self._session = onnx_session(path, torch.device("cpu"))
         self._names = [each.name for each in self._session.get_inputs()]
 
-    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Tensor:
         """Float32 logits."""
         given = {name: each.numpy() for name, each in zip(self._names, inputs, strict=True)}
         return torch.from_numpy(self._session.run([OUTPUT], given)[0])
@@ -129,17 +119,14 @@ class OnnxSession:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the exporter and the quantiser: they warn of their own changes to come, and what counts is compared."""
-    loggers = [logging.getLogger(name) for name in (None, "torch.onnx", "onnxscript", "onnx_ir")]
-    before = [each.level for each in loggers]
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        for each in loggers:
-            each.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for each, level in zip(loggers, before, strict=True):
-            each.setLevel(level)
+        logging.disable(before)
 
 
 CALIBRATION_IMAGES = 512
@@ -272,21 +259,13 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
             )
     finally:
         prepared.unlink(missing_ok=True)
-    model = onnx.load(path)
-    write_metadata(model, metadata)
-    onnx.checker.check_model(model, full_check=True)
-    path.write_bytes(model.SerializeToString())
+    _save(onnx.load(path), path, metadata)
 
-    def accuracy(file: Path) -> float | None:
-        if len(images.labels) == 0:
-            return None
+    def accuracy(file: Path) -> float:
         network = OnnxSession(file)
-        answers = torch.cat([network((batch,)).argmax(dim=1) for batch in images.batches(images.held_out)])
+        answers = torch.cat([network(batch).argmax(dim=1) for batch in images.batches(images.held_out)])
         return 100 * float((answers == images.labels).double().mean())
 
-    return Trial(
-        images=len(images.labels),
-        before=accuracy(whole),
-        after=accuracy(path),
-        calibration_images=len(images.calibration),
-    )
+    count = len(images.labels)
+    before, after = (accuracy(whole), accuracy(path)) if count else (None, None)
+    return Trial(images=count, before=before, after=after, calibration_images=len(images.calibration))

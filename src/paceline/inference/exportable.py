@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -17,9 +16,10 @@ from paceline.checkpoint.weights import SavedWeights
 from paceline.errors import ModelError, NotFiniteError, RecipeError
 from paceline.inference.clicks import ClickPredictor
 from paceline.inference.labelling import Outputs
-from paceline.inference.predict import Predictor, trained_task
+from paceline.inference.predict import Predictor
 from paceline.inference.segmentation import SegmentationPredictor
-from paceline.inference.text import TextPredictor, is_text_model
+from paceline.inference.text import TextPredictor
+from paceline.inference.trained import trained_task
 
 OUTPUT = "logits"
 TOLERANCE = 1e-4  # of the largest answer; what other arithmetic in fp32 may come to
@@ -114,17 +114,11 @@ class Exportable:
             for each in self.inputs
         )
 
-    @torch.inference_mode()
-    def answers(self, inputs: Sequence[Tensor]) -> Tensor:
-        """What the network says, float32."""
-        found: Tensor = self.network(*inputs)
-        return found.float()
-
     def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> float:
         """Ask the network and something made of it the same, in batches of several sizes.
 
         Args:
-            other: Takes a tuple of inputs, gives float32 logits.
+            other: Takes the inputs in order, gives float32 logits.
             what: Its name, for the message.
             tolerance: Largest difference, in units of the largest answer if that is above 1.
 
@@ -138,7 +132,8 @@ class Exportable:
         largest, units = 0.0, self.network if isinstance(self.network, _InUnits) else None
         for batch in _TRIED:
             inputs = self.examples(batch, seed=batch)
-            expected, found = self.answers(inputs), other(inputs)
+            with torch.inference_mode():
+                expected, found = self.network(*inputs).float(), other(*inputs)
             if not bool(expected.isfinite().all()):
                 raise NotFiniteError(
                     f"the network's outputs for a batch of {batch} are not finite numbers, though its weights are; "
@@ -181,19 +176,6 @@ class _InUnits(nn.Module):
         return numbers * self.scale + self.shift
 
 
-class _TokensOnly(nn.Module):
-    """A language model that is asked about whole rows, so that its places and documents need not be said."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Ids [N, T] to logits [N, T, vocabulary]."""
-        logits: Tensor = self.network(tokens)
-        return logits
-
-
 def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Exportable:
     """Build the network of saved weights and say what it takes.
 
@@ -211,95 +193,54 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
             f"{saved.path} holds a detector: it takes pictures of any sizes and answers with as many boxes as it "
             f"finds, which --format {wanted} cannot say; use --format safetensors."
         )
-    if "labels_pixels" in data and wanted != "timm":
-        return _pixels(saved, data, trust_code=trust_code)
-    if is_text_model(saved):
-        return _tokens(saved, data, trust_code=trust_code)
-    if "table_rows" in data:
-        return _clicks(saved, data, trust_code=trust_code)
     if wanted == "timm" and (what := next((said for key, said in _NOT_ONE_LABEL.items() if key in data), None)):
         raise RecipeError(
             f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
             "torch-export."
         )
-    if "class_names" in data or "targets" in data:
-        return _images(saved, data, trust_code=trust_code)
-    raise RecipeError(
-        f"{saved.path} does not say what its network takes (task {data.get('task')}); --format {wanted} is for images, "
-        "text and clicks; use --format safetensors."
-    )
-
-
-def _images(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
-    predictor = Predictor(saved, _CPU, trained_task(saved, trust_code=trust_code))
-    says = "normalised images, float32"
-    # Of one view, where a run was evaluated by several.
-    side = int(data.get("evaluation_size", data["image_size"]))
-    return Exportable(
-        network=_still(predictor.network),
-        inputs=(Input("images", ("batch", int(data["channels"]), side, side), None, says),),
-        longest={},
-        saved=saved,
-        kind="images",
-        outputs=predictor.outputs,
-    )
-
-
-def _pixels(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
-    predictor = SegmentationPredictor(saved, _CPU, trust_code=trust_code)
-    mean, std = (", ".join(f"{each:g}" for each in data[key]) for key in ("mean", "std"))
-    says = (
-        f"RGB, float32: resize the longer side to {predictor.size} pixels ({data['interpolation']}, antialiased) and "
-        f"pad at the right and below; (value / 255 - mean) / std with mean {mean} and std {std}"
-    )
-    return Exportable(
-        network=_still(predictor.network),
-        inputs=(Input("images", ("batch", 3, predictor.size, predictor.size), None, says),),
-        longest={},
-        saved=saved,
-        kind="pixels",
-    )
-
-
-def _tokens(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
-    predictor = TextPredictor(saved, _CPU, trust_code=trust_code)
-    vocabulary, context = int(data["vocabulary"]), int(data["context"])
-    says = f"token ids in [0, {vocabulary}), int64, at most {context} in a row"
-    return Exportable(
-        network=_still(_TokensOnly(predictor.network)),
-        inputs=(Input("tokens", ("batch", "length"), (vocabulary,), says),),
-        longest={"length": context},
-        saved=saved,
-        kind="tokens",
-    )
-
-
-def _clicks(saved: SavedWeights, data: dict[str, Any], *, trust_code: bool) -> Exportable:
-    predictor = ClickPredictor(saved, _CPU, trust_code=trust_code)
-    rows = tuple(int(each) for each in data["table_rows"])
-    numbers = int(data["dense_features"])
-    return Exportable(
-        network=_still(predictor.network),
-        inputs=(
+    longest: dict[str, int] = {}
+    outputs = None
+    if "labels_pixels" in data:
+        pixels = SegmentationPredictor(saved, _CPU, trust_code=trust_code)
+        kind, network = "pixels", pixels.network
+        says = (
+            f"RGB, float32: resize the longer side to {pixels.size} pixels ({data['interpolation']}, antialiased) and "
+            f"pad at the right and below; {_normalised(data)}"
+        )
+        inputs = [Input("images", ("batch", 3, pixels.size, pixels.size), None, says)]
+    elif "tokenizer" in data:
+        kind, network = "tokens", TextPredictor(saved, _CPU, trust_code=trust_code).network
+        vocabulary, longest["length"] = int(data["vocabulary"]), int(data["context"])
+        says = f"token ids in [0, {vocabulary}), int64, at most {longest['length']} in a row"
+        inputs = [Input("tokens", ("batch", "length"), (vocabulary,), says)]
+    elif "table_rows" in data:
+        kind, network = "clicks", ClickPredictor(saved, _CPU, trust_code=trust_code).network
+        rows, numbers = tuple(int(each) for each in data["table_rows"]), int(data["dense_features"])
+        inputs = [
             Input("dense", ("batch", numbers), None, "numbers as the network was trained on them, float32"),
             Input("categories", ("batch", len(rows)), rows, "a row of each table, int64"),
-        ),
-        longest={},
-        saved=saved,
-        kind="clicks",
+        ]
+    elif "class_names" in data or "targets" in data:
+        labeller = Predictor(saved, _CPU, trained_task(saved, trust_code=trust_code))
+        kind, network, outputs = "images", labeller.network, labeller.outputs
+        # Of one view, where a run was evaluated by several.
+        side = int(data.get("evaluation_size", data["image_size"]))
+        inputs = [Input("images", ("batch", int(data["channels"]), side, side), None, "normalised images, float32")]
+    else:
+        raise RecipeError(
+            f"{saved.path} does not say what its network takes (task {data.get('task')}); --format {wanted} is for "
+            "images, text and clicks; use --format safetensors."
+        )
+    # What is exported need not keep gradients.
+    network.requires_grad_(requires_grad=False)
+    return Exportable(
+        network=network.eval(), inputs=tuple(inputs), longest=longest, saved=saved, kind=kind, outputs=outputs
     )
 
 
-def _still(network: nn.Module) -> nn.Module:
-    """The network in evaluation, with nothing to be trained: what is exported need not keep gradients."""
-    for parameter in network.parameters():
-        parameter.requires_grad = False
-    return network.eval()
-
-
-def parameter_bytes(network: nn.Module) -> int:
-    """What its parameters and buffers take."""
-    return sum(each.nbytes for each in itertools.chain(network.parameters(), network.buffers()))
+def _normalised(data: Mapping[str, Any]) -> str:
+    mean, std = (", ".join(f"{each:g}" for each in data[key]) for key in ("mean", "std"))
+    return f"(value / 255 - mean) / std with mean {mean} and std {std}"
 
 
 def preprocessing(saved: SavedWeights, inputs: Sequence[Input]) -> str:
@@ -309,12 +250,11 @@ def preprocessing(saved: SavedWeights, inputs: Sequence[Input]) -> str:
     if "evaluation_crop" not in data:
         return taken
     size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
-    mean, std = (", ".join(f"{each:g}" for each in data[key]) for key in ("mean", "std"))
     colours = "one grey channel" if data["channels"] == 1 else "RGB"
     return (
         f"{taken}. Decode to {colours}; if the image is not {size}x{size} already, resize its shorter side to "
         f"{round(size / crop)} pixels ({data.get('interpolation', 'bilinear')}, antialiased) and keep the centre "
-        f"{size}x{size}; (value / 255 - mean) / std with mean {mean} and std {std}; channels first."
+        f"{size}x{size}; {_normalised(data)}; channels first."
     )
 
 
@@ -375,13 +315,7 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
             "safetensors."
         ) from error
     assert json.loads(kept[DESCRIPTION]) == dict(metadata)
-
-    def answers(inputs: Any) -> Tensor:
-        with torch.inference_mode():
-            found: Tensor = read_back(*inputs)
-        return found
-
-    return exportable.compare(answers, what="the program")
+    return exportable.compare(read_back, what="the program")
 
 
 def first_line(error: BaseException) -> str:

@@ -6,13 +6,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch import Tensor
 
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
@@ -44,32 +42,27 @@ def write_hub_folder(
     Raises:
         ModelError: If timm has no such network, or it answers otherwise.
     """
-    name = timm_name(exportable)
+    import timm
+
+    asked = str(exportable.saved.described("recipe").get("model", {}).get("name", "small_resnet"))
+    name = asked.partition(".")[0]
+    is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name)
+    if exportable.kind != "images" or not is_timms:
+        raise ModelError(
+            f"model.name={asked} is none of timm's networks, so that timm.create_model could not open a hub folder of "
+            "it; use --format safetensors, onnx or torch-export."
+        )
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(hub_config(exportable, name), indent=2) + "\n", encoding="utf-8")
     write_weights(folder / WEIGHTS)
-    difference = exportable.compare(_from_folder(folder), what="timm")
+    try:
+        network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except Exception as error:  # whatever a factory of any kind raises
+        raise ModelError(f"timm.create_model does not open what was written: {error}; nothing was kept.") from error
+    difference = exportable.compare(network, what="timm")
     card = model_card(exportable.saved, name, weights_file=folder / WEIGHTS, run=run)
     (folder / CARD).write_text(card, encoding="utf-8")
     return difference
-
-
-def timm_name(exportable: Exportable) -> str:
-    """timm's name of the network.
-
-    Raises:
-        ModelError: If timm cannot build it.
-    """
-    import timm
-
-    name = str(exportable.saved.described("recipe").get("model", {}).get("name", "small_resnet"))
-    is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name.partition(".")[0])
-    if exportable.kind != "images" or not is_timms:
-        raise ModelError(
-            f"model.name={name} is none of timm's networks, so that timm.create_model could not open a hub folder of "
-            "it; use --format safetensors, onnx or torch-export."
-        )
-    return name.partition(".")[0]
 
 
 def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:
@@ -119,26 +112,11 @@ def crop_share(data: dict[str, Any], side: int) -> float:
     return crop if math.floor(side / crop) == resized else side / (resized + 0.25)
 
 
-def _from_folder(folder: Path) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    import timm
-
-    try:
-        network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except Exception as error:  # whatever a factory of any kind raises
-        raise ModelError(f"timm.create_model does not open what was written: {error}; nothing was kept.") from error
-
-    def answers(inputs: tuple[Tensor, ...]) -> Tensor:
-        with torch.inference_mode():
-            found: Tensor = network(*inputs)
-        return found
-
-    return answers
-
-
 CARD = "README.md"
 
 _STEP = re.compile(r"step-(\d+)")
 _NOT_KNOWN = "not known"
+_MOST_NAMES = 20
 _VERSIONS = ("paceline", "torch", "timm", "python")
 
 
@@ -179,16 +157,24 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
     """
     data = saved.described("data")
     origin = _origin(saved, run)
+    versions = _versions(origin)
+    version = f" {versions['paceline']}" if "paceline" in versions else ""
+    made = f"Trained with Paceline{version}, exported with `paceline export --format timm`"
+    hashes = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file).sha256}`"}
+    if ROUNDED not in saved.metadata:
+        key = "ema_sha256" if saved.weights == "ema" else "weights_sha256"
+        hashes[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"
+    recipe = yaml.safe_dump(saved.described("recipe"), sort_keys=False, allow_unicode=True, width=120)
     parts = [
         # The hub shows these numbers without a word around them, so only where they are those of this very file.
-        _front_matter(architecture, data, origin if ROUNDED not in saved.metadata else replace(origin, evaluation={})),
+        _front_matter(architecture, data, {} if ROUNDED in saved.metadata else origin.metrics),
         f"# {architecture} for {len(data['class_names'])} classes",
-        _introduction(origin),
-        _about(saved, architecture, data, origin),
+        f"{made}. What is not known is said to be so; nothing else is claimed.",
+        "## What it is\n\n" + _table(_about(saved, architecture, data, origin)),
         _how_good(saved, origin),
         _how_to_load(data),
-        _hashes(saved, weights_file),
-        _recipe(saved),
+        "## Hashes\n\n" + _table(hashes),
+        f"## Recipe\n\nThe whole recipe, as resolved for the run:\n\n```yaml\n{recipe}```",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -216,21 +202,21 @@ def _origin(saved: SavedWeights, target: Path) -> _Origin:
     return _Origin(folder.resolve().name, step, found[-1] if found else {}, environment)
 
 
-def _front_matter(architecture: str, data: Mapping[str, Any], origin: _Origin) -> str:
+def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
     matter: dict[str, Any] = {
         "library_name": "timm",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", "timm", "paceline"],
         "license": "unknown",
     }
-    if origin.metrics:
+    if metrics:
         dataset = str(data.get("dataset", "unknown"))
-        metrics = [
+        results = [
             {"type": "accuracy" if key == "top1_accuracy" else key, "name": key, "value": value}
-            for key, value in origin.metrics.items()
+            for key, value in metrics.items()
         ]
         task = {"type": "image-classification"}
-        result = {"task": task, "dataset": {"name": dataset, "type": dataset}, "metrics": metrics}
+        result = {"task": task, "dataset": {"name": dataset, "type": dataset}, "metrics": results}
         matter["model-index"] = [{"name": architecture, "results": [result]}]
     return f"---\n{yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)}---"
 
@@ -240,30 +226,23 @@ def _versions(origin: _Origin) -> dict[str, str]:
     return {key: str(found[key]) for key in _VERSIONS if isinstance(found, Mapping) and key in found}
 
 
-def _introduction(origin: _Origin) -> str:
-    version = _versions(origin).get("paceline")
-    return (
-        f"Trained with Paceline{f' {version}' if version else ''}, exported with `paceline export --format timm`. What "
-        "is not known is said to be so; nothing else is claimed."
-    )
-
-
-def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: _Origin) -> str:
-    named = ["not known"] if data.get(UNNAMED) else data["class_names"]
-    rows = {
+def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: _Origin) -> dict[str, str]:
+    names = ["not known"] if data.get(UNNAMED) else [str(each) for each in data["class_names"]]
+    more = f", … ({len(names)} in all)" if len(names) > _MOST_NAMES else ""
+    shown = ", ".join(json.dumps(each, ensure_ascii=False)[1:-1] for each in names[:_MOST_NAMES])
+    return {
         "Architecture": f"`{architecture}` of timm",
         "Weights": f"{saved.weights}{' (a moving average over training)' if saved.weights == 'ema' else ''}",
         **({"Stored": f"matrices and filters rounded to {kept}"} if (kept := saved.metadata.get(ROUNDED)) else {}),
         "Run and step": f"{origin.run or _NOT_KNOWN}, step {_NOT_KNOWN if origin.step is None else origin.step}",
         "Data": f"{data.get('dataset') or _NOT_KNOWN}",
         "Digest of the data": f"`{data['digest']}`" if data.get("digest") else _NOT_KNOWN,
-        "Classes": _shortened([str(each) for each in named]),
+        "Classes": shown + more,
         "Trained at, shown at": f"{data['image_size']}, {data.get('evaluation_size', data['image_size'])} pixels",
         "Versions": ", ".join(f"{key} {value}" for key, value in _versions(origin).items()) or _NOT_KNOWN,
         "Licence of the data and of the weights": f"{_NOT_KNOWN} to Paceline; whoever publishes them must say",
         "Intended use, limits, biases": f"{_NOT_KNOWN} to Paceline",
     }
-    return "## What it is\n\n" + _table(rows)
 
 
 def _how_good(saved: SavedWeights, origin: _Origin) -> str:
@@ -311,24 +290,6 @@ With Paceline: `paceline predict FOLDER photo.jpg`, `paceline evaluate FOLDER`, 
 {" ".join(notes)}""".rstrip()
 
 
-def _hashes(saved: SavedWeights, weights_file: Path) -> str:
-    rows = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file).sha256}`"}
-    if ROUNDED not in saved.metadata:
-        key = "ema_sha256" if saved.weights == "ema" else "weights_sha256"
-        rows[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"
-    return "## Hashes\n\n" + _table(rows)
-
-
-def _recipe(saved: SavedWeights) -> str:
-    recipe = yaml.safe_dump(saved.described("recipe"), sort_keys=False, allow_unicode=True, width=120)
-    return f"## Recipe\n\nThe whole recipe, as resolved for the run:\n\n```yaml\n{recipe}```"
-
-
 def _table(rows: Mapping[str, str]) -> str:
     cells = ((key, value.replace("|", "\\|").replace("\n", " ")) for key, value in rows.items())
     return "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells)])
-
-
-def _shortened(names: list[str], most: int = 20) -> str:
-    more = f", … ({len(names)} in all)" if len(names) > most else ""
-    return ", ".join(json.dumps(each, ensure_ascii=False)[1:-1] for each in names[:most]) + more

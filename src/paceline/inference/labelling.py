@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights, check_scale
@@ -23,7 +22,7 @@ from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
 from paceline.files import refuse_odd_kinds
-from paceline.inference.answers import BATCH, NOT_FINITE, Answer, answers_ahead, error_in_words
+from paceline.inference.answers import BATCH, NOT_FINITE, Answer, ImagePredictor, answers_ahead
 from paceline.inference.sources import PictureFile
 from paceline.tasks.image_classification import CROPS, AveragedViews
 from paceline.tasks.image_multilabel import label_probabilities
@@ -31,49 +30,26 @@ from paceline.tasks.image_regression import in_units, rounded
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Answer):
     """The answer for one image.
 
     Attributes:
-        path: The image file.
-        labels: Class names, the most probable first; empty if the image could not be read.
-        probabilities: Their probabilities, in [0, 1].
-        error: Why there is no answer, if there is none.
         numbers: In place of labels, the numbers of an image by their names; None from a network that labels images.
             Where an image has any number of labels, the probability of every class.
         is_multilabel: Whether it has.
     """
 
-    path: Path
-    labels: tuple[str, ...] = ()
-    probabilities: tuple[float, ...] = ()
-    error: str | None = None
     numbers: Mapping[str, float] | None = None
     is_multilabel: bool = False
 
-    def at(self, path: Path) -> Prediction:
-        """The same answer, for that path."""
-        return replace(self, path=path)
-
-    def described(self) -> str:
-        """The answer as one line for people, without the path."""
-        if self.error is not None:
-            return error_in_words(self.error)
+    def _found(self) -> str:
         if self.numbers is not None and not self.is_multilabel:
             return "  ".join(f"{name} {number:.7g}" for name, number in self.numbers.items())
-        pairs = zip(self.labels, self.probabilities, strict=True)
-        return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs) or "no label"
+        return super()._found()
 
-    def row(self) -> dict[str, Any]:
-        """The answer as a row of a file."""
-        labels: dict[str, Any] = {"labels": self.labels, "probabilities": self.probabilities}
+    def _columns(self) -> dict[str, Any]:
         numbers: dict[str, Any] = {} if self.numbers is None else {"numbers": dict(self.numbers)}
-        said = labels | numbers if self.is_multilabel else numbers or labels
-        return {"path": self.path, **said, "error": self.error}
-
-    def drawn(self, prepared: torch.Tensor, classes: Sequence[str]) -> Image.Image:
-        """Refuse: labels are nowhere in an image."""
-        raise DataError("--draw draws the objects that a detector finds, and these weights find none.")
+        return super()._columns() | numbers if self.is_multilabel or not numbers else numbers
 
 
 @dataclass(frozen=True)
@@ -132,13 +108,6 @@ class Shown:
         return evaluation_image(pixels, shape, self.crop, self.interpolation, always=self.always_resized)
 
 
-def class_names(data: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The names of the classes; their numbers where a file has none, and None where it is about no classes."""
-    if "class_names" in data:
-        return tuple(data["class_names"])
-    return tuple(map(str, range(data["classes"]))) if data.get("classes") else None
-
-
 @dataclass(frozen=True)
 class Outputs:
     """What a network's outputs stand for.
@@ -162,8 +131,10 @@ class Outputs:
         """As the description in a weights file has it; None where outputs are neither classes nor numbers."""
         if "targets" in data:
             return cls(tuple(data["targets"]), tuple(data["target_mean"]), tuple(data["target_std"]))
-        names = class_names(data)
-        return None if names is None else cls(names, thresholds=tuple(data.get("label_thresholds", ())))
+        if "class_names" not in data and not data.get("classes"):
+            return None
+        names = data.get("class_names") or map(str, range(data.get("classes", 0)))  # their numbers, without names
+        return cls(tuple(names), thresholds=tuple(data.get("label_thresholds", ())))
 
     def read(self, outputs: torch.Tensor) -> torch.Tensor:
         """Probabilities, or numbers in the user's units; of outputs [N, names]."""
@@ -174,7 +145,7 @@ class Outputs:
         return rounded(outputs.cpu(), self.std) if self.is_in_units else in_units(outputs, self.mean, self.std)
 
 
-class ImageLabeller(ABC):
+class ImageLabeller(ImagePredictor):
     """A network with the preprocessing it was evaluated with.
 
     Attributes:
@@ -182,28 +153,11 @@ class ImageLabeller(ABC):
         shown: How images are shown.
     """
 
-    usual_top_k = 3
-    largest_batch: int | None = None
-    finds_boxes = False
-    draws = False
-
-    outputs: Outputs
-    shown: Shown
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """All class names; none where the network predicts numbers."""
-        return () if self.outputs.mean else self.outputs.names
-
-    @property
-    def number_names(self) -> tuple[str, ...]:
-        """What the numbers are called of which every answer has all; empty where images have one class each."""
-        return self.outputs.names if self.outputs.mean or self.outputs.thresholds else ()
-
-    @property
-    @abstractmethod
-    def digest(self) -> str:
-        """SHA-256 of the weights, in hexadecimal."""
+    def __init__(self, outputs: Outputs, shown: Shown) -> None:
+        self.outputs = outputs
+        self.shown = shown
+        self.classes = () if outputs.mean else outputs.names
+        self.number_names = outputs.names if outputs.mean or outputs.thresholds else ()
 
     @abstractmethod
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
@@ -290,7 +244,7 @@ class OnnxPredictor(ImageLabeller):
             raise CheckpointError(f"'{path}' does not exist; give an ONNX file that paceline export wrote.")
         refuse_odd_kinds(path)
         self._path = path
-        self._session = _session(path, device)
+        self._session = onnx_session(path, device)
         metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         if not {"recipe", "data"} <= metadata.keys():
             raise CheckpointError(
@@ -302,8 +256,7 @@ class OnnxPredictor(ImageLabeller):
         outputs = Outputs.described(data)
         if outputs is None or "detects" in data or "labels_pixels" in data:
             raise DataError(f"'{path}' labels no images, so it cannot predict them.")
-        self.outputs = replace(outputs, is_in_units=True)
-        self.shown = Shown.described(data, str(path))
+        super().__init__(replace(outputs, is_in_units=True), Shown.described(data, str(path)))
         self._check()
         self._answers = self._views()
         # Normalised on the CPU: ONNX Runtime takes its inputs from there.
@@ -320,8 +273,7 @@ class OnnxPredictor(ImageLabeller):
         Args:
             images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
         """
-        batch = self._normalize(images.cpu())
-        return self.outputs.read(self._answers(batch))
+        return self.outputs.read(self._answers(self._normalize(images.cpu())))
 
     def _logits(self, images: torch.Tensor) -> torch.Tensor:
         (logits,) = self._session.run([_OUTPUT], {_INPUT: images.contiguous().numpy()})
@@ -357,7 +309,12 @@ class OnnxPredictor(ImageLabeller):
             )
 
 
-def _session(path: Path, device: torch.device) -> Any:
+def onnx_session(path: Path, device: torch.device) -> Any:
+    """Open an ONNX file in ONNX Runtime, on a GPU where it can.
+
+    Raises:
+        CheckpointError: If it cannot be opened, or ONNX Runtime is not installed.
+    """
     try:
         onnxruntime = importlib.import_module("onnxruntime")  # published without types
     except ImportError as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +10,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights, weights_sha256
+from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.source import ArraySource
 from paceline.data.pipeline import Normalize, Placement
-from paceline.errors import CheckpointError, DataError, RecipeError
+from paceline.errors import CheckpointError, DataError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, Shown
 from paceline.inference.segmentation import SegmentationPredictor
+from paceline.inference.trained import TaskMaker, trained_recipe, trained_task
 from paceline.models.build import check_takes
-from paceline.recipe.load import stored_recipe
-from paceline.recipe.named_code import refuse_foreign_code
-from paceline.recipe.schema import Recipe
-from paceline.references import is_reference
-from paceline.registry import built_in
 from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
-from paceline.tasks.task import Task, build_task, task_name
 from paceline.world import World
-
-TaskMaker = Callable[[Recipe], Task]
 
 
 class Predictor(ImageLabeller):
@@ -41,33 +32,47 @@ class Predictor(ImageLabeller):
         saved: The weights; their file says which task built their network, and how images were shown.
         device: Where to compute.
         make_task: Makes that task.
+
+    Attributes:
+        network: The network, in evaluation on the device.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> None:
         self._saved = saved
         self._device = device
         data = saved.described("data")
-        self.outputs = Outputs.described(data) or Outputs(())
-        self.shown = Shown.described(data, str(saved.path))
-        # The size that the network was built for; it may be shown another.
-        self._size: int = data["image_size"]
+        super().__init__(Outputs.described(data) or Outputs(()), Shown.described(data, str(saved.path)))
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
-        task = self._task(make_task)
-        self._network = self._build(task).to(device).eval()
-        self._answers = task.evaluated(self._network)
+        task = make_task(trained_recipe(saved))
+        # The size that the network was built for; it may be shown another.
+        size, channels = data["image_size"], self.shown.channels
+        if isinstance(task, ImageTask):
+            # What its data would say of the network; the data themselves may be far away.
+            none = ArraySource(np.empty((0, size, size, channels), dtype=np.uint8), np.empty(0, dtype=np.int64), "none")
+            task.dataset = ImageDataset(
+                name=data["dataset"],
+                train=none,
+                validation=none,
+                classes=self.outputs.names,
+                channels=channels,
+                image_size=size,
+                digest=data["digest"],
+                mean=tuple(data["mean"]),
+                std=tuple(data["std"]),
+            )
+        else:
+            task.data_facts(World())
+        network = task.build_model()
+        task.check_network(network)
+        if saved.metadata.get("shown_by") == "timm":
+            # Described by others, who may name values at which a network is built, and answers nothing.
+            check_takes(network, size, channels=channels, name=task.recipe.model.name)
+        load_trained(network, saved)
+        self.network: nn.Module = network.to(device).eval()
+        self._answers = task.evaluated(self.network)
         if (kind := task.recipe.evaluate.augment) in CROPS:
             whole = shown_for_crops(task.recipe.data, self.shown.size, kind)
             self.shown = replace(self.shown, size=int(whole.evaluation_size), crop=whole.evaluation_crop)
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the weights, as ``summary.json`` has it."""
-        return weights_sha256(self._saved.state)
-
-    @property
-    def network(self) -> nn.Module:
-        """The network, in evaluation on the device."""
-        return self._network
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
         """The probabilities of the classes, float32 [N, classes] on the device; or the numbers, float64 [N, numbers].
@@ -76,78 +81,6 @@ class Predictor(ImageLabeller):
             images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
         """
         return self.outputs.read(self._answers(self._normalize(images.to(self._device, non_blocking=True))))
-
-    def _task(self, make_task: TaskMaker) -> Task:
-        where = str(self._saved.path)
-        recipe = stored_recipe(self._saved.described("recipe"), where)
-        # The weights come from the file: nothing is downloaded or initialised from elsewhere.
-        recipe = replace(
-            recipe,
-            model=replace(recipe.model, pretrained=False, initialize_from=None),
-            distillation=replace(recipe.distillation, teacher=None),
-        )
-        task = make_task(recipe)
-        if isinstance(task, ImageTask):
-            # What its data would say of the network; the data themselves may be far away.
-            task.dataset = self._described_dataset()
-        else:
-            task.data_facts(World())
-        return task
-
-    def _build(self, task: Task) -> nn.Module:
-        network = task.build_model()
-        task.check_network(network)
-        if self._saved.metadata.get("shown_by") == "timm":
-            # Described by others, who may name values at which a network is built, and answers nothing.
-            check_takes(network, self._size, channels=self.shown.channels, name=task.recipe.model.name)
-        load_trained(network, self._saved)
-        return network
-
-    def _described_dataset(self) -> ImageDataset:
-        data = self._saved.described("data")
-        none = ArraySource(
-            np.empty((0, self._size, self._size, self.shown.channels), dtype=np.uint8),
-            np.empty(0, dtype=np.int64),
-            "none",
-        )
-        return ImageDataset(
-            name=data["dataset"],
-            train=none,
-            validation=none,
-            classes=self.outputs.names,
-            channels=self.shown.channels,
-            image_size=self._size,
-            digest=data["digest"],
-            mean=tuple(data["mean"]),
-            std=tuple(data["std"]),
-        )
-
-
-def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
-    """What makes the task that weights were trained with.
-
-    Raises:
-        RecipeError: If that is code to import, and the user has not said that the file may name some; or if it cannot
-            be imported.
-    """
-
-    def make(recipe: Recipe) -> Task:
-        tree, where = saved.described("recipe"), str(saved.path)
-        trained = saved.described("data").get("task")
-        if recipe.task in built_in("tasks") and trained not in (None, task_name(build_task(recipe))):
-            # Given in Python, so that the recipe does not name it.
-            if not is_reference(trained):
-                raise RecipeError(
-                    f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it "
-                    "a class of its module, or give load_predictor(task=...)."
-                )
-            recipe = replace(recipe, task=trained)
-        # The data set that the recipe names is not opened, so its code is not asked for.
-        named = {"task": recipe.task, "model": tree.get("model", {})}
-        refuse_foreign_code(named, recipe, where, trusted=trust_code)
-        return build_task(recipe)
-
-    return make
 
 
 def load_predictor(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Self
 
 from paceline.data.image.dataset import BAD
 from paceline.data.image.decode import BrokenImageError, read_file
@@ -108,7 +108,8 @@ def picture_from_standard_input() -> PictureFile:
 
 def _opened(source: Path, left_out: LeftOut) -> Iterable[PictureFile]:
     if str(source) == STANDARD_INPUT:
-        found = _from_lines(sys.stdin.buffer)
+        names = (line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n") for line in sys.stdin.buffer)
+        found = (PictureFile.at(Path(os.fsdecode(name))) for name in names if name)
         first = next(found, None)
         if first is None:
             raise DataError("no path came on standard input (-); give one image file's path on each line.")
@@ -164,18 +165,10 @@ def _matching(pattern: str, left_out: LeftOut) -> Iterable[PictureFile]:
     )
 
 
-def _from_lines(lines: Iterable[bytes]) -> Iterator[PictureFile]:
-    """One picture for each path; empty lines are none."""
-    for line in lines:
-        if name := line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"):
-            yield PictureFile.at(Path(os.fsdecode(name)))
-
-
 _TARS = (".tar", ".tar.gz", ".tgz")
-_BLOCK = tarfile.BLOCKSIZE
 _SPECIAL = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
+_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
 _LONGEST_NAME_BYTES = 2**16
-_PIECE_BYTES = 2**20
 # What the readers of archives raise of damaged files, and zipfile (a RuntimeError) of locked ones and foreign methods.
 _DAMAGES = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
@@ -190,8 +183,8 @@ def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
 
     Members that cannot be read are pictures that cannot, and so is what follows where the archive itself is damaged.
     What an archive says of itself is not trusted: a member's size is limited whatever its header says, names that lead
-    out of the archive are refused, links are not followed, and headers of a tar are read here, so that none of them can
-    ask for more memory than a name needs.
+    out of the archive are refused, links are not followed, and no header of a tar can ask for more memory than a name
+    needs.
 
     Raises:
         DataError: When the first is asked for: if the archive cannot be opened; at the end: if it held no image.
@@ -233,24 +226,16 @@ def _refusal(name: str, size: int) -> str | None:
     return f"{size:,} bytes; at most {LARGEST_FILE_BYTES:,} are read" if size > LARGEST_FILE_BYTES else None
 
 
-class _Zip:
-    """An open archive whose members are read by one thread at a time; it is closed when the last has been read."""
+def _zipped(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
+    try:
+        file = zipfile.ZipFile(archive)
+    except _DAMAGES as error:
+        raise DataError(f"'{archive}' cannot be read as a zip archive: {error}.") from error
+    reading = threading.Lock()
 
-    def __init__(self, archive: Path) -> None:
+    def read(entry: zipfile.ZipInfo, path: Path) -> bytes:
         try:
-            self._file = zipfile.ZipFile(archive)
-        except _DAMAGES as error:
-            raise DataError(f"'{archive}' cannot be read as a zip archive: {error}.") from error
-        self._reading = threading.Lock()
-
-    def entries(self) -> list[zipfile.ZipInfo]:
-        """All members, in the order in which the archive names them."""
-        return self._file.infolist()
-
-    def read(self, entry: zipfile.ZipInfo, path: Path) -> bytes:
-        """A member's content; raises BrokenImageError."""
-        try:
-            with self._reading, self._file.open(entry) as member:
+            with reading, file.open(entry) as member:
                 content = member.read(LARGEST_FILE_BYTES + 1)
         except _DAMAGES as error:
             raise BrokenImageError(str(path), f"cannot be read from its archive: {error}") from error
@@ -258,120 +243,56 @@ class _Zip:
             raise BrokenImageError(str(path), f"more than {LARGEST_FILE_BYTES:,} bytes")
         return content
 
-
-def _zipped(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
-    file = _Zip(archive)
-    for entry in file.entries():
+    for entry in file.infolist():
         if entry.is_dir() or not _is_read(archive, entry.filename, left_out):
             continue
         path = _shown(archive, entry.filename)
-        reason = _refusal(entry.filename, entry.file_size)
-        if reason is not None:
+        if (reason := _refusal(entry.filename, entry.file_size)) is not None:
             yield PictureFile.broken(path, reason)
         else:
-            yield PictureFile(path, partial(file.read, entry, path))
+            yield PictureFile(path, partial(read, entry, path))
 
 
-class _DamagedTarError(Exception):
-    """What is wrong with a tar; nothing after it can be read."""
+class _Head(tarfile.TarInfo):
+    """A header of a tar: tarfile takes a damaged one for the end, and reads names of any length into memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        try:
+            head = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if not buf.strip(b"\0"):
+                raise  # the end
+            raise tarfile.ReadError(str(error)) from error
+        if head.size < 0:
+            raise tarfile.ReadError("a member's size is negative")
+        if head.type in _NAMES and head.size > _LONGEST_NAME_BYTES:
+            raise tarfile.ReadError(f"a name of {head.size:,} bytes")
+        return head
 
 
 def _in_tar(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
+    is_first = True
+    opened = Path.open if archive.name.lower().endswith(".tar") else gzip.open
     try:
-        opened = archive.open("rb")
-    except OSError as error:
-        raise DataError(f"'{archive}' cannot be read: {error.strerror or error}.") from error
-    with opened, opened if archive.name.lower().endswith(".tar") else gzip.GzipFile(fileobj=opened) as file:
-        reader = _Tar(file, archive, left_out)
-        first = True
-        while True:
-            try:
-                found = reader.following()
-            except (_DamagedTarError, *_DAMAGES) as error:
-                if first:
-                    raise DataError(f"'{archive}' cannot be read as a tar archive: {error}.") from error
-                yield PictureFile.broken(archive, f"the archive is damaged, what follows cannot be read: {error}")
-                return
-            if found is None:
-                return
-            first = False
-            name, content = found
-            path = _shown(archive, name)
-            if isinstance(content, str):
-                yield PictureFile.broken(path, content)
-            else:
-                yield PictureFile(path, partial(bytes, content))
-
-
-class _Tar:
-    """Reads a tar from beginning to end, so that it may be a compressed stream; in pieces, and never back."""
-
-    def __init__(self, file: BinaryIO | gzip.GzipFile, archive: Path, left_out: LeftOut) -> None:
-        self._file = file
-        self._archive = archive
-        self._left_out = left_out
-
-    def following(self) -> tuple[str, bytes | str] | None:
-        """The next image: its name, and its content or why it is not read; None at the end."""
-        name = None
-        while (head := self._head()) is not None:
-            padded = -(-head.size // _BLOCK) * _BLOCK
-            if head.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
-                named = self._name(head, padded)
-                name = name if named is None else named
-                continue
-            called, name = name or head.name, None
-            if not self._is_read(head, called):
-                self._skip(padded)
-                continue
-            reason = _refusal(called, head.size)
-            if reason is not None:
-                self._skip(padded)
-                return called, reason
-            return called, self._exactly(padded)[: head.size]
-        return None
-
-    def _is_read(self, head: tarfile.TarInfo, name: str) -> bool:
-        if head.isreg():
-            return _is_read(self._archive, name, self._left_out)
-        if head.type in _SPECIAL and not is_ignored_member(name):
-            self._left_out.add("links and special files in archives", str(_shown(self._archive, name)))
-        return False
-
-    def _head(self) -> tarfile.TarInfo | None:
-        block = self._file.read(_BLOCK)
-        if not block.strip(b"\0"):
-            return None
-        try:
-            head = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as error:
-            raise _DamagedTarError(str(error)) from error
-        if head.size < 0:
-            raise _DamagedTarError("a member's size is negative")
-        return head
-
-    def _name(self, head: tarfile.TarInfo, padded: int) -> str | None:
-        """The name in a header that only names the next member; None if it says something else."""
-        if padded > _LONGEST_NAME_BYTES:
-            self._skip(padded)
-            raise _DamagedTarError(f"a name of {head.size:,} bytes")
-        content = self._exactly(padded)[: head.size]
-        if head.type == tarfile.GNUTYPE_LONGNAME:
-            return content.rstrip(b"\0").decode("utf-8", "surrogateescape")
-        for record in content.split(b"\n"):
-            if (key := record.partition(b" ")[2]).startswith(b"path="):
-                return key[5:].decode("utf-8", "surrogateescape")
-        return None
-
-    def _exactly(self, count: int) -> bytes:
-        content = self._file.read(count)
-        while len(content) < count:
-            piece = self._file.read(count - len(content))
-            if not piece:
-                raise _DamagedTarError("it ends in the middle of a member")
-            content += piece
-        return content
-
-    def _skip(self, count: int) -> None:
-        while count:
-            count -= len(self._exactly(min(count, _PIECE_BYTES)))
+        # As a stream, which is read once from beginning to end, as a compressed one must be.
+        with opened(archive, "rb") as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Head) as tar:
+            while (head := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # else it would remember all
+                if not head.isreg():
+                    if head.type in _SPECIAL and not is_ignored_member(head.name):
+                        left_out.add("links and special files in archives", str(_shown(archive, head.name)))
+                    continue
+                if not _is_read(archive, head.name, left_out):
+                    continue
+                is_first, path = False, _shown(archive, head.name)
+                if (reason := _refusal(head.name, head.size)) is not None:
+                    yield PictureFile.broken(path, reason)
+                    continue
+                member = tar.extractfile(head)
+                assert member is not None  # as it is a file
+                yield PictureFile(path, partial(bytes, member.read()))
+    except (tarfile.TarError, *_DAMAGES) as error:
+        if is_first:
+            raise DataError(f"'{archive}' cannot be read as a tar archive: {error}.") from error
+        yield PictureFile.broken(archive, f"the archive is damaged, what follows cannot be read: {error}")

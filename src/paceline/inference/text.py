@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,8 +14,7 @@ from paceline.data.text.corpus import TextDataset, encoded
 from paceline.data.text.tokenizer import MASK_WORDS, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.inference.answers import NOT_FINITE
-from paceline.inference.predict import trained_task
-from paceline.recipe.load import stored_recipe
+from paceline.inference.trained import trained_recipe, trained_task
 from paceline.tasks.language_modeling import LanguageModeling
 
 
@@ -59,6 +58,9 @@ class TextPredictor:
         saved: The weights; their file says what their tokenizer is, and which task built their network.
         device: Where to compute.
         trust_code: Whether the weights' recipe may name code to import.
+
+    Attributes:
+        network: The network, in evaluation on the device.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
@@ -67,9 +69,7 @@ class TextPredictor:
         self.is_masked: bool = data["objective"] == "masked"
         self._context: int = data["context"]
         self._device = device
-        recipe = stored_recipe(saved.described("recipe"), where)
-        # The weights come from the file: nothing is downloaded or initialised from elsewhere.
-        recipe = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
+        recipe = trained_recipe(saved)
         task = trained_task(saved, trust_code=trust_code)(recipe)
         if not isinstance(task, LanguageModeling):
             raise RecipeError(f"the weights in {where} were trained with the task {recipe.task}, which writes no text.")
@@ -79,12 +79,7 @@ class TextPredictor:
         )
         network = task.build_model()
         load_trained(network, saved)
-        self._network = network.to(device).eval()
-
-    @property
-    def network(self) -> nn.Module:
-        """The network, in evaluation on the device."""
-        return self._network
+        self.network: nn.Module = network.to(device).eval()
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
         """Yield the ids of tokens that go on from a prompt, until a document ends.
@@ -142,7 +137,7 @@ class TextPredictor:
     @torch.inference_mode()
     def _scores(self, ids: list[int], places: list[int]) -> Tensor:
         """Logits at some places, float32 [places, vocabulary] on the CPU; raises NotFiniteError if they overflow."""
-        logits: Tensor = self._network(torch.tensor([ids], device=self._device))[0][places].float().cpu()
+        logits: Tensor = self.network(torch.tensor([ids], device=self._device))[0][places].float().cpu()
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")
         return logits
@@ -169,14 +164,9 @@ def load_text_predictor(
         PacelineError: If there are no such weights, or they are no language model's.
     """
     saved = read_weights(Path(target), weights, best=best)
-    if not is_text_model(saved):
+    if "tokenizer" not in saved.described("data"):
         raise RecipeError(f"the weights in {saved.path} are no language model's: they take no prompt; give files.")
     return TextPredictor(saved, device or torch.device("cpu"), trust_code=trust_code)
-
-
-def is_text_model(saved: SavedWeights) -> bool:
-    """Whether weights are a language model's, as their file says."""
-    return "tokenizer" in saved.described("data")
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

@@ -36,7 +36,7 @@ class Cell:
 
     Attributes:
         device: What was asked for, as are the others.
-        recipe: With all of that; None if there is none.
+        variant: A recipe with all of that; None if there is none.
         refusal: Why there is none.
         measured: What each launch found.
         same: Other combinations that come to this one here, as ``auto`` does to what it stands for; measured once.
@@ -47,8 +47,7 @@ class Cell:
     backend: str
     batch_size: int
     part: Part
-    processes: int
-    recipe: Recipe | None
+    variant: Variant | None
     refusal: str
     measured: list[Measured] = field(default_factory=list)
     same: list[str] = field(default_factory=list)
@@ -67,25 +66,17 @@ def measure_grid(asked: Bench, say: Callable[[str], None]) -> tuple[LoadedRecipe
     """
     loaded = load_recipe(asked.recipe, asked.overrides)
     cells = _once_each(list(_cells(asked, loaded.recipe)), asked)
-    able = [cell for cell in cells if cell.recipe is not None]
+    able = [(cell, cell.variant) for cell in cells if cell.variant is not None]
     for launch in range(asked.launches):
         for start in range(0, len(able), _AT_ONCE):
             together = able[start : start + _AT_ONCE]
             which = f"launch {launch + 1} of {asked.launches}, " if asked.launches > 1 else ""
             say(f"{which}{start + 1} to {start + len(together)} of {len(able)} combinations")
-            found = run_bursts(
-                {
-                    cell.name: Variant(recipe=cell.recipe, part=cell.part, processes=cell.processes)
-                    for cell in together
-                    if cell.recipe is not None
-                },
-                rounds=asked.rounds,
-                block_seconds=asked.seconds,
-                say=say,
-            )
-            for cell in together:
+            variants = {cell.name: variant for cell, variant in together}
+            found = run_bursts(variants, rounds=asked.rounds, block_seconds=asked.seconds, say=say)
+            for cell, _ in together:
                 cell.measured.append(found[cell.name])
-    return loaded, [_row(cell) for cell in cells]
+    return loaded, [_row(cell, asked.processes) for cell in cells]
 
 
 def _cells(asked: Bench, recipe: Recipe) -> Iterator[Cell]:
@@ -113,7 +104,8 @@ def _cells(asked: Bench, recipe: Recipe) -> Iterator[Cell]:
         except PacelineError as error:
             refusal = str(error)
         for part in asked.parts:
-            yield Cell(device, precision, backend, batch_size, part, asked.processes, made, refusal)
+            variant = None if made is None else Variant(recipe=made, part=part, processes=asked.processes)
+            yield Cell(device, precision, backend, batch_size, part, variant, refusal)
 
 
 def _once_each(cells: Sequence[Cell], asked: Bench) -> list[Cell]:
@@ -121,35 +113,30 @@ def _once_each(cells: Sequence[Cell], asked: Bench) -> list[Cell]:
     choices = (asked.devices, asked.precisions, asked.backends)
     if not any(len(names) > 1 and "auto" in names for names in choices):
         return list(cells)  # each says something else than the others
-    kept: list[Cell] = []
-    first: dict[tuple[Any, ...], Cell] = {}
+    kept: dict[tuple[Any, ...], Cell] = {}
     for cell in cells:
-        run = _comes_to(cell)
-        if run is not None and run in first:
-            first[run].same.append(cell.name)
-            continue
-        kept.append(cell)
-        if run is not None:
-            first[run] = cell
-    return kept
+        first = kept.setdefault(_comes_to(cell), cell)
+        if first is not cell:
+            first.same.append(cell.name)
+    return list(kept.values())
 
 
-def _comes_to(cell: Cell) -> tuple[Any, ...] | None:
-    """What a cell's ``auto`` values are here; None where it cannot be planned, which the row will say."""
-    if cell.recipe is None:
-        return None
-    world = World(world_size=cell.processes, local_world_size=cell.processes)
+def _comes_to(cell: Cell) -> tuple[Any, ...]:
+    """What a cell's ``auto`` values are here; itself where it cannot be planned, which the row will say."""
+    if cell.variant is None:
+        return (cell.name,)
+    recipe, processes = cell.variant.recipe, cell.variant.processes
+    world = World(world_size=processes, local_world_size=processes)
     try:
-        device = choose_device(cell.recipe.parallel.device, world)
-        machine = describe_machine(device, processes=cell.processes)
-        plan = plan_run(cell.recipe, build_task(cell.recipe), machine, world)
+        machine = describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
+        plan = plan_run(recipe, build_task(recipe), machine, world)
     except PacelineError:
-        return None
+        return (cell.name,)
     data = (plan.data.get("backend"), plan.data.get("workers"))
     return (cell.part, plan.device, plan.precision, plan.global_batch_size, *data)
 
 
-def _row(cell: Cell) -> dict[str, Any]:
+def _row(cell: Cell, processes: int) -> dict[str, Any]:
     """One combination as it stands in the result."""
     good = [each for each in cell.measured if each.rounds]
     facts = dict(cell.measured[0].facts) if cell.measured else {}
@@ -160,7 +147,7 @@ def _row(cell: Cell) -> dict[str, Any]:
         "backend": facts.get("backend") or cell.backend,
         "batch_size": cell.batch_size,
         "part": cell.part,
-        "processes": cell.processes,
+        "processes": processes,
     }
     trouble = cell.refusal or next((each.trouble for each in cell.measured if each.trouble), "")
     told = {

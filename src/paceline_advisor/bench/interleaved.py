@@ -8,9 +8,7 @@ round in the other order. What slows the machine for a while slows all of them, 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import subprocess
 import tempfile
@@ -18,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from paceline.distributed.local_launch import rank_variables
 from paceline.machine import available_cores
-from paceline.metrics.intervals import Interval, paired_ratio, rate_interval
+from paceline.metrics.intervals import Interval, paired_ratio
 from paceline.processes import Child, ProcessGroup, without_rank
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
@@ -88,11 +88,6 @@ class Round:
         """Mean seconds per step."""
         return self.seconds / self.steps
 
-    @property
-    def samples_per_second(self) -> float:
-        """Over all processes."""
-        return self.samples / self.seconds
-
 
 @dataclass(kw_only=True)
 class Measured:
@@ -128,7 +123,7 @@ class Measured:
     @property
     def samples_per_second(self) -> list[float]:
         """Over all processes, by round."""
-        return [each.samples_per_second for each in self.rounds]
+        return [each.samples / each.seconds for each in self.rounds]
 
     @property
     def seconds_per_sample(self) -> list[float]:
@@ -156,16 +151,12 @@ class Measured:
             return None
         return sum(each or 0.0 for each in used) / sum(each.samples for each in self.rounds)
 
-    def throughput(self, *, confidence: float = 0.95) -> Interval | None:
-        """Training samples per second, with its interval; None without rounds."""
-        return rate_interval(self.seconds_per_sample, confidence=confidence) if self.rounds else None
-
-    def slower_than(self, other: Measured, *, confidence: float = 0.95) -> Interval | None:
+    def slower_than(self, other: Measured) -> Interval | None:
         """Seconds per sample over the other's, round by round; None if they share no round."""
         shared = min(len(self.rounds), len(other.rounds))
         if not shared or self.alone != other.alone:
             return None
-        return paired_ratio(self.seconds_per_sample[:shared], other.seconds_per_sample[:shared], confidence=confidence)
+        return paired_ratio(self.seconds_per_sample[:shared], other.seconds_per_sample[:shared])
 
 
 def run_bursts(
@@ -221,52 +212,6 @@ class MemberError(Exception):
         self.out_of_memory = out_of_memory
 
 
-class _Rank:
-    """One process with its two pipes."""
-
-    def __init__(self, group: ProcessGroup, orders: Orders, environment: Mapping[str, str], errors: Path) -> None:
-        self.answers, theirs = os.pipe()
-        self._read = b""
-        try:
-            self.child = group.start(
-                command_line(replace(orders, answers=theirs)),
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=errors,
-                stderr=errors,
-                pass_fds=(theirs,),
-            )
-        except OSError as error:
-            os.close(self.answers)
-            raise MemberError(f"a process cannot be started ({error.strerror})") from error
-        finally:
-            os.close(theirs)
-
-    def grant(self, lead: int, steps: int) -> None:
-        assert self.child.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end is told where its answer is waited for
-            self.child.process.stdin.write(json.dumps({"lead": lead, "steps": steps}).encode() + b"\n")
-            self.child.process.stdin.flush()
-
-    def line(self) -> dict[str, Any] | None:
-        """What it says, if it has said something."""
-        if b"\n" not in self._read and select.select([self.answers], [], [], 0)[0]:
-            self._read += os.read(self.answers, 1 << 16)
-        whole, newline, rest = self._read.partition(b"\n")
-        if not newline:
-            return None
-        self._read = rest
-        found: dict[str, Any] = json.loads(whole)
-        return found
-
-    def close(self) -> None:
-        """Close its pipes."""
-        assert self.child.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.child.process.stdin.close()
-        os.close(self.answers)
-
-
 class _Player:
     """One variant that takes turns: its processes, and what they measured.
 
@@ -283,35 +228,43 @@ class _Player:
         self.measured = Measured(variant=variant)
         self._block_seconds, self._steps = block_seconds, 1
         self._group = ProcessGroup()
-        self._ranks: list[_Rank] = []
-        folder = scratch / str(index)
+        self._ranks: list[tuple[Child, Connection[Any, Any]]] = []
+        self._scratch, self._folder = scratch, scratch / str(index)
+
+    def start(self) -> None:
+        """Start its processes, which open the run."""
+        folder, variant = self._folder, self.measured.variant
         temporary = folder / "t"  # a short name: sockets of loader processes lie in it, whose paths have 108 bytes
         meeting = folder / "m"
         for each in (folder, temporary, meeting):
             each.mkdir()
         recipe = folder / "recipe.yaml"
         recipe.write_text(to_yaml(for_bursts(variant.recipe)), encoding="utf-8")
-        orders = Orders(
-            recipe=str(recipe),
-            run_dir=str(folder / "run"),
-            scratch=str(scratch),
-            part=variant.part,
-            parent=os.getpid(),
-            answers=-1,
+        run_dir, scratch = str(folder / "run"), str(self._scratch)
+        orders = partial(
+            Orders, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
         )
-
-        def start() -> None:
-            ours, count, cores = without_rank(os.environ), variant.processes, available_cores()
-            for rank in range(count):
-                of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
-                environment = {**ours, "TMPDIR": str(temporary), **of_rank}
-                self._ranks.append(_Rank(self._group, orders, environment, folder / f"errors-{rank}"))
-
-        try:
-            self.attempt(start)
-        except BaseException:
-            self.kill()
-            raise
+        ours, count, cores = without_rank(os.environ), variant.processes, available_cores()
+        for rank in range(count):
+            of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
+            environment = {**ours, "TMPDIR": str(temporary), **of_rank}
+            errors = folder / f"errors-{rank}"
+            mine, theirs = Pipe()
+            with theirs:
+                number = theirs.fileno()
+                try:
+                    child = self._group.start(
+                        command_line(orders(turns=number)),
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=errors,
+                        stderr=errors,
+                        pass_fds=(number,),
+                    )
+                except OSError as error:
+                    mine.close()
+                    raise MemberError(f"a process cannot be started ({error.strerror})") from error
+            self._ranks.append((child, mine))
 
     def attempt(self, act: Callable[[], None]) -> None:
         """Do something unless the variant has failed."""
@@ -350,22 +303,25 @@ class _Player:
 
     def leave(self) -> None:
         """Let its processes end in order, and see to it that they do."""
-        for rank in self._ranks:
-            rank.grant(0, 0)
+        self._grant(0, 0)
         self._group.wait(_LEAVE_SECONDS, after_failure=_LEAVE_SECONDS)
         self.kill()
 
     def kill(self) -> None:
         """End all its processes, with their loader processes."""
         self._group.kill()
-        for rank in self._ranks:
-            rank.close()
+        for _, turns in self._ranks:
+            turns.close()
         self._ranks = []
+
+    def _grant(self, lead: int, steps: int) -> None:
+        for _, turns in self._ranks:
+            with contextlib.suppress(OSError):  # its end is told where its answer is waited for
+                turns.send({"lead": lead, "steps": steps})
 
     def _turn(self, lead: int, steps: int) -> Round:
         """Take steps that are not timed, and then some that are; return what the slowest process measured."""
-        for rank in self._ranks:
-            rank.grant(lead, steps)
+        self._grant(lead, steps)
         # What takes longer than this does not come back.
         answer = of_all(self._answers(_BLOCK_SECONDS + 20 * self._block_seconds))
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
@@ -375,14 +331,15 @@ class _Player:
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + limit_seconds
         while len(found) < len(self._ranks):
-            waiting = [index for index in range(len(self._ranks)) if index not in found]
-            select.select([self._ranks[index].answers for index in waiting], [], [], _LOOK_SECONDS)
-            for index in waiting:
-                ended = self._ranks[index].child.code is not None
-                answer = self._ranks[index].line()
+            wait([turns for index, (_, turns) in enumerate(self._ranks) if index not in found], _LOOK_SECONDS)
+            for index, (child, turns) in enumerate(self._ranks):
+                if index in found:
+                    continue
+                ended = child.code is not None
+                answer = _answer(turns)
                 if answer is not None:
                     found[index] = answer
-                if (answer is None and ended) or (answer is not None and "failed" in answer):
+                if ended if answer is None else "failed" in answer:
                     raise self._failure(found)
             if time.monotonic() > deadline:
                 raise MemberError(f"it gave no answer within {limit_seconds:.0f} s")
@@ -393,9 +350,26 @@ class _Player:
         deadline = time.monotonic() + (_CAUSE_SECONDS if len(self._ranks) > 1 else 0.0)
         said: list[dict[str, Any]] = [each for each in found.values() if "failed" in each]
         while time.monotonic() < deadline:
-            said += [each for rank in self._ranks if (each := rank.line()) is not None and "failed" in each]
+            answers = [_answer(turns) for _, turns in self._ranks]
+            said += [each for each in answers if each is not None and "failed" in each]
             time.sleep(_LOOK_SECONDS / 4)
-        return _cause(said, [rank.child for rank in self._ranks if rank.child.code is not None])
+        ended = [child for child, _ in self._ranks if child.code is not None]
+        short = [each for each in said if each["out_of_memory"]]
+        killed = [child for child in ended if (child.code or 0) < 0]
+        if killed and not short:
+            return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
+        if told := [*short, *said]:
+            return MemberError(told[0]["failed"], out_of_memory=told[0]["out_of_memory"])
+        return MemberError(ended[0].ending if ended else "it broke off")
+
+
+def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
+    """What a process says, if it has said something."""
+    with contextlib.suppress(EOFError, OSError):
+        if turns.poll():
+            found: dict[str, Any] = turns.recv()
+            return found
+    return None
 
 
 def _in_turns(
@@ -407,6 +381,8 @@ def _in_turns(
         for index, (name, variant) in enumerate(variants.items()):
             players[name] = _Player(variant, scratch, index, block_seconds)
             held.callback(players[name].kill)
+        for each in players.values():
+            each.attempt(each.start)
         say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
         for each in players.values():
             each.attempt(each.open)
@@ -458,13 +434,3 @@ def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_memory_bytes": max(peaks, default=None),
         "joules": sum(known) if len(known) == len(used) else None,
     }
-
-
-def _cause(said: Sequence[dict[str, Any]], ended: Sequence[Child]) -> MemberError:
-    short = [each for each in said if each["out_of_memory"]]
-    killed = [child for child in ended if (child.code or 0) < 0]
-    if killed and not short:
-        return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
-    if found := [*short, *said]:
-        return MemberError(found[0]["failed"], out_of_memory=found[0]["out_of_memory"])
-    return MemberError(ended[0].ending if ended else "it broke off")

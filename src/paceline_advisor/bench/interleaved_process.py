@@ -1,8 +1,7 @@
 """One process of a variant: opens the run as training does, and takes its steps when it is told to.
 
-``python -m paceline_advisor.bench.interleaved_process ORDERS-AS-JSON``. It reads one JSON
-object a line on standard input, each of which grants some steps, and answers each on a pipe of its own with what they
-took. It leaves when granted none.
+``python -m paceline_advisor.bench.interleaved_process ORDERS-AS-JSON``. Each message on its connection grants some
+steps, and is answered with what they took. It leaves when granted none.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Orders:
         scratch: What is to be removed if the parent is no longer there to do it.
         part: ``together``, ``compute`` or ``data``.
         parent: The process that gives turns.
-        answers: File descriptor of the pipe to it.
+        turns: File descriptor of the connection to it.
     """
 
     recipe: str
@@ -56,7 +56,7 @@ class Orders:
     scratch: str
     part: str
     parent: int
-    answers: int
+    turns: int
 
 
 class _Over(BaseException):
@@ -66,8 +66,8 @@ class _Over(BaseException):
 class _Turns(SilentDisplay):
     """Stands where the loop shows its progress: after each step, and so the place to time blocks and to wait."""
 
-    def __init__(self, run: Run, answers: int, *, repeats_first: bool) -> None:
-        self._run, self._answers = run, answers
+    def __init__(self, run: Run, turns: Connection[Any, Any], *, repeats_first: bool) -> None:
+        self._run, self._turns = run, turns
         self._repeats_first = repeats_first
         self._energy = EnergyCounter(run.device)
         self._lead = self._steps = 0
@@ -78,11 +78,11 @@ class _Turns(SilentDisplay):
 
     def wait(self) -> None:
         """Wait for the next turn."""
-        line = sys.stdin.readline()
-        if not line:
+        try:
+            granted = self._turns.recv()
+        except (EOFError, OSError):
             # The parent is no more: the thread that watches it takes everything away, and ends this process.
             threading.Event().wait()
-        granted = json.loads(line)
         self._lead, self._steps = granted["lead"], granted["steps"]
         if not self._steps:
             raise _Over
@@ -102,7 +102,7 @@ class _Turns(SilentDisplay):
         if not self._steps:
             # The clock of the run goes on with the next turn.
             with self._run.clock.paused():
-                self._tell(self._measured())
+                self._turns.send(self._measured())
                 self.wait()
 
     def _begin(self) -> None:
@@ -133,7 +133,7 @@ class _Turns(SilentDisplay):
     def opened(self, seconds: float) -> None:
         """Say that the run is open, and what it is."""
         plan = self._run.plan
-        self._tell(
+        self._turns.send(
             {
                 "opened": seconds,
                 "device": plan.device,
@@ -163,9 +163,6 @@ class _Turns(SilentDisplay):
     def _settle(self) -> None:
         if self._run.device.type != "cpu":
             torch.get_device_module(self._run.device).synchronize()
-
-    def _tell(self, document: dict[str, Any]) -> None:
-        _tell(self._answers, document)
 
 
 class _Supply:
@@ -229,13 +226,13 @@ def _take_away(scratch: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _take_turns(orders: Orders) -> None:
+def _take_turns(orders: Orders, connection: Connection[Any, Any]) -> None:
     begun = time.perf_counter()
     repeats_first = orders.part == "compute"
     with opened_run(load_recipe(orders.recipe), Options(run_dir=Path(orders.run_dir))) as run:
         # Only now: what is forked beside a thread inherits its locks.
         threading.Thread(target=_leave_with, args=(orders.parent, Path(orders.scratch)), daemon=True).start()
-        turns = _Turns(run, orders.answers, repeats_first=repeats_first)
+        turns = _Turns(run, connection, repeats_first=repeats_first)
         run.pipeline = _Supply(run.pipeline, turns, repeats_first=repeats_first)
         run.display = turns
         turns.opened(time.perf_counter() - begun)
@@ -243,10 +240,6 @@ def _take_turns(orders: Orders) -> None:
             _only_data(run)
         else:
             fit(run, forecasts=False)
-
-
-def _tell(answers: int, document: dict[str, Any]) -> None:
-    os.write(answers, json.dumps(document).encode() + b"\n")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -266,15 +259,16 @@ def _said(error: BaseException) -> str:
 def main(words: list[str]) -> int:
     """Take turns until there are no more; returns the exit code."""
     orders = Orders(**json.loads(words[0]))
+    connection = Connection(orders.turns)
     try:
-        _take_turns(orders)
+        _take_turns(orders, connection)
     except _Over:
         return 0
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent reports it of this variant
         if os.getppid() != orders.parent:
             _take_away(Path(orders.scratch))
             return 1
-        _tell(orders.answers, {"failed": _said(error), "out_of_memory": _is_out_of_memory(error)})
+        connection.send({"failed": _said(error), "out_of_memory": _is_out_of_memory(error)})
         return 1
     return 0
 

@@ -40,7 +40,7 @@ _WARM_QUERIES = 10
 _WARM_SECONDS = 0.5
 # The 99th percentile of fewer is their largest.
 _FEWEST_QUERIES = 100
-# Slow networks are not waited for until they have answered so many.
+# Slow networks are not waited for until they have answered so many, but for some times as long as others.
 _PATIENCE = 5
 _PARTS = 10
 _MULTI_STREAM = 8
@@ -175,12 +175,14 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
         images = subject.images(size)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(subject.device)
-        _warm_up(subject, images)
+        _queries(subject, images, _WARM_QUERIES, _WARM_SECONDS)
         energy = EnergyCounter(subject.device)
         before = energy.joules()
-        times, each = (
-            _offline(subject, images, seconds) if scenario == "offline" else _queries(subject, images, seconds)
-        )
+        each = 1
+        if scenario == "offline":
+            times, each = _offline(subject, images, seconds)
+        else:
+            times = _queries(subject, images, _FEWEST_QUERIES, seconds)
         after = energy.joules()
     except (RuntimeError, MemoryError) as error:
         if on_gpu:
@@ -213,29 +215,16 @@ def _row(device: str, precision: str, scenario: str, size: int | None, *, troubl
     }
 
 
-def _warm_up(subject: _Subject, images: torch.Tensor) -> None:
-    begun, count = time.perf_counter(), 0
-    while count < _WARM_QUERIES or time.perf_counter() - begun < _WARM_SECONDS:
-        subject.query(images)
-        count += 1
-        if time.perf_counter() - begun > _PATIENCE * _WARM_SECONDS:
-            return
-
-
-def _queries(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:
-    """Seconds of one query after the other, and 1: the queries that each of them stands for."""
+def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: float) -> list[float]:
+    """Seconds of one query after the other: so many and for so long, but slow ones only some times as long."""
     times: list[float] = []
     begun = last = time.perf_counter()
-    while (
-        len(times) < 2
-        or last - begun < seconds
-        or (len(times) < _FEWEST_QUERIES and last - begun < _PATIENCE * seconds)
-    ):
+    while len(times) < 2 or last - begun < seconds or (len(times) < fewest and last - begun < _PATIENCE * seconds):
         subject.query(images)
         now = time.perf_counter()
         times.append(now - last)
         last = now
-    return times, 1
+    return times
 
 
 def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:

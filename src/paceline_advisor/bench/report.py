@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -15,12 +15,12 @@ import torch
 from paceline import __version__
 from paceline.command import Log
 from paceline.pages.page import Chart, Page, Section, Table, write_page
-from paceline.pages.shown import Shown
+from paceline.pages.shown import Document, Shown
 from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
-from paceline.report.benchmark_comparison import FILE, FORMAT, Comparison, compare
+from paceline.report.benchmark_comparison import FILE, FORMAT, compare
 from paceline.units import format_bytes
 from paceline_advisor.bench.grid import measure_grid
 from paceline_advisor.bench.latency import measure_latency
@@ -83,7 +83,7 @@ class BenchReport:
         header, rows = self.table()
         return Shown(
             title=f"{self.name}: {self.kind.replace('_', ' ')}",
-            blocks=[Table(columns=header, rows=rows, caption=""), *(f"  {note}" for note in self.notes)],
+            blocks=[Table(columns=header, rows=rows), *(f"  {note}" for note in self.notes)],
             ok=self.measured_any or "",
         )
 
@@ -149,72 +149,61 @@ def bench(asked: Bench, log: Log) -> BenchReport:
     Raises:
         PacelineError: If the recipe is wrong, or nothing can be measured here.
     """
+    dawnbench = None
     if asked.inference:
+        kind, names = "latency", ["weights", "batch_sizes", "devices", "precisions", "seconds"]
         name, recipe, rows = measure_latency(asked, log)
-        names = ["weights", "batch_sizes", "devices", "precisions", "seconds"]
-        return _report("latency", name, recipe, rows, latency_notes(rows), asked, names)
-    if asked.to is not None:
+        notes = latency_notes(rows)
+    elif asked.to is not None:
+        kind, names = "time_to_target", ["to", "runs", "price_per_hour", "processes"]
         loaded, target, runs = run_to_target(asked, log)
-        row = summarise_runs(runs, target, asked.price_per_hour)
-        names = ["to", "runs", "price_per_hour", "processes"]
-        report = _report("time_to_target", loaded.name, loaded.recipe, [row], target_notes(row), asked, names)
-        return replace(
-            report,
-            dawnbench=partial(write_dawnbench, loaded=loaded, target=target, runs=runs, price=asked.price_per_hour),
-        )
-    loaded, rows = measure_grid(asked, log)
-    names = ["batch_sizes", "devices", "precisions", "backends", "parts", "rounds", "launches", "processes", "seconds"]
-    return _report("throughput", loaded.name, loaded.recipe, rows, throughput_notes(rows), asked, names)
+        name, recipe, rows = loaded.name, loaded.recipe, [summarise_runs(runs, target, asked.price_per_hour)]
+        notes = target_notes(rows[0])
+        dawnbench = partial(write_dawnbench, loaded=loaded, target=target, runs=runs, price=asked.price_per_hour)
+    else:
+        kind, names = "throughput", ["batch_sizes", "devices", "precisions", "backends", "parts"]
+        names += ["rounds", "launches", "processes", "seconds"]
+        loaded, rows = measure_grid(asked, log)
+        name, recipe, notes = loaded.name, loaded.recipe, throughput_notes(rows)
+    return BenchReport(
+        kind=kind,
+        name=name,
+        recipe=recipe,
+        settings={each: getattr(asked, each) for each in names},
+        rows=rows,
+        notes=notes,
+        dawnbench=dawnbench,
+    )
 
 
-def _report(
-    kind: str, name: str, recipe: Recipe, rows: Sequence[Row], notes: Sequence[str], asked: Bench, names: Sequence[str]
-) -> BenchReport:
-    settings = {each: getattr(asked, each) for each in names}
-    return BenchReport(kind=kind, name=name, recipe=recipe, settings=settings, rows=rows, notes=notes)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Two results, compared for `paceline bench compare`."""
-
-    found: Comparison
-
-    def to_json(self) -> Mapping[str, Any]:
-        """Return the comparison as one JSON object."""
-        return self.found.to_json()
-
-    def __paceline__(self) -> Shown:
-        """Show the change of each line with its interval and verdict."""
-        found, rows = self.found, []
-        for line in found.lines:
-            ratio = line.slower
-            change = "" if ratio is None else f"{100 * (ratio.middle - 1):+.1f} %"
-            ends = "" if ratio is None else f"{100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
-            rows.append((line.name, change, ends, line.verdict, line.note))
-        differences = found.differences.items()
-        undecided = "  Where there is not enough evidence: measure longer, with more --rounds or --launches."
-        verdict = "B is slower" if found.regressed else "Nothing is shown to be slower"
-        return Shown(
-            title="B compared with A",
-            blocks=[
-                Table(columns=("what", "time of B", "interval", "verdict", ""), rows=rows, caption=""),
-                *(f"  not the same: {name} is {one} in A and {other} in B" for name, (one, other) in differences),
-                *(f"  {note}" for note in found.notes),
-                *([undecided] if found.undecided else []),
-                f"  {verdict} by more than {100 * found.tolerance:g} %.",
-            ],
-            ok=not found.regressed or "",
-        )
-
-
-def compare_results(asked: BenchCompare, _: Log) -> Compared:
-    """Compare two results or run directories.
+def compare_results(asked: BenchCompare, _: Log) -> Document:
+    """Compare two results or run directories, and show the change of each line with its interval and verdict.
 
     Raises:
         PacelineError: If one of them cannot be read, or they have nothing in common.
     """
-    return Compared(compare(asked.a, asked.b, tolerance=asked.tolerance / 100, confidence=asked.confidence / 100))
+    found = compare(asked.a, asked.b, tolerance=asked.tolerance / 100, confidence=asked.confidence / 100)
+    rows = []
+    for line in found.lines:
+        ratio = line.slower
+        change = "" if ratio is None else f"{100 * (ratio.middle - 1):+.1f} %"
+        ends = "" if ratio is None else f"{100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
+        rows.append((line.name, change, ends, line.verdict, line.note))
+    differences = found.differences.items()
+    undecided = "  Where there is not enough evidence: measure longer, with more --rounds or --launches."
+    verdict = "B is slower" if found.regressed else "Nothing is shown to be slower"
+    shown = Shown(
+        title="B compared with A",
+        blocks=[
+            Table(columns=("what", "time of B", "interval", "verdict", ""), rows=rows),
+            *(f"  not the same: {name} is {one} in A and {other} in B" for name, (one, other) in differences),
+            *(f"  {note}" for note in found.notes),
+            *([undecided] if found.undecided else []),
+            f"  {verdict} by more than {100 * found.tolerance:g} %.",
+        ],
+        ok=not found.regressed or "",
+    )
+    return Document(document=found.to_json(), shown=shown)
 
 
 def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
@@ -342,19 +331,18 @@ def _figure(*keys: str, scale: float = 1, form: str = ",.2f", unit: str = "") ->
     return show
 
 
-def _peak(row: Row) -> str:
-    return "" if row.get("peak_memory_bytes") is None else format_bytes(row["peak_memory_bytes"])
-
-
 _FIRST = {"device": _text("device"), "precision": _text("precision")}
-_BATCH = {"batch": _text("batch_size")}
 _RATE: dict[str, Column] = {"samples/s": lambda row: _interval(row["samples_per_second"])}
-_LAST = {"peak memory": _peak, "J/sample": _figure("joules_per_sample", form=".3g"), "trouble": _text("trouble")}
+_LAST: dict[str, Column] = {
+    "peak memory": lambda row: "" if (peak := row.get("peak_memory_bytes")) is None else format_bytes(peak),
+    "J/sample": _figure("joules_per_sample", form=".3g"),
+    "trouble": _text("trouble"),
+}
 _COLUMNS: dict[str, dict[str, Column]] = {
     "throughput": {
         **_FIRST,
         "back-end": _text("backend"),
-        **_BATCH,
+        "batch": _text("batch_size"),
         "part": _text("part"),
         **_RATE,
         "ms/step": _figure("step_seconds", "median", scale=1e3),
@@ -365,7 +353,7 @@ _COLUMNS: dict[str, dict[str, Column]] = {
     "latency": {
         **_FIRST,
         "scenario": _text("scenario"),
-        **_BATCH,
+        "batch": _text("batch_size"),
         **_RATE,
         "mean ms": _figure("latency_seconds", "mean", scale=1e3),
         **{f"{each} %": _figure("latency_seconds", f"p{each}", scale=1e3) for each in (50, 90, 95, 99)},

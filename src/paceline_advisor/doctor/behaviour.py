@@ -7,14 +7,13 @@ such a call is not seen.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import os
+import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -113,19 +112,23 @@ _LARGE = 1024  # numbers per sample: what is smaller costs a launch, which the w
 
 @dataclass(kw_only=True)
 class Calls:
-    """What was seen, by file, line and kind.
+    """What the user's code did in one micro-batch; calls by file, line and kind.
 
     Attributes:
         reads: Values of the device that the host asked for.
         made: Tensors that were made on the host, in vain or to be copied.
         pointwise: Longest rows of operations on single numbers, one after the other, by file, line and function.
         debugging: Debugging aids that were on, and where that was noticed; by name.
+        states: Settings of torch that it left otherwise than they were, and where.
+        has_gradient_in_evaluation: Whether scores came with a graph for gradients.
     """
 
     reads: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     made: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     pointwise: dict[tuple[str, int, str], int] = field(default_factory=dict)
     debugging: dict[str, Place | None] = field(default_factory=dict)
+    states: dict[str, Place | None] = field(default_factory=dict)
+    has_gradient_in_evaluation: bool = False
 
 
 class CallWatcher(TorchFunctionMode):
@@ -142,13 +145,7 @@ class CallWatcher(TorchFunctionMode):
         self._samples = samples
         self._row: tuple[str, str] = ("", "")  # file and function of the row of pointwise calls under way
         self._row_begins, self._row_length = 0, 0
-        for each in on_device:
-            _mark(each, "device")
-
-    def begin_anew(self) -> None:
-        """Forget what was seen, but not where the tensors lie that it has left."""
-        self.calls = Calls()
-        self._row = ("", "")
+        _mark(list(on_device), "device")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note one call and make it."""
@@ -156,22 +153,24 @@ class CallWatcher(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             result = func(*args, **kwargs)
-            _mark_all(result, _whence(args, kwargs))
+            _mark(result, _whence(args, kwargs))
             return result
         frame = sys._getframe(1)  # noqa: SLF001  # the caller's, which no other function of Python gives
         place = place_of(frame)
         self._note_debugging(frame, place)
         lies = _whence(args, kwargs)
         if place is not None:
-            self._note_read(name, args, kwargs, lies, place)
-            self._note_made(name, args, kwargs, lies, place)
+            if lies == "device" and (what := _read(name, args, kwargs)):
+                self.calls.reads[place.file, place.line, what] += 1
+            if what := _made(name, args, kwargs, lies):
+                self.calls.made[place.file, place.line, what] += 1
         if name == "cuda" and isinstance(args[0], Tensor):
             result = args[0]
         else:
-            result = func(*_without_gpu(args), **{key: _without_gpu((each,))[0] for key, each in kwargs.items()})
+            result = func(*map(_without_gpu, args), **{key: _without_gpu(each) for key, each in kwargs.items()})
         if name in _MOVES and args and result is args[0]:
             result = result.view_as(result)  # there it would be another tensor
-        _mark_all(result, _whither(name, args, kwargs, lies))
+        _mark(result, _whither(name, args, kwargs, lies))
         self._note_pointwise(name, result, frame, place)
         return result
 
@@ -183,25 +182,6 @@ class CallWatcher(TorchFunctionMode):
             found["profiler"] = place
         if "gradcheck" not in found and any(file.endswith(_GRADCHECK) for file in _files(frame)):
             found["gradcheck"] = place
-
-    def _note_read(self, name: str, args: Any, kwargs: Any, lies: str, place: Place) -> None:
-        if lies == "device" and (what := _read(name, args, kwargs)):
-            self.calls.reads[place.file, place.line, what] += 1
-
-    def _note_made(self, name: str, args: Any, kwargs: Any, lies: str, place: Place) -> None:
-        what = ""
-        if name in ("to", "cuda") and lies == "host" and not _is_to_host(args, kwargs) and _moves(name, args, kwargs):
-            what = f"a tensor of the host copied by .{name}()"
-        elif name == "where" and lies == "device" and any(_lies(each) == "host" for each in _tensors(args)):
-            what = "a number of the host copied by torch.where"
-        elif name in _FACTORIES and lies == "":
-            asked = kwargs.get("device")
-            if name in _FROM_PYTHON and asked is not None and not _means_host(asked):
-                what = f"torch.{name} of Python's values, copied to the device"
-            elif asked is None and not _is_scalar(name, args):
-                what = f"torch.{name} without device="
-        if what:
-            self.calls.made[place.file, place.line, what] += 1
 
     def _note_pointwise(self, name: str, result: Any, frame: FrameType, place: Place | None) -> None:
         if name in _VIEWS:
@@ -259,6 +239,21 @@ def _read(name: str, args: Any, kwargs: Any) -> str:
     return ""
 
 
+def _made(name: str, args: Any, kwargs: Any, lies: str) -> str:
+    """What a call makes on the host, in vain or to be copied, in words; empty if nothing."""
+    if name in ("to", "cuda") and lies == "host" and not _is_to_host(args, kwargs) and _moves(name, args, kwargs):
+        return f"a tensor of the host copied by .{name}()"
+    if name == "where" and lies == "device" and any(_lies(each) == "host" for each in _tensors(args)):
+        return "a number of the host copied by torch.where"
+    if name in _FACTORIES and lies == "":
+        asked = kwargs.get("device")
+        if name in _FROM_PYTHON and asked is not None and not _means_host(asked):
+            return f"torch.{name} of Python's values, copied to the device"
+        if asked is None and not _is_scalar(name, args):
+            return f"torch.{name} without device="
+    return ""
+
+
 def _has_mask(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in parts)
@@ -284,15 +279,10 @@ def _moves(name: str, args: Any, kwargs: Any) -> bool:
     return name == "cuda" or any(isinstance(each, str | torch.device | Tensor) for each in named)
 
 
-def _without_gpu(values: Any) -> Any:
-    """The same with the CPU where a GPU is asked for: this look is on the CPU."""
-    return tuple("cpu" if _is_gpu(each) else each for each in values)
-
-
-def _is_gpu(value: Any) -> bool:
-    if not isinstance(value, str | torch.device):
-        return False
-    return str(value).partition(":")[0] in ("cuda", "xpu", "mps")
+def _without_gpu(value: Any) -> Any:
+    """The same, but the CPU where a GPU is asked for: this look is on the CPU."""
+    is_gpu = isinstance(value, str | torch.device) and str(value).partition(":")[0] in ("cuda", "xpu", "mps")
+    return "cpu" if is_gpu else value
 
 
 def _whence(args: Any, kwargs: Any) -> str:
@@ -333,64 +323,30 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors(each, depth - 1)
 
 
-def _mark_all(result: Any, lies: str) -> None:
-    for each in _tensors(result):
-        _mark(each, lies)
+def _mark(value: Any, lies: str) -> None:
+    for each in _tensors(value):
+        setattr(each, _MARK, lies)  # an attribute of Python's own, which goes with the tensor
 
 
-def _mark(tensor: Tensor, lies: str) -> None:
-    # An attribute of Python's own, which goes with the tensor.
-    setattr(tensor, _MARK, lies)
-
-
-def own_files(recipe: Recipe, task: Task, network: nn.Module | None) -> list[str]:
+def own_files(recipe: Recipe, task: Task, network: nn.Module) -> list[str]:
     """The files of the user's code: those that the recipe names, and those of its task's and network's classes."""
     modules = {reference.partition(":")[0] for reference in named_code(recipe)}
-    kinds = [*type(task).__mro__, *({type(each) for each in network.modules()} if network is not None else ())]
+    kinds = [*type(task).__mro__, *(type(each) for each in network.modules())]
     modules |= {kind.__module__ for kind in kinds}
-    files = {_file(name) for name in modules}
+    files = {getattr(sys.modules.get(name), "__file__", None) or "" for name in modules}
     return sorted(
         file for file in files if file and not file.startswith((*OURS, TORCH)) and "site-packages" not in file
     )
 
 
-def find_call(files: Collection[str], names: Collection[str]) -> Place | None:
-    """The first line on which one of these functions or classes is called or entered, by its last name."""
-    return next((place for file in files for place in _calls(file, names)), None)
-
-
-def find_setting(files: Collection[str], ending: str) -> Place | None:
-    """The first line that assigns to something whose name ends so."""
+def find_line(files: Iterable[str], pattern: str) -> Place | None:
+    """The first line that holds this."""
     for file in files:
-        for node in ast.walk(_tree(file)):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if any(ast.unparse(target).endswith(ending) for target in targets):
-                assert isinstance(node, ast.Assign)
-                return Place(file, node.lineno, ast.unparse(node))
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
+                if re.search(pattern, line.partition("#")[0]):
+                    return Place(file, number, line.strip())
     return None
-
-
-def _calls(file: str, names: Collection[str]) -> Iterator[Place]:
-    calls = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Call))
-    for node in sorted(calls, key=lambda each: each.lineno):
-        called = ast.unparse(node.func)
-        if called.rpartition(".")[2] in names:
-            yield Place(file, node.lineno, called)
-
-
-def _tree(file: str) -> ast.Module:
-    try:
-        return ast.parse(Path(file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ast.Module(body=[], type_ignores=[])
-
-
-def _file(module: str) -> str:
-    found = sys.modules.get(module)
-    try:
-        return "" if found is None else inspect.getsourcefile(found) or ""
-    except TypeError:
-        return ""  # built in, or made by a program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,22 +420,7 @@ _SHORT_SIDE, _LONG_SIDE = 128, 256
 _AUTOTUNE = {"cudnn.benchmark": False, "cudnn.enabled": False, "cudnn.deterministic": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Behaviour:
-    """What the user's code did in one micro-batch.
-
-    Attributes:
-        calls: What it asked of torch.
-        states: Settings of torch that it left otherwise than they were, and where.
-        has_gradient_in_evaluation: Whether scores came with a graph for gradients.
-    """
-
-    calls: Calls = field(default_factory=Calls)
-    states: dict[str, Place | None] = field(default_factory=dict)
-    has_gradient_in_evaluation: bool = False
-
-
-def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Behaviour]:
+def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
     """Send a few samples of the recipe's own data through its own task, forward and backward, and look.
 
     To be called within :func:`~paceline_advisor.doctor.behaviour.untouched`.
@@ -526,7 +467,7 @@ def _shown_small(data: Data) -> Data:
     )
 
 
-def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
+def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
     network, task = prepared.network.train(), prepared.task
     watcher = CallWatcher(
         [*network.parameters(), *network.buffers(), *tensors_in(batch.inputs, batch.targets)],
@@ -540,27 +481,23 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Behaviour]:
 
     with watcher:
         task.loss(network, batch)
-    watcher.begin_anew()  # what is made once and kept is no fault
+    watcher.calls = Calls()  # what is made once and kept is no fault
     anatomy = look_at(network, batch, step)
     network.zero_grad(set_to_none=True)
-    has_gradient = _scores_with_gradient(task, network, batch)
-    files = own_files(prepared.recipe, task, network)
-    calls = watcher.calls
+    calls, files = watcher.calls, own_files(prepared.recipe, task, network)
+    calls.has_gradient_in_evaluation = _scores_with_gradient(task, network, batch)
     if torch.is_anomaly_enabled():
         calls.debugging.setdefault("anomaly", None)
     if "anomaly" in calls.debugging:
-        names = ("set_detect_anomaly", "detect_anomaly")
-        calls.debugging["anomaly"] = find_call(files, names) or calls.debugging["anomaly"]
-    return anatomy, Behaviour(calls=calls, states=_states(files), has_gradient_in_evaluation=has_gradient)
-
-
-def _states(files: list[str]) -> dict[str, Place | None]:
-    """The settings of cuDNN that are not as :func:`~paceline_advisor.doctor.behaviour.untouched` set them."""
-    return {
-        f"torch.backends.{name}={value}": find_setting(files, name)
+        place = find_line(files, r"\bdetect_anomaly\(|\bset_detect_anomaly\(")
+        calls.debugging["anomaly"] = place or calls.debugging["anomaly"]
+    # The settings of cuDNN that are not as `untouched` set them.
+    calls.states = {
+        f"torch.backends.{name}={value}": find_line(files, rf"\b{name}\s*=")
         for name, value in _AUTOTUNE.items()
         if getattr(cudnn, name.partition(".")[2]) is value
     }
+    return anatomy, calls
 
 
 @torch.no_grad()

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Severity = Literal["breaks", "slows", "spoils", "notice"]
+"""A run of several processes or on this device stops at it; each step takes longer than it must; the run goes on, but
+learns less than it could; it is perhaps meant, and has a price."""
 Keeps = Literal["same", "rounding", "training"]
-
-SEVERITIES: dict[Severity, str] = {
-    "breaks": "a run of several processes, or on this device, stops at it",
-    "slows": "each step takes longer than it must",
-    "spoils": "the run goes on, but learns less than it could",
-    "notice": "perhaps meant, and it has a price",
-}
-_ORDER = list(SEVERITIES)
 
 
 @dataclass(frozen=True)
@@ -126,17 +120,16 @@ class Finding:
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The worst first: what breaks, then measured gains, then what is expected of the others; no gain comes last."""
-    return tuple(sorted(findings, key=_rank))
 
+    def rank(finding: Finding) -> tuple[float, ...]:
+        expected = finding.speedup[0] * finding.speedup[1]
+        if finding.severity == "breaks":
+            return (0, -expected)
+        if finding.gain is None:
+            return (2, get_args(Severity).index(finding.severity), -expected)
+        return (1 if finding.gain.is_certain else 3, -finding.gain.middle)
 
-def _rank(finding: Finding) -> tuple[float, ...]:
-    rank = _ORDER.index(finding.severity)
-    expected = finding.speedup[0] * finding.speedup[1]
-    if finding.severity == "breaks":
-        return (0, -expected)
-    if finding.gain is None:
-        return (2, rank, -expected)
-    return (1, 0, -finding.gain.middle) if finding.gain.is_certain else (3, 0, -finding.gain.middle)
+    return tuple(sorted(findings, key=rank))
 
 
 TUNING = "PyTorch, Performance Tuning Guide"

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError
-from paceline.plan import MachineFacts
 from paceline.recipe.layers import set_keys, spelled
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
@@ -50,64 +46,31 @@ class Plans:
     """
 
     def __init__(self, diagnosis: Diagnosis) -> None:
-        self._recipe, self._machine = diagnosis.loaded.recipe, diagnosis.machine
-        self._processes = diagnosis.processes
+        self._recipe, self._machine, here = diagnosis.loaded.recipe, diagnosis.machine, diagnosis.processes
+        # What is said of the recipe as it is too is no reason against a change.
+        self._as_it_is = self._refusal({}, [here])
+        self._processes = [here, *(each for each in _SEVERAL if each != here and not self._refusal({}, [each]))]
 
     def refusal(self, overrides: Mapping[str, Any]) -> str:
         """Why a plan refuses the recipe with these changes, or has no use for one of them; empty if it takes them."""
-        found = self._refusal(overrides)
-        # What it says of the recipe as it is too is no reason against a change.
+        found = self._refusal(overrides, self._processes)
         return "" if found == self._as_it_is else found
 
-    @cached_property
-    def _as_it_is(self) -> str:
-        return self._refusal({})
-
-    @cached_property
-    def _several(self) -> list[int]:
-        asked = _Asked(self._recipe, self._machine)
-        return [count for count in _SEVERAL if count != self._processes and asked.can_be_planned(count)]
-
-    def _refusal(self, overrides: Mapping[str, Any]) -> str:
+    def _refusal(self, overrides: Mapping[str, Any], processes: Sequence[int]) -> str:
+        plans, shapes = [], None
         try:
-            asked = _Asked(changed(self._recipe, overrides), self._machine)
-            unused = asked.unused(self._processes)
-            for processes in self._several:
-                asked.unused(processes)
+            recipe = without_initial_weights(with_stand_in_data(changed(self._recipe, overrides))[0])
+            with untouched():
+                for count in processes:
+                    task, world = build_task(recipe), World(world_size=count, local_world_size=count)
+                    make_plan = planner(recipe, task, self._machine, world)
+                    shapes = shapes or build_shapes(recipe, task, channels_last=make_plan().channels_last)
+                    plans.append(plan_network(make_plan, shapes, recipe))
         except PacelineError as error:
             return str(error)
+        unused = plans[0].unused
         idle = next((key for key in overrides if key in unused), None)
         return "" if idle is None else f"{idle} would have no effect: {unused[idle]}"
-
-
-class _Asked:
-    """A recipe that is planned for several worlds; its network is built once, of shapes."""
-
-    def __init__(self, recipe: Recipe, machine: MachineFacts) -> None:
-        self._recipe, self._machine = without_initial_weights(with_stand_in_data(recipe)[0]), machine
-        self._shapes: nn.Module | None = None
-
-    def unused(self, processes: int) -> Mapping[str, str]:
-        """The keys that its plan has no use for, with the reasons.
-
-        Raises:
-            PacelineError: If it is refused.
-        """
-        with untouched():
-            task = build_task(self._recipe)
-            world = World(world_size=processes, local_world_size=processes)
-            make_plan = planner(self._recipe, task, self._machine, world)
-            if self._shapes is None:
-                self._shapes = build_shapes(self._recipe, task, channels_last=make_plan().channels_last)
-            return plan_network(make_plan, self._shapes, self._recipe).unused
-
-    def can_be_planned(self, processes: int) -> bool:
-        """Whether it is not refused."""
-        try:
-            self.unused(processes)
-        except PacelineError:
-            return False
-        return True
 
 
 _NOW = "now"
@@ -216,27 +179,11 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
     Raises:
         RecipeError: If the file cannot be written.
     """
-    met, overrides, left_out = _that_go_together(diagnosis, worthwhile(diagnosis.findings, measured=measured))
-    if not met:
-        why = "no change was measured to gain" if measured else "there is no change to make"
-        return Improved(path=path, left_out=left_out, why_not=why)
-    before = diagnosis.loaded.recipe
-    after = changed(before, overrides)
-    head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
-    head += [f"#   {_said(each.advice.overrides)}  {_why(each)}" for each in met]
-    write_new(path, "\n".join(head) + "\n" + to_yaml(after))
-    return Improved(path=path, met=met, left_out=left_out, lines=tuple(_differences(before, after)))
-
-
-def _that_go_together(
-    diagnosis: Diagnosis, findings: tuple[Finding, ...]
-) -> tuple[tuple[Finding, ...], dict[str, Any], dict[str, str]]:
-    """Findings whose changes a plan takes, one after the other: their overrides, and the others with the reason."""
     plans = Plans(diagnosis)
     met: list[Finding] = []
     overrides: dict[str, Any] = {}
     left_out: dict[str, str] = {}
-    for finding in findings:
+    for finding in worthwhile(diagnosis.findings, measured=measured):
         asked = finding.advice.overrides
         if other := next((key for key, value in asked.items() if overrides.get(key, value) != value), None):
             left_out[finding.name] = f"{other} is changed to {overrides[other]} already"
@@ -245,19 +192,18 @@ def _that_go_together(
         else:
             met.append(finding)
             overrides |= asked
-    return tuple(met), overrides, left_out
-
-
-def _differences(before: Recipe, after: Recipe) -> list[str]:
+    if not met:
+        why = "no change was measured to gain" if measured else "there is no change to make"
+        return Improved(path=path, left_out=left_out, why_not=why)
+    before = diagnosis.loaded.recipe
+    after = changed(before, overrides)
+    head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
+    for each in met:
+        said = " ".join(f"{key}={'off' if value is None else value}" for key, value in each.advice.overrides.items())
+        kept = "the same training" if each.advice.keeps == "same" else "the same training but for rounding"
+        head.append(f"#   {said}  ({each.name}; {kept}; {each.gain or 'not measured'})")
+    write_new(path, "\n".join(head) + "\n" + to_yaml(after))
     keys = dict.fromkeys([*set_keys(to_tree(before)), *set_keys(to_tree(after))])
-    pairs = [(key, spelled(before, key), spelled(after, key)) for key in keys]
-    return [line for _, old, new in pairs if old != new for line in (f"- {old}", f"+ {new}")]
-
-
-def _said(overrides: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={'off' if value is None else value}" for key, value in overrides.items())
-
-
-def _why(finding: Finding) -> str:
-    kept = "the same training" if finding.advice.keeps == "same" else "the same training but for rounding"
-    return f"({finding.name}; {kept}; {finding.gain or 'not measured'})"
+    pairs = [(spelled(before, key), spelled(after, key)) for key in keys]
+    lines = [line for old, new in pairs if old != new for line in (f"- {old}", f"+ {new}")]
+    return Improved(path=path, met=tuple(met), left_out=left_out, lines=tuple(lines))

@@ -30,7 +30,7 @@ from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
-from paceline_advisor.doctor.behaviour import Behaviour, behave, untouched, watching_loaders
+from paceline_advisor.doctor.behaviour import Calls, behave, untouched, watching_loaders
 from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, ranked
 from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, lack_of_room
@@ -178,29 +178,35 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
     loaded = load_recipe(asked.recipe, asked.overrides)
     recipe, assumed = with_stand_in_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
-    world = world_of(recipe, asked.processes)
+    # Unless they are given, as few processes as the recipe's strategy takes.
+    count = asked.processes or (2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1)
+    world = World(world_size=count, local_world_size=count)
     target = choose_target(asked.device, recipe, processes=world.world_size)
     with untouched(), watching_loaders() as loaders:
-        _import(recipe)
+        # Before a network is built of shapes: torch mixes up what is set for the process within.
+        for name in named_code(recipe):
+            with contextlib.suppress(PacelineError):  # said where it is needed
+                load_reference(name, PacelineError)
         plan, anatomy, why = _anatomy(recipe, target, world, tell)
         lack = lack_of_room(recipe, target, world) if anatomy is not None else None
         tell("looking at the code")
-        seen, behaviour, trouble = _behaviour(recipe, plan)
+        seen, calls, trouble = _behaviour(recipe, plan)
         environment = dict(os.environ)  # with what code of the user's own has set
     if anatomy is None and seen is None:
         unseen["network"] = why
     if trouble:
         unseen["code"] = trouble
+    is_linux, events = hasattr(os, "sched_getaffinity"), RunDirectory(Path(asked.recipe)).events
     subject = Subject(
         recipe=loaded.recipe,
         plan=plan,
         target=target,
         anatomy=anatomy or seen or Anatomy(),
-        behaviour=behaviour,
+        calls=calls,
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
-        sockets=_sockets(),
-        run=_events(asked.recipe),
+        sockets=len(read_topology(frozenset(os.sched_getaffinity(0))).nodes) if is_linux else 1,
+        run=tuple(read_events(events)) if events.is_file() else (),
         lack=lack,
     )
     looked = time.perf_counter()
@@ -224,19 +230,6 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
     )
 
 
-def _import(recipe: Recipe) -> None:
-    """Import the user's code before a network is built of shapes: torch mixes up what is set for the process within."""
-    for name in named_code(recipe):
-        with contextlib.suppress(PacelineError):  # said where it is needed
-            load_reference(name, PacelineError)
-
-
-def world_of(recipe: Recipe, processes: int | None) -> World:
-    """The first of so many processes on this machine; unless given, of as few as the recipe's strategy takes."""
-    least = 2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1
-    return World(world_size=processes or least, local_world_size=processes or least)
-
-
 def _anatomy(
     recipe: Recipe, target: Target, world: World, tell: Callable[[str], None]
 ) -> tuple[Plan, Anatomy | None, str]:
@@ -254,21 +247,10 @@ def _anatomy(
         return plan, None, str(error)
 
 
-def _behaviour(recipe: Recipe, plan: Plan) -> tuple[Anatomy | None, Behaviour, str]:
+def _behaviour(recipe: Recipe, plan: Plan) -> tuple[Anatomy | None, Calls, str]:
     try:
         return *behave(recipe, channels_last=plan.channels_last), ""
     except PacelineError as error:
-        return None, Behaviour(), str(error)
+        return None, Calls(), str(error)
     except Exception as error:  # noqa: BLE001  # whatever code of the user's own raises: the other looks still count
-        return None, Behaviour(), f"a micro-batch of a few samples failed ({type(error).__name__}: {error})"
-
-
-def _sockets() -> int:
-    if not hasattr(os, "sched_getaffinity"):
-        return 1  # not Linux
-    return len(read_topology(frozenset(os.sched_getaffinity(0))).nodes)
-
-
-def _events(source: str) -> tuple[dict[str, Any], ...]:
-    path = RunDirectory(Path(source)).events
-    return tuple(read_events(path)) if path.is_file() else ()
+        return None, Calls(), f"a micro-batch of a few samples failed ({type(error).__name__}: {error})"

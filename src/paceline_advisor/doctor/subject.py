@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -21,7 +22,7 @@ from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, Layer
-from paceline_advisor.doctor.behaviour import Behaviour, Loader
+from paceline_advisor.doctor.behaviour import Calls, Loader
 from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Place, Severity
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import trace_steps, without_collection
@@ -124,34 +125,26 @@ class Lack:
 
 def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
     """What a step lacks; None where it fits, the target is no GPU of known memory, or nothing could be found out."""
-    memory = target.machine.memory_bytes
+    machine, memory = target.machine, target.machine.memory_bytes
     if target.kind != "cuda" or memory is None:
         return None
     # With the evaluation, unless code of the user's own cannot do that on tensors without content.
     for scores in (True, False):
-        try:
-            return _lack(recipe, target, world, memory, scores=scores)
-        except Exception:  # noqa: BLE001  # whatever code of the user's own raises: other looks tell of it
-            continue
+        trial = fake_step(recipe, machine=machine, processes=world.world_size, scores=scores)
+        # Whatever code of the user's own raises, other looks tell of it.
+        with contextlib.suppress(Exception), without_collection(), trial as step:
+            allocator, _ = allocator_settings(os.environ)
+            job = Job(step, trace_steps(step), machine, ways=max(2, world.world_size), allocator=allocator)
+            if job.fits(job.plan.micro_batch_size, memory):
+                return None
+            largest = job.largest(memory, roughly=True)
+            return Lack(
+                memory=memory,
+                largest=largest,
+                divisor=next((each for each in range(min(largest, job.share), 0, -1) if job.share % each == 0), 0),
+                normalises=any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules()),
+            )
     return None
-
-
-def _lack(recipe: Recipe, target: Target, world: World, memory: int, *, scores: bool) -> Lack | None:
-    with (
-        without_collection(),
-        fake_step(recipe, machine=target.machine, processes=world.world_size, scores=scores) as step,
-    ):
-        allocator, _ = allocator_settings(os.environ)
-        job = Job(step, trace_steps(step), target.machine, ways=max(2, world.world_size), allocator=allocator)
-        if job.fits(job.plan.micro_batch_size, memory):
-            return None
-        largest = job.largest(memory, roughly=True)
-        return Lack(
-            memory=memory,
-            largest=largest,
-            divisor=next((each for each in range(min(largest, job.share), 0, -1) if job.share % each == 0), 0),
-            normalises=any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules()),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +156,7 @@ class Subject:
         plan: What that comes to on the target.
         target: Which device it is judged for.
         anatomy: What its network is made of; empty where that could not be seen.
-        behaviour: What the user's code did in a micro-batch; empty where none could be had.
+        calls: What the user's code did in a micro-batch; empty where none could be had.
         loaders: DataLoaders that the user's code made.
         environment: Environment variables of this process.
         sockets: NUMA nodes of this machine whose cores this process may use.
@@ -175,7 +168,7 @@ class Subject:
     plan: Plan
     target: Target
     anatomy: Anatomy
-    behaviour: Behaviour
+    calls: Calls
     loaders: tuple[Loader, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     sockets: int = 1
@@ -249,9 +242,9 @@ CHECKS: list[Check] = []
 
 def check(
     *,
-    why: str,
-    advice: str,
-    expected: str,
+    why: str = "",
+    advice: str = "",
+    expected: str = "",
     severity: Severity = "slows",
     source: str = TUNING,
     overrides: Mapping[str, Any] = MappingProxyType({}),

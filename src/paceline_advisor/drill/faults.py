@@ -17,7 +17,10 @@ from pathlib import Path
 
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.files import is_ignored
+from paceline.recipe.load import load_recipe
 from paceline.records.events import truncate_after
+from paceline.records.reader import read_plan
+from paceline.records.run_directory import RunDirectory
 from paceline.world import STOP_SIGNALS
 from paceline_advisor.drill.ground import Again, Disturbed, Ground, SkippedError, audit_objections, resumes
 from paceline_advisor.launches import Launch, last_step, said
@@ -47,22 +50,9 @@ class Fault:
     perform: Callable[[Ground, str], Disturbed]
 
 
-def all_faults(processes: int) -> list[Fault]:
-    """The fault matrix for so many processes, in the order in which it is worked off."""
-    return [
-        Fault("nothing", "the same run once more: it must repeat itself to the bit", _undisturbed),
-        *_kills(processes),
-        *_stops(),
-        Fault("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_lived, _hang)),
-        Fault("stopped-rank", "SIGSTOP to the last rank, for good", _stopped_for_good),
-        Fault("slow-rank", f"SIGSTOP and SIGCONT in turn, for {_SLOW_SECONDS:.0f} s", partial(_lived, _slow)),
-        *_disks(),
-        *_spoils(),
-        *_images(),
-        Fault("clock-jump", "goes on a year earlier, in another time zone, with files of the future", _clock_jump),
-        Fault("fewer-processes", "SIGKILL to all, then one process goes on", _fewer),
-        Fault("more-processes", "SIGKILL to all, then twice as many go on", _more),
-    ]
+def _need_several(ground: Ground, why: str) -> None:
+    if ground.processes == 1:
+        raise SkippedError(f"{why}: give --processes 2 or more")
 
 
 def _undisturbed(ground: Ground, name: str) -> Disturbed:
@@ -74,17 +64,8 @@ def _undisturbed(ground: Ground, name: str) -> Disturbed:
 # ---------------------------------------------------------------------------------------------- deaths
 
 
-def _kills(processes: int) -> Iterator[Fault]:
-    for rank in range(processes):
-
-        def strike(launch: Launch, _: Path, rank: int = rank) -> None:
-            launch.send(signal.SIGKILL, [launch.ranks()[rank]])
-
-        yield Fault(f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_killed, strike))
-    yield Fault("kill-all", "SIGKILL to all processes at once", partial(_killed, lambda launch, _: launch.kill()))
-    yield Fault("kill-launcher", "SIGKILL to the process that started the ranks", _kill_launcher)
-    yield Fault("kill-worker", "SIGKILL to a loader process", _kill_worker)
-    yield Fault("kill-in-save", "SIGKILL to all while a checkpoint is being written", _kill_in_save)
+def _kill_rank(rank: int, launch: Launch, _: Path) -> None:
+    launch.send(signal.SIGKILL, [launch.ranks()[rank]])
 
 
 def _killed(strike: Strike, ground: Ground, name: str) -> Disturbed:
@@ -95,8 +76,7 @@ def _killed(strike: Strike, ground: Ground, name: str) -> Disturbed:
 
 
 def _kill_launcher(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("one process has no launcher: give --processes 2 or more")
+    _need_several(ground, "one process has no launcher")
     return _killed(lambda launch, _: launch.process.kill(), ground, name)
 
 
@@ -138,23 +118,19 @@ def _being_saved(run_dir: Path) -> bool:
 # ---------------------------------------------------------------------------------------------- stops
 
 
-def _stops() -> Iterator[Fault]:
-    for number in STOP_SIGNALS:
+def _signal_rank(number: signal.Signals, launch: Launch, _: Path) -> None:
+    launch.send(number, launch.ranks()[-1:])
 
-        def to_one(launch: Launch, _: Path, number: signal.Signals = number) -> None:
-            launch.send(number, launch.ranks()[-1:])
 
-        def to_all(launch: Launch, _: Path, number: signal.Signals = number) -> None:
-            launch.send(number, launch.family())
-
-        yield Fault(f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, to_one))
-        yield Fault(f"{number.name}-group", f"{number.name} to every process of the run", partial(_stopped, to_all))
+def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
+    launch.send(number, launch.family())
 
 
 def _stopped(strike: Strike, ground: Ground, name: str) -> Disturbed:
     found = ground.disturb(name, strike)
     _expect(found, _STOPPED)
-    newest = ground.newest(found)
+    path, _ = CheckpointStore(found.run_dir / "checkpoints").newest_whole()
+    newest = 0 if path is None else int(path.name.removeprefix("step-"))
     if newest != found.step:
         found.objections.append(f"stopped after step {found.step}, but its newest whole checkpoint is of step {newest}")
     ground.recover(found)
@@ -191,8 +167,7 @@ def _hang(launch: Launch, _: Path) -> None:
 
 
 def _stopped_for_good(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("nobody waits for the only process: give --processes 2 or more")
+    _need_several(ground, "nobody waits for the only process")
 
     def strike(launch: Launch, _: Path) -> None:
         launch.send(signal.SIGSTOP, launch.ranks()[-1:])
@@ -214,13 +189,6 @@ def _slow(launch: Launch, _: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- disks
-
-
-def _disks() -> Iterator[Fault]:
-    yield Fault("disk-full", "the file system of the run is filled up (a small tmpfs; needs root)", _disk_full)
-    yield Fault("file-limit", "the first rank may write no file larger than 4 KiB (RLIMIT_FSIZE)", _file_limit)
-    yield Fault("read-only", "nothing can be written among the checkpoints any more", _read_only)
-    yield Fault("moved-directory", "the run directory is renamed while the run trains", _moved)
 
 
 def _disk_full(ground: Ground, name: str) -> Disturbed:
@@ -323,58 +291,34 @@ def _mount(arguments: list[str], *, busy_seconds: float = 0.0) -> None:
 # ---------------------------------------------------------------------------------------------- spoilt files
 
 
-def _spoils() -> Iterator[Fault]:
-    yield Fault(
-        "torn-checkpoint",
-        "the newest checkpoint's largest file ends half-way",
-        partial(_spoilt, lambda each: _cut_in_half(_largest(each))),
-    )
-    yield Fault("flipped-bit", "one bit of the newest checkpoint's largest file is another", partial(_spoilt, _flip))
-    yield Fault(
-        "lost-file",
-        "the newest checkpoint's largest file is gone",
-        partial(_spoilt, lambda checkpoint: _largest(checkpoint).unlink()),
-    )
-    yield Fault(
-        "lost-manifest",
-        "the newest checkpoint's manifest is gone",
-        partial(_spoilt, lambda each: (each / "manifest.json").unlink()),
-    )
-    yield Fault("no-checkpoints", "the checkpoints are gone at a restart, and back at the next", _no_checkpoints)
-    yield Fault("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign)
-    yield Fault("cut-events", "the second half of events.jsonl is gone", _cut_events)
-    yield Fault("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl"))
-    yield Fault("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger"))
-
-
 def _spoilt(spoil: Callable[[Path], None], ground: Ground, name: str) -> Disturbed:
+    """Spoil the largest file of the newest checkpoint, which must be set aside."""
     found = ground.killed(name)
     steps = CheckpointStore(found.run_dir / "checkpoints").steps()
     if len(steps) < 2:
         raise SkippedError("the killed run had no two checkpoints yet; give more --steps")
     newest = found.run_dir / "checkpoints" / checkpoint_name(steps[-1])
-    spoil(newest)
+    spoil(max((path for path in newest.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
     ground.recover(found)
     if not list(newest.parent.glob(f"{newest.name}.damaged*")):
         found.objections.append(f"{newest.name} was spoilt, but not set aside as damaged")
     return found
 
 
-def _largest(folder: Path) -> Path:
-    return max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
-
-
 def _cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _flip(checkpoint: Path) -> None:
-    path = _largest(checkpoint)
+def _flip(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         (byte,) = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
+
+
+def _lose_manifest(file: Path) -> None:
+    file.with_name("manifest.json").unlink()
 
 
 def _no_checkpoints(ground: Ground, name: str) -> Disturbed:
@@ -437,25 +381,13 @@ def _torn(where: str, ground: Ground, name: str) -> Disturbed:
 # ---------------------------------------------------------------------------------------------- images
 
 
-def _images() -> Iterator[Fault]:
-    yield Fault(
-        "half-images",
-        "goes on with a class of images that end half-way, then with the whole ones",
-        partial(_with_images, _cut_in_half, ("has changed", "cannot be opened")),
-    )
-    yield Fault(
-        "broken-images",
-        "goes on with a class of images that are zeros, data.max_broken=0, then with the whole ones",
-        partial(_with_images, _blank, ("have changed", "cannot be opened")),
-    )
-
-
 def _with_images(spoil: Callable[[Path], None], says: Sequence[str], ground: Ground, name: str) -> Disturbed:
     """Other images than before must be refused, and must leave no trace in the run."""
-    if ground.image_folder is None:
+    data = load_recipe(ground.recipe, ground.overrides).recipe.data
+    if data.dataset != "image_folder" or data.path is None:
         raise SkippedError("this recipe reads no folder of images")
     folder = ground.scratch / f"{name}-images"
-    for path in _copy_of_a_class(ground.image_folder, folder):
+    for path in _copy_of_a_class(Path(data.path), folder):
         spoil(path)
     found = ground.killed(name)
     again = Again(overrides=(f"data.path={folder}", "data.max_broken=0"))
@@ -507,18 +439,16 @@ def _clock_jump(ground: Ground, name: str) -> Disturbed:
 
 
 def _fewer(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("there are no fewer than one process: give --processes 2 or more")
+    _need_several(ground, "there are no fewer than one process")
     found = ground.killed(name)
     ground.recover(found, Again(processes=1))
     return found
 
 
 def _more(ground: Ground, name: str) -> Disturbed:
-    if ground.processes == 1:
-        raise SkippedError("the run is not exact, so its bits belong to one process: give --processes 2 or more")
-    processes = 2 * ground.processes
-    parts = math.gcd(*(int(phase["logical_ranks"]) for phase in ground.plan["batch_phases"]))
+    _need_several(ground, "the run is not exact, so its bits belong to one process")
+    plan, processes = read_plan(RunDirectory(ground.undisturbed)), 2 * ground.processes
+    parts = math.gcd(*(int(phase["logical_ranks"]) for phase in plan["batch_phases"]))
     if parts % processes:
         raise SkippedError(f"{processes} processes cannot share the run's {parts} logical ranks")
     found = ground.killed(name)
@@ -541,3 +471,51 @@ def _expect(found: Disturbed, *codes: int, words: Sequence[str] = ()) -> None:
         found.objections.append(f"exit code {found.exit_code}, but it should be {wanted}")
     if words and not any(each in found.message for each in words):
         found.objections.append(f"its message says none of {', '.join(map(repr, words))}")
+
+
+def all_faults(processes: int) -> list[Fault]:
+    """The fault matrix for so many processes, in the order in which it is worked off."""
+    faults: list[tuple[str, str, Callable[[Ground, str], Disturbed]]] = [
+        ("nothing", "the same run once more: it must repeat itself to the bit", _undisturbed)
+    ]
+    faults += [
+        (f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_killed, partial(_kill_rank, rank)))
+        for rank in range(processes)
+    ]
+    faults += [
+        ("kill-all", "SIGKILL to all processes at once", partial(_killed, lambda launch, _: launch.kill())),
+        ("kill-launcher", "SIGKILL to the process that started the ranks", _kill_launcher),
+        ("kill-worker", "SIGKILL to a loader process", _kill_worker),
+        ("kill-in-save", "SIGKILL to all while a checkpoint is being written", _kill_in_save),
+    ]
+    for number in STOP_SIGNALS:
+        rank_only, group = partial(_signal_rank, number), partial(_signal_all, number)
+        faults.append((f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, rank_only)))
+        faults.append((f"{number.name}-group", f"{number.name} to every process of the run", partial(_stopped, group)))
+    cut, blank = ("has changed", "cannot be opened"), ("have changed", "cannot be opened")
+    halves = "goes on with a class of images that end half-way, then with the whole ones"
+    zeros = "goes on with a class of images that are zeros, data.max_broken=0, then with the whole ones"
+    faults += [
+        ("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_lived, _hang)),
+        ("stopped-rank", "SIGSTOP to the last rank, for good", _stopped_for_good),
+        ("slow-rank", f"SIGSTOP and SIGCONT in turn, for {_SLOW_SECONDS:.0f} s", partial(_lived, _slow)),
+        ("disk-full", "the file system of the run is filled up (a small tmpfs; needs root)", _disk_full),
+        ("file-limit", "the first rank may write no file larger than 4 KiB (RLIMIT_FSIZE)", _file_limit),
+        ("read-only", "nothing can be written among the checkpoints any more", _read_only),
+        ("moved-directory", "the run directory is renamed while the run trains", _moved),
+        ("torn-checkpoint", "the newest checkpoint's largest file ends half-way", partial(_spoilt, _cut_in_half)),
+        ("flipped-bit", "one bit of the newest checkpoint's largest file is another", partial(_spoilt, _flip)),
+        ("lost-file", "the newest checkpoint's largest file is gone", partial(_spoilt, Path.unlink)),
+        ("lost-manifest", "the newest checkpoint's manifest is gone", partial(_spoilt, _lose_manifest)),
+        ("no-checkpoints", "the checkpoints are gone at a restart, and back at the next", _no_checkpoints),
+        ("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign),
+        ("cut-events", "the second half of events.jsonl is gone", _cut_events),
+        ("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl")),
+        ("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger")),
+        ("half-images", halves, partial(_with_images, _cut_in_half, cut)),
+        ("broken-images", zeros, partial(_with_images, _blank, blank)),
+        ("clock-jump", "goes on a year earlier, in another time zone, with files of the future", _clock_jump),
+        ("fewer-processes", "SIGKILL to all, then one process goes on", _fewer),
+        ("more-processes", "SIGKILL to all, then twice as many go on", _more),
+    ]
+    return [Fault(*each) for each in faults]

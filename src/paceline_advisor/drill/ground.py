@@ -10,14 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import PacelineError, TrainingError
-from paceline.recipe.load import load_recipe
-from paceline.records.reader import read_events, read_json, read_plan, without_clock
+from paceline.records.reader import read_events, read_json, without_clock
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.launches import Launch, OverdueError, last_step, said
 
@@ -89,17 +86,6 @@ class Ground:
     def undisturbed(self) -> Path:
         """The run that nothing was done to."""
         return self.scratch / "undisturbed"
-
-    @cached_property
-    def plan(self) -> dict[str, Any]:
-        """The numbers of the undisturbed run."""
-        return read_plan(RunDirectory(self.undisturbed))
-
-    @cached_property
-    def image_folder(self) -> Path | None:
-        """Where the images are, for a recipe that reads a folder of them."""
-        data = load_recipe(self.recipe, self.overrides).recipe.data
-        return Path(data.path) if data.dataset == "image_folder" and data.path is not None else None
 
     def begin(self, run_dir: Path, again: Again | None = None) -> Launch:
         """Start the command; in the same directory it is the same command again."""
@@ -213,11 +199,6 @@ class Ground:
                 found.objections.append(f"the same command again ended with exit code {code}: {said(launch)}")
         after = resumes(found.run_dir)
         found.steps_again = max(0, found.step - (after[-1] if len(after) > len(before) else 0))
-
-    def newest(self, found: Disturbed) -> int:
-        """The step of the newest checkpoint that verifies; 0 if there is none."""
-        path, _ = CheckpointStore(found.run_dir / "checkpoints").newest_whole()
-        return 0 if path is None else int(path.name.removeprefix("step-"))
 
     def lost(self, run_dir: Path) -> list[str]:
         """What a recovered run lacks of the undisturbed one; nothing if they cannot be told apart."""

@@ -96,7 +96,6 @@ class DrillReport:
         table = Table(
             columns=("fault", "result", "exit", "steps again", "recovered in", "lost", "what it said"),
             rows=[trial.row() for trial in self.trials],
-            caption="",
         )
         count = {kind: sum(trial.result == kind for trial in self.trials) for kind in ("pass", "FAIL", "skipped")}
         total = (

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 
 import torch
 
 from paceline.data.batch import Batch
-from paceline.plan import Plan
 from paceline.plan.rates import LearningRate
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.prove.evidence import Evidence
-from paceline_advisor.prove.notes import Check, MicroBatchNote, Observed, Question, alike, named, sure
+from paceline_advisor.prove.notes import Check, Observed, alike, named, sure
 from paceline_advisor.prove.reference import Difference, Dropout, Plain, difference, dropouts, joined, parts_of
 
 _MOST_TRIED = 8
@@ -23,14 +22,14 @@ _MOST_TRIED = 8
 _DRAWS = 16
 
 CHECKS: list[Callable[[Evidence], Check]] = []
-_Look = Callable[[Question, Evidence], Check]
+_Look = Callable[[Check, Evidence], Check]
 
 
 def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
     """Declare a check: its name, what it compares, and what to look at if it fails. Checks are made in this order."""
 
     def declare(look: _Look) -> _Look:
-        question = Question(name=name, compared=compared, advice=advice)
+        question = Check(name=name, compared=compared, advice=advice)
         CHECKS.append(lambda evidence: look(question, evidence))
         return look
 
@@ -43,7 +42,7 @@ def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
     "Samples are repeated, left out, or come in the same order in every epoch: build the stream from the "
     "slices that the geometry gives, which depend on the epoch.",
 )
-def order(question: Question, evidence: Evidence) -> Check:
+def order(question: Check, evidence: Evidence) -> Check:
     """Each sample once in each epoch, in an order of its own."""
     wanted = set(range(evidence.sizes.samples))
     for run in evidence.as_asked:
@@ -51,7 +50,7 @@ def order(question: Question, evidence: Evidence) -> Check:
             [
                 sample
                 for note in run.micro_batches
-                if _epoch(evidence, note) == epoch
+                if note.step // evidence.sizes.steps_per_epoch == epoch
                 for sample in (*note.ids, *note.broken)
             ]
             for epoch in range(2)
@@ -73,7 +72,7 @@ def order(question: Question, evidence: Evidence) -> Check:
     "What a sample is depends on the micro-batch, the process, or a random state: key what is drawn for "
     "it by seed, epoch and sample, as Paceline's own augmentation is.",
 )
-def samples(question: Question, evidence: Evidence) -> Check:
+def samples(question: Check, evidence: Evidence) -> Check:
     """The same samples with the same contents in every run; varied anew in each epoch, if the recipe varies them."""
     mixes = evidence.recipe.data.mix.mixup > 0 or evidence.recipe.data.mix.cutmix > 0
     # What is mixed has partners in its micro-batch.
@@ -81,7 +80,7 @@ def samples(question: Question, evidence: Evidence) -> Check:
     wanted = _by_step(evidence.asked)
     for run in others:
         found = _by_step(run)
-        apart = [step for step in wanted if not _same(found.get(step, []), wanted[step])]
+        apart = [step for step, samples_of_it in wanted.items() if not _same(found.get(step, []), samples_of_it)]
         if apart and not run.trouble:
             text = f"{run.name}: step {apart[0] + 1} has other samples, or other contents, than in one process"
             return question.measured(len(apart), found=text)
@@ -97,7 +96,7 @@ def samples(question: Question, evidence: Evidence) -> Check:
     "Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
     "processes refuse them.",
 )
-def parameters(question: Question, evidence: Evidence) -> Check:
+def parameters(question: Check, evidence: Evidence) -> Check:
     """Every trainable parameter takes part in the loss."""
     steps = evidence.asked.ranks[0].steps
     unused = [name for name in steps[0].without_gradient if all(name in step.without_gradient for step in steps)]
@@ -110,7 +109,7 @@ def parameters(question: Question, evidence: Evidence) -> Check:
     "The trainer does not hand the optimizer what the loss says: look for code that changes gradients, "
     "weights the micro-batches or draws random numbers before the loss.",
 )
-def gradient(question: Question, evidence: Evidence) -> Check:
+def gradient(question: Check, evidence: Evidence) -> Check:
     """The engine against a plain loop over the same micro-batches."""
     return _worst(question, _against_parts(evidence, evidence.asked, evidence.sizes.whole_steps), evidence)
 
@@ -121,7 +120,7 @@ def gradient(question: Question, evidence: Evidence) -> Check:
     "A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by "
     "the number of micro-batches or add up where the mean is meant.",
 )
-def accumulation(question: Question, evidence: Evidence) -> Check:
+def accumulation(question: Check, evidence: Evidence) -> Check:
     """One big batch against its micro-batches."""
     sizes, nature = evidence.sizes, evidence.nature
     rest = ""
@@ -141,7 +140,7 @@ def accumulation(question: Question, evidence: Evidence) -> Check:
     "The last, smaller step of an epoch is dropped or weighted wrongly: divide by the samples that are "
     "there, not by a batch size of the recipe.",
 )
-def tail(question: Question, evidence: Evidence) -> Check:
+def tail(question: Check, evidence: Evidence) -> Check:
     """An epoch's last step, which has fewer samples."""
     sizes = evidence.sizes
     step = sizes.tail_step
@@ -162,7 +161,7 @@ def tail(question: Question, evidence: Evidence) -> Check:
     "What is computed depends on the number of processes or the rank: look for a world size in the loss, "
     "a learning rate or a batch that is scaled by it, or state that only one process has.",
 )
-def processes(question: Question, evidence: Evidence) -> Check:
+def processes(question: Check, evidence: Evidence) -> Check:
     """Several processes against one."""
     sizes, run = evidence.sizes, evidence.several
     each = sizes.micro_batches // sizes.processes
@@ -187,17 +186,16 @@ def processes(question: Question, evidence: Evidence) -> Check:
     "The rate is scaled once too often: optimizer.lr is for the global batch as given, whatever the number "
     "of processes and micro-batches.",
 )
-def learning_rate(question: Question, evidence: Evidence) -> Check:
+def learning_rate(question: Check, evidence: Evidence) -> Check:
     """The recipe's rate, scaled by its own rule and by nothing else."""
-    worst, found = 0.0, ""
-    for where, rate, wanted in [*_rates_used(evidence), *_peaks(evidence)]:
-        gap = sure(abs(rate - wanted) / wanted if wanted else abs(rate))
-        if gap > worst:
-            worst, found = (
-                gap,
-                f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
-            )
-    return question.measured(worst, _LIMIT_RATE, found=found if worst > _LIMIT_RATE else "")
+    gaps = [
+        (
+            abs(rate - wanted) / wanted if wanted else abs(rate),
+            f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
+        )
+        for where, rate, wanted in _rates(evidence)
+    ]
+    return _largest(question, gaps, _LIMIT_RATE)
 
 
 @check(
@@ -205,18 +203,16 @@ def learning_rate(question: Question, evidence: Evidence) -> Check:
     "the saved average against its definition",
     "The moving average is not updated, or more than once a step, or from other weights than those after the step.",
 )
-def moving_average(question: Question, evidence: Evidence) -> Check:
+def moving_average(question: Check, evidence: Evidence) -> Check:
     """The average of the weights after each optimizer step, by its definition."""
     decay = evidence.recipe.train.ema
     if decay is None:
         return question.not_applicable("train.ema=off")
-    worst, found = 0.0, ""
-    if all(run.trouble for run in evidence.as_asked):
+    gaps, ended_runs = [], [run for run in evidence.as_asked if not run.trouble]
+    if not ended_runs:
         return question.not_applicable(_NO_END)
-    for run in evidence.as_asked:
+    for run in ended_runs:
         wanted = run.average()
-        if run.trouble:
-            continue
         if wanted is None:
             return question.failed(f"{run.name}: no optimizer step was seen")
         trained = run.saved("model")
@@ -225,10 +221,8 @@ def moving_average(question: Question, evidence: Evidence) -> Check:
         scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         gap = sure(apart / scale if scale else apart)
-        if gap > worst:
-            worst, found = gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"
-    limit = _LIMIT_AVERAGE if evidence.nature.double else 1e-4
-    return question.measured(worst, limit, found=found if worst > limit else "")
+        gaps.append((gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"))
+    return _largest(question, gaps, _LIMIT_AVERAGE if evidence.nature.double else 1e-4)
 
 
 @check(
@@ -237,7 +231,7 @@ def moving_average(question: Question, evidence: Evidence) -> Check:
     "Something calls eval() or train() and does not put back what was: whoever evaluates restores each "
     "module's mode; a model's factory returns it in training mode.",
 )
-def training_mode(question: Question, evidence: Evidence) -> Check:
+def training_mode(question: Check, evidence: Evidence) -> Check:
     """Training mode where it is learned, evaluation mode where it is scored, and back."""
     for run in evidence.as_asked:
         for rank, notes in enumerate(run.ranks):
@@ -263,11 +257,12 @@ def training_mode(question: Question, evidence: Evidence) -> Check:
     "A dropout is configured but does nothing, or does the same at every step: call the module, leave it "
     "in training mode, and let it draw from torch's generator.",
 )
-def dropout(question: Question, evidence: Evidence) -> Check:
+def dropout(question: Check, evidence: Evidence) -> Check:
     """Everything that is to drop something does, and not the same at every step."""
     places = dropouts(evidence.plain.network)
     if not places:
-        asked = [key for key, value in evidence.recipe.model.options.items() if _asks_for_dropout(key, value)]
+        options = evidence.recipe.model.options.items()
+        asked = [key for key, value in options if "drop" in key and isinstance(value, int | float) and 0 < value < 1]
         if asked and not _varies_by_itself(evidence):
             return question.failed(f"model.options.{asked[0]} has no effect: nothing is dropped")
         return question.not_applicable("the network has no dropout")
@@ -289,7 +284,7 @@ def dropout(question: Question, evidence: Evidence) -> Check:
     "Each process has statistics of its own where they are scored or saved: what is scored then depends on "
     "who scores it. Register them as buffers, and let the trainer make them equal.",
 )
-def buffers(question: Question, evidence: Evidence) -> Check:
+def buffers(question: Check, evidence: Evidence) -> Check:
     """The same buffers on every process where they count."""
     run = evidence.several
     if run is None:
@@ -314,16 +309,14 @@ def buffers(question: Question, evidence: Evidence) -> Check:
     "A mean of batch means, or samples that were padded or left out: score() returns one value for each "
     "sample, and the trainer divides once.",
 )
-def metric(question: Question, evidence: Evidence) -> Check:
+def metric(question: Check, evidence: Evidence) -> Check:
     """What an evaluation says of weights, against the same weights scored sample by sample."""
     if not evidence.sizes.evaluation_samples:
         return question.not_applicable("nothing is evaluated")
-    worst, found = 0.0, ""
-    if all(run.trouble for run in evidence.as_asked):
+    gaps, ended_runs = [], [run for run in evidence.as_asked if not run.trouble]
+    if not ended_runs:
         return question.not_applicable(_NO_END)
-    for run in evidence.as_asked:
-        if run.trouble:
-            continue
+    for run in ended_runs:
         for weights, samples, values in _evaluations(run):
             wanted = evidence.sizes.evaluation_samples - _unreadable(run)
             surplus = samples - wanted or _scored_twice(run, weights)
@@ -332,10 +325,9 @@ def metric(question: Question, evidence: Evidence) -> Check:
                 return question.measured(abs(surplus), found=text)
             for name, true in evidence.plain.metrics(run.saved(weights)).items():
                 value = math.nan if values.get(name) is None else values[name]
-                gap = sure(abs(value - true) / max(abs(true), 1.0))
-                if gap > worst:
-                    worst, found = gap, f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
-    return question.measured(worst, _LIMIT_METRIC, found="" if worst <= _LIMIT_METRIC else found)
+                text = f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
+                gaps.append((abs(value - true) / max(abs(true), 1.0), text))
+    return _largest(question, gaps, _LIMIT_METRIC)
 
 
 @check(
@@ -343,7 +335,7 @@ def metric(question: Question, evidence: Evidence) -> Check:
     "the steps of each short run",
     "A run of this recipe does not come to its end; the checks above say what was found until then.",
 )
-def ended(question: Question, evidence: Evidence) -> Check:
+def ended(question: Check, evidence: Evidence) -> Check:
     """Every run came to its end."""
     for run in evidence.runs:
         taken = len(run.ranks[0].steps) if run.ranks else 0
@@ -353,8 +345,10 @@ def ended(question: Question, evidence: Evidence) -> Check:
     return question.measured(0)
 
 
-def _epoch(evidence: Evidence, note: MicroBatchNote) -> int:
-    return note.step // evidence.sizes.steps_per_epoch
+def _largest(question: Check, gaps: Iterable[tuple[float, str]], limit: float) -> Check:
+    """The largest gap, with its text if it is above the limit."""
+    worst, found = max(((sure(gap), text) for gap, text in gaps), key=itemgetter(0), default=(0.0, ""))
+    return question.measured(worst, limit, found=found if worst > limit else "")
 
 
 def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
@@ -378,10 +372,6 @@ def _varies(evidence: Evidence) -> bool:
     return any(len(each) > 1 for each in contents.values())
 
 
-def _asks_for_dropout(key: str, value: object) -> bool:
-    return "drop" in key and isinstance(value, int | float) and 0 < value < 1
-
-
 def _varies_by_itself(evidence: Evidence) -> bool:
     """Whether the loss of the same micro-batch depends on the random state."""
     plain, batch = evidence.plain, parts_of(evidence.asked.batches, 0)[0]
@@ -392,28 +382,27 @@ def _varies_by_itself(evidence: Evidence) -> bool:
 
 def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
     """The dropouts that change no loss, all others being off; a network that draws otherwise too cannot be asked."""
-    evidence.plain.shake()
-    for each in places:
-        each.set(0.0)
-    found = [] if _varies_by_itself(evidence) else _inert_alone(evidence, places)
-    for each in places:
-        each.set(each.probability)
-    return found
 
-
-def _inert_alone(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
     def is_inert(each: Dropout) -> bool:
         each.set(0.5)
         varies = _varies_by_itself(evidence)
         each.set(0.0)
         return not varies
 
-    layers = [each for each in places if each.is_layer]
-    inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
-    active = [each.name for each in layers if each not in inert]
-    # A number beside the layers that were made with it need not be read again.
-    numbers = [each for each in places if not each.is_layer and not any(each.is_around(name) for name in active)]
-    return inert + [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
+    evidence.plain.shake()
+    for each in places:
+        each.set(0.0)
+    inert: list[Dropout] = []
+    if not _varies_by_itself(evidence):
+        layers = [each for each in places if each.is_layer]
+        inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
+        active = [each.name for each in layers if each not in inert]
+        # A number beside the layers that were made with it need not be read again.
+        numbers = [each for each in places if not each.is_layer and not any(map(each.is_around, active))]
+        inert += [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
+    for each in places:
+        each.set(each.probability)
+    return inert
 
 
 Groups = Sequence[Sequence[Batch]]
@@ -469,7 +458,7 @@ def _gaps(
     return found
 
 
-def _worst(question: Question, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
+def _worst(question: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
     if not gaps:
         return question.failed("no such step was taken")
     limit = evidence.nature.limit
@@ -487,37 +476,24 @@ _LIMIT_METRIC = 1e-5
 _NO_END = "no run came to its end; see run"
 
 
-def _rates_used(evidence: Evidence) -> list[tuple[str, float, float]]:
-    """Where, the rate of a group and the rate wanted, for every step of every run."""
-    grouped = evidence.recipe.optimizer.groups or evidence.recipe.optimizer.layer_decay is not None
-    batch = evidence.sizes.global_batch
-    return [
-        (f"{run.name}, step {number}", rate, _peak(run.recipe, batch) * (factor if grouped else 1.0))
-        for run in evidence.runs
-        for notes in run.ranks
-        for number, step in enumerate(notes.steps, start=1)
-        for rate, factor in step.rates
-    ]
-
-
-def _peaks(evidence: Evidence) -> list[tuple[str, float, float]]:
-    """The same for the step at which the recipe's own schedule, not shortened, is at its peak."""
-    found = []
+def _rates(evidence: Evidence) -> Iterator[tuple[str, float, float]]:
+    """Where, a rate and the rate wanted: for every step of every run, and where the whole schedule is at its peak."""
+    recipe = evidence.recipe
+    grouped = recipe.optimizer.groups or recipe.optimizer.layer_decay is not None
+    for run in evidence.runs:
+        wanted = _peak(run.recipe, evidence.sizes.global_batch)
+        for notes in run.ranks:
+            for number, step in enumerate(notes.steps, start=1):
+                for rate, factor in step.rates:
+                    yield f"{run.name}, step {number}", rate, wanted * (factor if grouped else 1.0)
     for count, plan in evidence.plans.items():
-        top = _top_step(evidence.recipe, plan)
-        if top is not None:
-            rate = LearningRate.of(evidence.recipe.schedule, plan)(top)
+        top = plan.warmup_steps - (1 if recipe.schedule.name == "one_cycle" else 0)
+        if top < plan.total_steps and all(each > top for each in plan.milestone_steps):
+            rate = LearningRate.of(recipe.schedule, plan)(top)
             # By then the batch may have grown.
             batch = plan.epochs.phase_at(top).global_batch_size
-            wanted = _peak(evidence.recipe, min(batch, plan.train_samples))
-            found.append((f"the schedule with {count} process{'es' * (count > 1)}, step {top + 1}", rate, wanted))
-    return found
-
-
-def _top_step(recipe: Recipe, plan: Plan) -> int | None:
-    top = plan.warmup_steps - (1 if recipe.schedule.name == "one_cycle" else 0)
-    reaches = top < plan.total_steps and all(each > top for each in plan.milestone_steps)
-    return top if reaches else None
+            where = f"the schedule with {count} process{'es' * (count > 1)}, step {top + 1}"
+            yield where, rate, _peak(recipe, min(batch, plan.train_samples))
 
 
 def _peak(recipe: Recipe, batch: int) -> float:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch, chosen
+from paceline.data.batch import Batch
 from paceline.errors import RecipeError
 from paceline.optim.embedding_optim import has_sparse_gradients
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline_advisor.prove.notes import Observed, copies_of
+from paceline_advisor.prove.notes import Observed, copies_of, rows_of
 from paceline_advisor.prove.reference import Plain, difference, dropouts, norms, put_to_rest
 from paceline_advisor.prove.runs import Runner, Sizes, shortened
 
@@ -106,15 +106,9 @@ def _noise(plain: Plain, batch: Batch) -> float:
     """By how much the gradient differs if the batch's samples come in another order."""
     tensors = copies_of(plain.network)
     forward = dict(plain.gradients(tensors, [[batch]]))
-    backward = plain.gradients(tensors, [[_of(batch, range(len(batch.ids))[::-1])]])
+    backward = plain.gradients(tensors, [[rows_of(batch, range(len(batch.ids))[::-1])]])
     noise = difference(backward, forward).relative
     return noise if math.isfinite(noise) else 0.0
-
-
-def _of(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Some of a batch's samples, in another order if need be."""
-    inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
-    return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
 
 
 def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
@@ -130,7 +124,7 @@ def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
     with torch.no_grad():
         if plain.loss(batch, 0).item() != loss(0):
             return "what the network keeps of earlier micro-batches takes part in the loss"
-    alone = plain.answers(_of(batch, range(min(micro_batch, len(batch.ids)))))
+    alone = plain.answers(rows_of(batch, range(min(micro_batch, len(batch.ids)))))
     together = plain.answers(batch)
     if alone is None or together is None:
         return ""

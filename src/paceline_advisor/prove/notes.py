@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Batch
+from paceline.data.batch import Batch, chosen
 from paceline.recipe.schema import Recipe
 
 Verdict = Literal["passed", "failed", "not applicable"]
@@ -32,56 +32,33 @@ class Check:
         difference: What was measured: a relative difference, or how many of something; None if nothing was.
         limit: The largest difference that passes.
         found: Where it differs and how, or why the check does not apply; empty if there is nothing to say.
-        advice: What to look at if it failed; empty otherwise.
+        advice: What to look at if it failed; empty otherwise, once it was made.
     """
 
     name: str
     compared: str
-    verdict: Verdict
+    verdict: Verdict = "failed"
     difference: float | None = None
     limit: float | None = None
     found: str = ""
     advice: str = ""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A check that was not made yet.
-
-    Attributes:
-        name: What it is about.
-        compared: What is to be held against what.
-        advice: What to look at if it fails.
-    """
-
-    name: str
-    compared: str
-    advice: str
-
-    def about(self, compared: str) -> Question:
+    def about(self, compared: str) -> Check:
         """Return the check of something that is only known with the evidence."""
         return replace(self, compared=compared)
 
     def measured(self, difference: float, limit: float = 0, *, found: str = "") -> Check:
         """Return the check with what was measured."""
-        passed = difference <= limit
-        return Check(
-            name=self.name,
-            compared=self.compared,
-            verdict="passed" if passed else "failed",
-            difference=float(difference),
-            limit=limit,
-            found=found,
-            advice="" if passed else self.advice,
-        )
+        check = replace(self, difference=float(difference), limit=limit, found=found)
+        return replace(check, verdict="passed", advice="") if difference <= limit else check
 
     def failed(self, found: str) -> Check:
         """The check where there is nothing to measure, because what was to be compared is not there."""
-        return Check(name=self.name, compared=self.compared, verdict="failed", found=found, advice=self.advice)
+        return replace(self, found=found)
 
     def not_applicable(self, reason: str) -> Check:
         """The check where it has nothing to say."""
-        return Check(name=self.name, compared=self.compared, verdict="not applicable", found=reason)
+        return replace(self, verdict="not applicable", found=reason, advice="")
 
 
 def sure(difference: float) -> float:
@@ -184,13 +161,7 @@ class Notes:
     @classmethod
     def read(cls, path: Path) -> Notes:
         """Read what :meth:`Witness.finish` wrote."""
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        return cls(
-            micro_batches=[MicroBatchNote(**each) for each in tree["micro_batches"]],
-            steps=[StepNote(**each) for each in tree["steps"]],
-            scores=[ScoreNote(**each) for each in tree["scores"]],
-            final_buffers=tree["final_buffers"],
-        )
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +234,14 @@ def copies_of(network: nn.Module) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in tensors_of(network).items()}
 
 
+def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some of a batch's samples, in another order if need be."""
+    inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
+
+
 def content_of(tensors: Iterable[Tensor]) -> str:
-    """What a sample's tensors, [1, ...], hold, in a form that :func:`alike` compares: as they are, and unpadded.
+    """What a sample's tensors, [1, ...], hold, in a form that :func:`alike` compares: as they are, and less padded.
 
     A sample that is shorter than its company is padded, and how far depends on the company.
     """
@@ -272,33 +249,19 @@ def content_of(tensors: Iterable[Tensor]) -> str:
 
 
 def _content(row: Tensor) -> str:
-    kind = f"{row.dtype}{tuple(row.shape[1:])}"
-    found = [_short(kind, row)]
+    padded = 0
     if row.ndim and row.numel():
-        last = row[-1].reshape(-1)[0]
-        same = (row == last).reshape(len(row), -1).all(dim=1).tolist()
+        same = (row == row[-1].reshape(-1)[0]).reshape(len(row), -1).all(dim=1).tolist()
         padded = next((count for count, is_same in enumerate(reversed(same)) if not is_same), len(same))
-        stem = row[: len(row) - padded]
-        found += [_short(kind, stem), _short(f"{kind}{last.item()!r}", stem)] if padded else []
-    return ",".join(found)
-
-
-def _short(kind: str, tensor: Tensor) -> str:
-    return hashlib.sha256(f"{kind} {digest_of([tensor])}".encode()).hexdigest()[:16]
+    shorter = [row, *(row[:-cut] for cut in range(1, padded + 1))]
+    kind = f"{row.dtype}{tuple(row.shape[1:])}"
+    return ",".join(hashlib.sha256(f"{kind} {digest_of([each])}".encode()).hexdigest()[:16] for each in shorter)
 
 
 def alike(one: str, other: str) -> bool:
     """Whether two samples' contents are the same but for how far they were padded."""
-    if one == other:
-        return True
-    parts = list(zip(one.split(";"), other.split(";"), strict=False))
-    return one.count(";") == other.count(";") and all(_alike(mine.split(","), its.split(",")) for mine, its in parts)
-
-
-def _alike(one: list[str], other: list[str]) -> bool:
-    if one[0] == other[0] or other[0] in one[1:2] or one[0] in other[1:2]:
-        return True
-    return len(one) == len(other) == 3 and one[2] == other[2]
+    parts = [(mine.split(","), its.split(",")) for mine, its in zip(one.split(";"), other.split(";"), strict=False)]
+    return one.count(";") == other.count(";") and all(mine[0] in its or its[0] in mine for mine, its in parts)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -7,9 +7,8 @@ forward pass; nothing of its steps, strategies, accumulators or averages.
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +20,7 @@ from paceline.data.batch import Batch, copied, joined_along_samples
 from paceline.data.random_draws import seed_of
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
+from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.preparation import prepare
 from paceline.world import World
 from paceline_advisor.prove.notes import Orders, sure, tensors_of
@@ -68,12 +68,9 @@ def dropouts(network: nn.Module) -> list[Dropout]:
         Dropout(name, module, attribute, value)
         for name, module in network.named_modules()
         for attribute, value in vars(module).items()
-        if isinstance(value, float) and 0 < value < 1 and _is_dropout(module, attribute)
+        if isinstance(value, float) and 0 < value < 1
+        if "drop" in attribute or (_is_layer(module) and attribute in ("p", "rate", "prob", "probability"))
     ]
-
-
-def _is_dropout(module: nn.Module, attribute: str) -> bool:
-    return "drop" in attribute or (_is_layer(module) and attribute in ("p", "rate", "prob", "probability"))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -103,21 +100,7 @@ def put_to_rest(network: nn.Module, statistics: Mapping[str, Tensor]) -> None:
     for module in norms(network).values():
         module.eval()
         # A method of the module itself, so that copies of the network are at rest too.
-        module.train = types.MethodType(_stay, module)  # type: ignore[method-assign]
-
-
-def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module
-
-
-def shake(network: nn.Module) -> None:
-    """Move every weight at random: what begins at zero would hide what goes on before it."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.is_floating_point():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.add_((0.1 * noise).to(parameter.dtype))
+        module.train = types.MethodType(lambda itself, *_, **__: itself, module)  # type: ignore[method-assign]
 
 
 Gradients = Mapping[str, Tensor | None]
@@ -199,20 +182,29 @@ class Plain:
             tensors: Weights and buffers by name.
             groups: Micro-batches; each group begins with these buffers, and goes on with what its own batches leave.
         """
-        total = sum(_planned(batch) for group in groups for batch in group)
+        # What they count for, samples that could not be read included.
+        total = sum(
+            len(batch.ids) + len(batch.broken) if batch.slice.weight is None else batch.slice.weight
+            for group in groups
+            for batch in group
+        )
         self.network.zero_grad(set_to_none=True)
         for group in groups:
             self.load(tensors)
             for batch in group:
                 share = self.loss(batch) * (batch.weight / total)
                 share.backward()  # type: ignore[no-untyped-call]  # torch
-        self._clip()
+        asked, parameters = self._recipe.optimizer, list(self.network.parameters())
+        if asked.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, asked.clip_norm)
+        if asked.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, asked.clip_value)
         return {name: each.grad for name, each in self.network.named_parameters() if each.requires_grad}
 
     def metrics(self, state: Mapping[str, Tensor]) -> dict[str, float]:
         """Each metric of saved weights over the held-out samples, scored one by one."""
         self.network.load_state_dict(state)
-        with self._evaluating(), torch.no_grad():
+        with evaluation_mode([self.network]), torch.no_grad():
             batches = self._prepared.pipeline.evaluation_batches(1, World())
             asked = self._task.evaluated(self.network)
             scored = [(self._task.score(asked, batch), batch.ids) for batch in batches if len(batch.ids)]
@@ -252,25 +244,13 @@ class Plain:
         return answer if isinstance(answer, Tensor) and len(answer) == len(batch.ids) else None
 
     def shake(self) -> None:
-        """Move every weight at random."""
-        shake(self.network)
-
-    def _clip(self) -> None:
-        asked, parameters = self._recipe.optimizer, list(self.network.parameters())
-        if asked.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, asked.clip_norm)
-        if asked.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, asked.clip_value)
-
-    @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modes = [(module, module.training) for module in self.network.modules()]
-        self.network.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        """Move every weight at random: what begins at zero would hide what goes on before it."""
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.network.parameters():
+                if parameter.is_floating_point():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                    parameter.add_((0.1 * noise).to(parameter.dtype))
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
@@ -287,11 +267,6 @@ def joined(batches: Sequence[Batch]) -> Batch:
         broken=tuple(each for batch in batches for each in batch.broken),
         slice=place,
     )
-
-
-def _planned(batch: Batch) -> int:
-    """What a batch counts for, samples that could not be read included."""
-    return len(batch.ids) + len(batch.broken) if batch.slice.weight is None else batch.slice.weight
 
 
 def parts_of(batches: Mapping[tuple[int, int], Batch], step: int) -> list[Batch]:

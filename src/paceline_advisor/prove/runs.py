@@ -152,13 +152,17 @@ class Sizes:
             used = _FULL_STEPS * parts * size + tail
             if used <= samples:
                 scored = held_out if all_held_out else min(held_out, _HELD_OUT * max(1, processes // 2))
+                # A batch that leaves a smaller last one, and not as many for each process, if there is such a one.
+                batches = list(range(max(2, min(8, scored // (2 * processes))), 1, -1))
+                ragged = [each for each in batches if scored % each]
+                uneven = [each for each in ragged if processes == 1 or -(-scored // each) % processes]
                 return cls(
                     processes=processes,
                     micro_batches=parts,
                     micro_batch=size,
                     samples=used,
                     evaluation_samples=scored,
-                    evaluation_batch=_uneven_batch(scored, processes),
+                    evaluation_batch=[*uneven, *ragged, *batches][0],
                 )
         raise RecipeError(
             f"there are {samples} training samples, but {parts} micro-batches a step need at least {used} of them; "
@@ -199,14 +203,6 @@ class Sizes:
     def whole_steps(self) -> tuple[int, ...]:
         """The steps that are looked at and take a whole batch: the first, and the one after the first evaluation."""
         return (0, _FULL_STEPS + 1)
-
-
-def _uneven_batch(samples: int, processes: int) -> int:
-    """A batch that leaves a smaller last one, and not the same number of batches for each process, if there is one."""
-    sizes = list(range(max(2, min(8, samples // (2 * processes))), 1, -1))
-    ragged = [size for size in sizes if samples % size]
-    uneven = [size for size in ragged if processes == 1 or -(-samples // size) % processes]
-    return [*uneven, *ragged, *sizes][0]
 
 
 def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = False, careful: bool = False) -> Recipe:

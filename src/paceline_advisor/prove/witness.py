@@ -5,28 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Nested, Progress, chosen, copied, mapped, tensors_in
+from paceline.data.batch import Batch, Progress, chosen, copied, mapped, tensors_in
 from paceline.data.boxes.pipeline import BoxSubset
-from paceline.data.class_balance import SampleClasses
 from paceline.data.image.source import SubsetSource
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.slices import SampleWeights
 from paceline.distributed.environment import read_launch
-from paceline.metrics.accumulator import Collector
-from paceline.metrics.answers import Answers
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
@@ -43,6 +38,7 @@ from paceline_advisor.prove.notes import (
     content_of,
     copies_of,
     digest_of,
+    rows_of,
     tensors_of,
 )
 
@@ -64,6 +60,7 @@ class Witness(Task):
 
     Attributes:
         task: The task itself.
+        orders: What it is told.
         batches: Training batches as they came, by step and logical rank.
     """
 
@@ -73,7 +70,7 @@ class Witness(Task):
         self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
         self.notes = Notes()
         self.batches: dict[tuple[int, int], Batch] = {}
-        self._orders = orders
+        self.orders = orders
         self._alter = alter
         self._world = read_launch(os.environ).world
         self._network: nn.Module | None = None
@@ -85,69 +82,21 @@ class Witness(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """The task's, with fewer samples."""
-        _shorten(self.task, self._orders)
+        _shorten(self.task, self.orders)
         facts = self.task.data_facts(world)
         self.metrics = self.task.metrics
-        orders = self._orders
+        orders = self.orders
         return replace(facts, train_samples=orders.samples, evaluation_samples=orders.evaluation_samples)
-
-    def sample_weights(self) -> SampleWeights | None:
-        """The task's, of the samples that there are."""
-        return _first(self.task.sample_weights(), self._orders.samples)
-
-    def sample_classes(self) -> SampleClasses | None:
-        """The task's, of the samples that there are."""
-        return _first(self.task.sample_classes(), self._orders.samples)
-
-    def sample_sets(self) -> SampleClasses | None:
-        """The task's, of the samples that there are."""
-        return _first(self.task.sample_sets(), self._orders.samples)
-
-    def sample_lengths(self) -> SampleLengths | None:
-        """The task's, of the samples that there are."""
-        return _first_lengths(self.task.sample_lengths(), self._orders.samples)
-
-    def evaluation_lengths(self) -> SampleLengths | None:
-        """The task's, of the samples that are scored."""
-        return _first_lengths(self.task.evaluation_lengths(), self._orders.evaluation_samples)
-
-    def weights_by_class(self, key: str) -> tuple[float, ...]:
-        """The task's, of all its samples."""
-        return self.task.weights_by_class(key)
-
-    def log(self, name: str, value: torch.Tensor | float) -> None:
-        """Have the task log it."""
-        self.task.log(name, value)
-
-    def take_logged(self) -> dict[str, torch.Tensor]:
-        """What the task has logged."""
-        return self.task.take_logged()
-
-    def sample_keys(self) -> NDArray[Any] | None:
-        """The task's, of the samples that there are."""
-        return _first(self.task.sample_keys(), self._orders.samples)
-
-    def sample_costs(self) -> NDArray[Any] | None:
-        """The task's, of the samples that there are."""
-        return _first(self.task.sample_costs(), self._orders.samples)
-
-    def sample_sizes(self) -> NDArray[Any] | None:
-        """The task's, of the samples that there are."""
-        return _first(self.task.sample_sizes(), self._orders.samples)
-
-    def description(self) -> dict[str, Any]:
-        """The task's."""
-        return self.task.description()
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """The task's, with fewer samples to score."""
-        return _FewerSamples(self.task.open_pipeline(placement), self._orders.evaluation_samples, self.finish)
+        return _FewerSamples(self.task.open_pipeline(placement), self.orders.evaluation_samples, self.finish)
 
     def build_model(self) -> nn.Module:
         """The task's network, watched."""
         network = self.task.build_model()
         self.task.check_network(network)  # as the task knows it, before it computes in other numbers
-        if self._orders.double:
+        if self.orders.double:
             network.double()
         if self._alter is not None:
             self._alter(network)
@@ -156,26 +105,14 @@ class Witness(Task):
         def on_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
             if module is self._network and torch.is_grad_enabled() and self.notes.micro_batches:
                 self._note_modes(module)
-            return (_double(arguments), _double(options)) if self._orders.double else (arguments, options)
+            return (_double(arguments), _double(options)) if self.orders.double else (arguments, options)
 
         network.register_forward_pre_hook(on_forward, with_kwargs=True)
         self._network = network
         return network
 
-    def first_weights(self, network: nn.Module) -> None:
-        """The task's."""
-        self.task.first_weights(network)
-
-    def begins_from_data(self, network: nn.Module) -> bool:
-        """The task's."""
-        return self.task.begins_from_data(network)
-
     def check_network(self, network: nn.Module) -> None:
         """Nothing: the task was asked when it had built it."""
-
-    def prepare_training(self, placement: Placement) -> None:
-        """The task's."""
-        self.task.prepare_training(placement)
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """The task's; noted, if it is to be learned from."""
@@ -187,10 +124,6 @@ class Witness(Task):
         """The task's; whose answers they are is remembered."""
         self._evaluated = (self.task.evaluated(model), model)
         return self._evaluated[0]
-
-    def collectors(self) -> tuple[Collector, ...]:
-        """The task's."""
-        return self.task.collectors()
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """The task's, noted."""
@@ -207,24 +140,12 @@ class Witness(Task):
         note.ids += batch.ids.tolist()
         return self.task.score(model, batch)
 
-    def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        """The task's."""
-        return self.task.predict(model, batch)
-
-    def answers(self, model: Model, batch: Batch) -> Answers | None:
-        """The task's."""
-        return self.task.answers(model, batch)
-
-    def pictures(self, inputs: Nested) -> Tensor | None:
-        """The task's."""
-        return self.task.pictures(inputs)
-
     def finish(self) -> None:
         """Write the notes down; called when the pipeline is closed, after the last checkpoint."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        folder = Path(self._orders.folder)
+        folder = Path(self.orders.folder)
         if self._network is not None:
             self.notes.final_buffers = digest_of(self._network.buffers())
         if self._average and self._world.is_first:
@@ -236,13 +157,14 @@ class Witness(Task):
         assert self._network is not None
         if not self.notes.micro_batches:
             self._begin(self._network)
-        part, notes = batch.slice, self.notes.micro_batches
-        notes.append(
+        part, count = batch.slice, len(batch.ids)
+        both = (batch.inputs, batch.targets)
+        self.notes.micro_batches.append(
             MicroBatchNote(
                 step=part.step,
                 logical_rank=part.logical_rank,
                 ids=batch.ids.tolist(),
-                contents=_contents(batch),
+                contents=[content_of(tensors_in(chosen(both, [row], of=count))) for row in range(count)],
                 phantom=part.phantom,
                 generator=hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
                 evaluating=_evaluating(self._network),
@@ -264,7 +186,7 @@ class Witness(Task):
 
     @property
     def _keeps(self) -> bool:
-        return self._world.is_first and self.notes.micro_batches[-1].step in self._orders.kept_steps
+        return self._world.is_first and self.notes.micro_batches[-1].step in self.orders.kept_steps
 
     def _begin(self, network: nn.Module) -> None:
         """Listen to the optimizer that moves the network."""
@@ -287,10 +209,15 @@ class Witness(Task):
 
     def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not self.notes.steps:
-            self.notes.micro_batches = _unrehearsed(self.notes.micro_batches)
+            # Without what was rehearsed before it and moved nothing: the largest micro-batch of all, and its first.
+            notes = self.notes.micro_batches
+            begin = len(notes) - 1
+            while begin and notes[begin - 1].step == notes[-1].step and _follow(notes[begin - 1 : begin + 1]):
+                begin -= 1
+            self.notes.micro_batches = notes[begin:]
         gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
         if self._keeps:
-            path = Path(self._orders.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
+            path = Path(self.orders.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
             torch.save({"weights": self._before, "gradients": gradients}, path)
         self._before = {}
         self.notes.steps.append(
@@ -314,21 +241,34 @@ class Witness(Task):
                 self._average[name] = current.clone()
 
 
-def _unrehearsed(notes: list[MicroBatchNote]) -> list[MicroBatchNote]:
-    """The first step's, without what was rehearsed before it and moved nothing: the largest of all, and its first."""
-    first = notes[-1].step
-    begin = len(notes) - 1
-    while begin > 0 and notes[begin - 1].step == first and notes[begin - 1].logical_rank < notes[begin].logical_rank:
-        begin -= 1
-    return notes[begin:]
+def _follow(notes: list[MicroBatchNote]) -> bool:
+    return notes[0].logical_rank < notes[1].logical_rank
 
 
-def _first(values: NDArray[Any] | None, samples: int) -> NDArray[Any] | None:
-    return None if values is None else values[:samples]
+def _passed_on(name: str) -> Callable[..., Any]:
+    def ask(witness: Witness, *arguments: Any, **options: Any) -> Any:
+        return getattr(witness.task, name)(*arguments, **options)
+
+    return ask
 
 
-def _first_lengths(lengths: SampleLengths | None, samples: int) -> SampleLengths | None:
-    return None if lengths is None else replace(lengths, tokens=lengths.tokens[:samples])
+def _of_the_first(name: str, which: str) -> Callable[..., Any]:
+    def ask(witness: Witness) -> Any:
+        found, count = getattr(witness.task, name)(), getattr(witness.orders, which)
+        if isinstance(found, SampleLengths):
+            return replace(found, tokens=found.tokens[:count])
+        return None if found is None else found[:count]
+
+    return ask
+
+
+# What each sample is like is asked of the samples that there are; everything else of the task as it is.
+for _name in ("weights", "classes", "sets", "lengths", "keys", "costs", "sizes"):
+    setattr(Witness, f"sample_{_name}", _of_the_first(f"sample_{_name}", "samples"))
+Witness.evaluation_lengths = _of_the_first("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
+for _name in vars(Task).keys() - vars(Witness).keys():
+    if callable(getattr(Task, _name)):
+        setattr(Witness, _name, _passed_on(_name))
 
 
 class _FewerSamples:
@@ -353,10 +293,7 @@ class _FewerSamples:
             if not (batch.slice.ids < self._limit).any():
                 return
             broken = tuple(each for each in batch.broken if each.id < self._limit)
-            wanted = batch.ids < self._limit
-            rows = wanted.nonzero()[0].tolist()
-            inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
-            yield replace(batch, inputs=inputs, targets=targets, ids=batch.ids[wanted], broken=broken)
+            yield replace(rows_of(batch, (batch.ids < self._limit).nonzero()[0].tolist()), broken=broken)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         return self._pipeline.sample_name(sample_id, training=training)
@@ -373,29 +310,17 @@ def can_shorten(task: Task) -> bool:
 
 def _shorten(task: Task, orders: Orders) -> None:
     """Leave a task of images only some of them, from all over its data: where they end is then where they ended."""
-    if not isinstance(task, ImageTask | Detection):
-        return
-    train = _some(task.dataset.train, orders.samples)
-    validation = _some(task.dataset.validation, orders.evaluation_samples)
-    # In the place where the task itself keeps what it has opened.
-    if isinstance(task, ImageTask):
-        images = task.dataset
-        shorter = SubsetSource(images.train, train), SubsetSource(images.validation, validation)
-        vars(task)["dataset"] = replace(images, train=shorter[0], validation=shorter[1])
-    else:
-        boxes = task.dataset
-        few = BoxSubset(boxes.train, train), BoxSubset(boxes.validation, validation)
-        vars(task)["dataset"] = replace(boxes, train=few[0], validation=few[1])
 
+    def some(source: Any, count: int) -> Any:
+        chosen_ids = np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
+        return BoxSubset(source, chosen_ids) if isinstance(task, Detection) else SubsetSource(source, chosen_ids)
 
-def _some(source: Sized, count: int) -> NDArray[np.int64]:
-    return np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
-
-
-def _contents(batch: Batch) -> list[str]:
-    """What each sample's input and target are, as short digests."""
-    count, both = len(batch.ids), (batch.inputs, batch.targets)
-    return [content_of(tensors_in(chosen(both, [row], of=count))) for row in range(count)]
+    if isinstance(task, ImageTask | Detection):
+        whole: Any = task.dataset
+        few = {"train": some(whole.train, orders.samples)}
+        few["validation"] = some(whole.validation, orders.evaluation_samples)
+        # In the place where the task itself keeps what it has opened.
+        vars(task)["dataset"] = replace(whole, **few)
 
 
 def _evaluating(network: nn.Module) -> list[str]:

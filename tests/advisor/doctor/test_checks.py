@@ -13,7 +13,7 @@ from paceline.tasks.task import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy
-from paceline_advisor.doctor.behaviour import Behaviour
+from paceline_advisor.doctor.behaviour import Calls
 from paceline_advisor.doctor.checks import training
 from paceline_advisor.doctor.subject import Subject, choose_target
 
@@ -261,7 +261,7 @@ def _subject() -> Subject:
     recipe = load_recipe("digits").recipe
     target = choose_target("a100", recipe)
     plan = plan_run(recipe, build_task(recipe), target.machine, World())
-    return Subject(recipe=recipe, plan=plan, target=target, anatomy=Anatomy(), behaviour=Behaviour())
+    return Subject(recipe=recipe, plan=plan, target=target, anatomy=Anatomy(), calls=Calls())
 
 
 def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:

@@ -118,7 +118,6 @@ class Task(paceline.ImageClassification):
         return F.cross_entropy(model(batch.inputs), batch.targets, weight=self.weights)
 """
 
-DEVICES = pytest.mark.parametrize("device", ["a100", pytest.param("cpu", marks=pytest.mark.thorough)])
 TASK, NET = {"task": "mine:Task"}, {"model.name": "mine:Net", "model.options": "{}"}
 
 
@@ -144,54 +143,74 @@ def test_nothing_is_found_in_it_for_other_accelerators_at_their_precision(examin
 def test_nothing_is_found_in_clean_code_of_ones_own(examined: Examined, own_loader: Callable[..., str]) -> None:
     for code, asked in ((network(), NET), (own_loader(), TASK), (KEPT, TASK)):
         assert examined(asked, code=code, device="a100").findings == ()
+    assert examined(TASK, code=own_loader(pin_memory=False), device="cpu").findings == ()
 
 
-@DEVICES
-def test_1_a_value_read_in_every_step(examined: Examined, device: str) -> None:
-    found = first(examined(TASK, code=ITEM, device=device))
-    assert found.name == "synchronisation"
-    (place,) = found.places
-    assert (place.line, place.what, place.count) == (10, ".item()", 1)
-    assert found.severity == ("slows" if device == "a100" else "notice")
+# What is planted in code and recipe, the first finding, and its places: line, what, count. What else is found of all of
+# them, and where the command places them for a CPU too, is in tests/cli/test_doctor_planted.py.
+PLANTED: dict[str, tuple[str, dict[str, Any], str, list[tuple[int, str, int]]]] = {
+    "a value read in every step": (ITEM, TASK, "synchronisation", [(10, ".item()", 1)]),
+    "biases": (network(bias=True), NET, "bias_before_batchnorm", [(5, "class Block", 3)]),
+    "anomaly mode": (ANOMALY, TASK, "anomaly_mode", [(6, "torch.autograd.set_detect_anomaly(True)", 1)]),
+    "anomaly mode in the loss": (
+        *(ANOMALY_IN_THE_LOSS, TASK, "anomaly_mode"),
+        [(9, "with torch.autograd.detect_anomaly(check_nan=False):", 1)],
+    ),
+    "tensors of the host": (ON_THE_HOST, TASK, "host_tensors", [(10, "torch.rand without device=", 1)]),
+}
 
 
-@DEVICES
+@pytest.mark.parametrize("case", PLANTED)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_a_finding_says_where(examined: Examined, case: str) -> None:
+    code, asked, name, places = PLANTED[case]
+    found = first(examined(asked, code=code, device="a100"))
+    assert (found.name, found.severity) == (name, "slows")
+    assert [(place.line, place.what, place.count) for place in found.places] == places
+
+
+def test_what_waits_on_a_gpu_is_a_notice_on_a_cpu(examined: Examined) -> None:
+    assert first(examined(TASK, code=ITEM, device="cpu")).severity == "notice"
+
+
 @pytest.mark.everyday
-def test_2_no_loader_processes(examined: Examined, tmp_path: Path, device: str) -> None:
+def test_no_loader_processes(examined: Examined, tmp_path: Path) -> None:
     files = {"data.dataset": "image_folder", "data.path": folder(tmp_path / "photos"), "data.samples": "null"}
     files |= {"data.classes": "null", "data.augment.crop": "random_resized", "batch.global_size": 8}
     files |= {"train.duration": "4 epochs"}
-    clean = examined(files, device=device)
+    clean = examined(files, device="a100")
     assert {each.name for each in clean.findings} <= {"memory_bound_layers", "evaluation_often"}, clean.findings
-    found = first(examined(files | {"data.workers": 0}, device=device))
+    found = first(examined(files | {"data.workers": 0}, device="a100"))
     assert found.name == "no_workers"
     assert "data.workers=0" in found.evidence
     assert found.advice.overrides == {"data.workers": "auto"}
 
 
-def test_2_no_loader_processes_in_a_loader_of_ones_own(examined: Examined, own_loader: Callable[..., str]) -> None:
-    code = own_loader(num_workers=0, persistent_workers=False)
-    found = first(examined(TASK, code=code, device="a100"))
-    assert found.name == "no_workers"
-    assert [place.what for place in found.places] == ["DataLoader"]
+LOADERS = {
+    "no_workers": {"num_workers": 0, "persistent_workers": False},
+    "unpinned": {"pin_memory": False},
+    "no_persistent_workers": {"persistent_workers": False},
+}
 
 
-def test_3_batches_from_pageable_memory(examined: Examined, own_loader: Callable[..., str]) -> None:
-    found = first(examined(TASK, code=own_loader(pin_memory=False), device="a100"))
-    assert found.name == "unpinned"
-    assert found.places[0].line == 25
-    assert examined(TASK, code=own_loader(pin_memory=False), device="cpu").findings == ()
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_of_ones_own(examined: Examined, own_loader: Callable[..., str], name: str) -> None:
+    found = first(examined(TASK, code=own_loader(**LOADERS[name]), device="a100"))
+    assert found.name == name
+    assert [(place.line, place.what) for place in found.places] == [(25, "DataLoader")]
+    if name == "no_persistent_workers":
+        assert found.evidence == "persistent_workers=False in a DataLoader of your own, 1 process"
 
 
-@DEVICES
-def test_4_channels_first(examined: Examined, device: str) -> None:
-    found = first(examined({"model.channels_last": "false"}, device=device))
-    assert found.name == "channels_last"
-    assert "7 convolutions" in found.evidence
+def test_channels_first_and_records_of_every_step(examined: Examined) -> None:
+    found = first(examined({"model.channels_last": "false"}, device="a100"))
+    assert (found.name, "7 convolutions" in found.evidence) == ("channels_last", True)
     assert found.advice.overrides == {"model.channels_last": "auto"}
+    found = first(examined({"telemetry.log_every": "1 step"}, device="a100"))
+    assert (found.name, found.advice.overrides) == ("log_every_step", {"telemetry.log_every": "10 steps"})
 
 
-def test_5_fp32(examined: Examined) -> None:
+def test_fp32(examined: Examined) -> None:
     for device, precision in {"a100": "auto", "t4": "fp16"}.items():
         found = first(examined({"train.precision": "fp32"}, device=device))
         assert found.name == "precision"
@@ -199,63 +218,21 @@ def test_5_fp32(examined: Examined) -> None:
         assert "TFLOP/s" in found.evidence
 
 
-def test_5_fp32_on_a_processor_with_bf16(examined: Examined) -> None:
+def test_fp32_on_a_processor_with_bf16(examined: Examined) -> None:
     if examined().precision != "bf16":
         pytest.skip("this processor has no bf16 products")
-    found = first(examined({"train.precision": "fp32"}))
-    assert found.name == "precision"
+    assert first(examined({"train.precision": "fp32"})).name == "precision"
 
 
-@DEVICES
-def test_6_biases_before_batchnorm(examined: Examined, device: str) -> None:
-    found = first(examined(NET, code=network(bias=True), device=device))
-    assert found.name == "bias_before_batchnorm"
-    assert found.layers == ("blocks.0.conv", "blocks.1.conv", "blocks.2.conv")
-    assert [(place.line, place.what, place.count) for place in found.places] == [(5, "class Block", 3)]
-
-
-def test_7_odd_shapes(examined: Examined) -> None:
+def test_odd_shapes(examined: Examined) -> None:
     found = first(examined({"model.options": "{width: 61, stages: 2}"}, device="a100"))
-    assert found.name == "dimension_alignment"
+    assert (found.name, found.predicted) == ("dimension_alignment", True)
     assert "61→122" in found.evidence
     assert "61 to 64" in found.advice.words
-    assert found.predicted
 
 
-@pytest.mark.parametrize(("code", "line"), [(ANOMALY, 6), (ANOMALY_IN_THE_LOSS, 9)])
-@DEVICES
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_8_anomaly_mode(examined: Examined, code: str, line: int, device: str) -> None:
-    found = first(examined(TASK, code=code, device=device))
-    assert found.name == "anomaly_mode"
-    assert found.places[0].line == line
-
-
-@DEVICES
-def test_9_tensors_made_on_the_host(examined: Examined, device: str) -> None:
-    found = first(examined(TASK, code=ON_THE_HOST, device=device))
-    assert found.name == "host_tensors"
-    assert [(place.line, place.count) for place in found.places] == [(10, 1)]
-
-
-@DEVICES
-def test_10_unused_parameters(examined: Examined, device: str) -> None:
-    found = first(examined(NET, code=network(extra=UNUSED), device=device))
-    assert found.name == "unused_parameters"
-    assert found.severity == "breaks"
+def test_unused_parameters(examined: Examined) -> None:
+    found = first(examined(NET, code=network(extra=UNUSED), device="a100"))
+    assert (found.name, found.severity) == ("unused_parameters", "breaks")
     assert found.layers == ("second_head.weight", "second_head.bias")
     assert found.advice.overrides == {"model.frozen": ["second_head.*"]}
-
-
-@DEVICES
-def test_11_a_record_for_every_step(examined: Examined, device: str) -> None:
-    found = first(examined({"telemetry.log_every": "1 step"}, device=device))
-    assert found.name == "log_every_step"
-    assert found.advice.overrides == {"telemetry.log_every": "10 steps"}
-
-
-@DEVICES
-def test_12_processes_that_do_not_persist(examined: Examined, own_loader: Callable[..., str], device: str) -> None:
-    found = first(examined(TASK, code=own_loader(persistent_workers=False), device=device))
-    assert found.name == "no_persistent_workers"
-    assert found.evidence == "persistent_workers=False in a DataLoader of your own, 1 process"

@@ -60,7 +60,7 @@ def one_after_the_other(predictor: ImageLabeller, paths: list[Path]) -> Iterator
     """As it was before anything was read ahead: of 64 files in a row those that can be read, in one batch."""
     from paceline.data.image.decode import BrokenImageError
 
-    for part in itertools.batched(paths, 64) if hasattr(itertools, "batched") else _batched(paths):
+    for part in (paths[start : start + 64] for start in range(0, len(paths), 64)):
         images: dict[Path, torch.Tensor] = {}
         for path in part:
             try:
@@ -72,10 +72,6 @@ def one_after_the_other(predictor: ImageLabeller, paths: list[Path]) -> Iterator
         for path in part:
             sure, best = told.get(path, ((), ()))
             yield path, tuple(predictor.classes[label] for label in best), tuple(sure)
-
-
-def _batched(paths: list[Path]) -> Iterator[list[Path]]:
-    yield from (paths[start : start + 64] for start in range(0, len(paths), 64))
 
 
 @torch.inference_mode()

@@ -30,7 +30,8 @@ from paceline.errors import PacelineError
 from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export
 from paceline.inference.exportable import open_exportable
-from paceline.inference.predict import Predictor, trained_task
+from paceline.inference.predict import Predictor
+from paceline.inference.trained import trained_task
 
 CPU = torch.device("cpu")
 NET = {"model.name": "test_resnet.r160_in1k", "model.options": None, "train.ema": 0.9}
@@ -418,9 +419,9 @@ def test_answers_that_differ_are_not_kept(digits: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         other.fc.weight[0, 0] += 0.1
     with pytest.raises(PacelineError, match="answers otherwise than the network by up to"):
-        exportable.compare(lambda inputs: answers(other, *inputs), what="it")
+        exportable.compare(other, what="it")
     with pytest.raises(PacelineError, match="with some that are none"):
-        exportable.compare(lambda inputs: answers(exportable.network, *inputs) * torch.nan, what="it")
+        exportable.compare(lambda *inputs: exportable.network(*inputs) * torch.nan, what="it")
 
 
 def failing(output: Path, error: BaseException) -> None:

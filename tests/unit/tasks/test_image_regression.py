@@ -229,12 +229,12 @@ def test_what_is_exported_is_compared_in_standard_deviations(trained: Path) -> N
 
     for mean, std in ((0.005, 1e-6), (1.7e9, 1e7)):  # a small unit, and a mean that takes up most digits
         found = in_units_of(mean, std)
-        assert found.compare(found.answers, what="itself") == 0
+        assert found.compare(found.network, what="itself") == 0
         answers = {}
         for batch in (1, 2, 5):
             inputs = found.examples(batch, seed=batch)
-            answers[batch] = found.answers(inputs) + torch.tensor([0.01 * std, 0])
+            answers[batch] = found.network(*inputs).detach() + torch.tensor([0.01 * std, 0])
         with pytest.raises(ModelError, match=r"otherwise than the network by up to 0\.0"):
-            found.compare(lambda inputs, answers=answers: answers[len(inputs[0])], what="another")
+            found.compare(lambda images, answers=answers: answers[len(images)], what="another")
     with pytest.raises(ModelError, match=r"'radius' has a mean of 1e\+09 and varies by 1, which is lost"):
         in_units_of(1e9, 1.0)

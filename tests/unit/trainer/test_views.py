@@ -150,7 +150,7 @@ def test_crops_are_cut_from_the_larger_picture(trained: Callable[..., Path], pho
     predictor = load_predictor(run_dir)
     files = sorted((photos / "val").rglob("*.png"))
     whole = load_predictor(run_dir)
-    whole._answers = lambda images: by_hand(predictor._network, images, "five_crop", 16).log()
+    whole._answers = lambda images: by_hand(predictor.network, images, "five_crop", 16).log()
     assert whole.shown.size == round(16 / 0.875)
     ours, expected = (list(each.predict(files, top_k=2)) for each in (predictor, whole))
     assert [each.labels for each in ours] == [each.labels for each in expected]

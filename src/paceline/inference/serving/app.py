@@ -247,7 +247,13 @@ async def _uploads(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
 
 def _add_views(app: FastAPI, service: Service, model: str) -> None:
     digest = service.predictor.digest
-    shown, policy = page(service, model), content_policy()
+    shown = page(service, model)
+    style, script = (script_digest(_part(name).encode()) for name in ("page.css", "page.js"))
+    # It may run its own script, show what is chosen and ask this service; nothing else.
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
     @app.get("/health")
     async def health() -> Health:
@@ -408,15 +414,6 @@ def page(service: Service, model: str) -> str:
         images=limits.images,
         bytes=limits.request_bytes,
         megabytes=f"{limits.request_bytes / 2**20:.0f}",
-    )
-
-
-def content_policy() -> str:
-    """What the page may do: run its own script, show what is chosen, ask this service; nothing else."""
-    style, script = (script_digest(_part(name).encode()) for name in ("page.css", "page.js"))
-    return (
-        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src blob: data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 

@@ -53,17 +53,11 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
         PacelineError: If it cannot be had.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
+        (family, _, _, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen(_CONNECTIONS)
-        except OSError:
-            bound.close()
-            raise
+        )
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        bound = socket.create_server(address, family=family, backlog=_CONNECTIONS, dualstack_ipv6=both)
     except (OSError, UnicodeError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PacelineError(

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from starlette.exceptions import HTTPException
@@ -102,14 +101,22 @@ class Service:
         self._queued = 0
         self._free_bytes = max(_DECODED_BYTES, _PIXEL_BYTES * limits.pixels)
         self._freed = asyncio.Condition()
-        self._batcher = Batcher(predictor, limits.batch_images, limits.batch_wait_seconds, metrics)
         self._decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="decoder")
+        self._most = min(limits.batch_images, predictor.largest_batch or limits.batch_images)
+        # Images that wait for the network, each with its most labels and with its answer to come.
+        self._waiting: asyncio.Queue[tuple[Prepared, int, asyncio.Future[Answer]]] = asyncio.Queue()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Answer within this context."""
-        async with self._batcher.running():
-            yield
+        with ThreadPoolExecutor(1, thread_name_prefix="network") as network:
+            task = asyncio.create_task(self._answer_all(network))
+            try:
+                yield
+            finally:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
         self._decoders.shutdown(cancel_futures=True)
 
     async def answers(self, images: Sequence[bytes], top_k: int) -> list[Answer]:
@@ -154,7 +161,9 @@ class Service:
                 if prepared.nbytes < held:
                     await self._free(held - prepared.nbytes)
                     held = prepared.nbytes
-                answer = await self._batcher.answer(prepared, top_k)
+                future: asyncio.Future[Answer] = loop.create_future()
+                self._waiting.put_nowait((prepared, top_k, future))
+                answer = await future
             finally:
                 await self._free(held)
         except BrokenImageError as error:
@@ -167,6 +176,34 @@ class Service:
         self._free_bytes += count
         async with self._freed:
             self._freed.notify_all()
+
+    async def _answer_all(self, network: ThreadPoolExecutor) -> None:
+        """Give the network, in its own thread, whatever waits, or comes within the time that the first one waits."""
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [await self._waiting.get()]
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.limits.batch_wait_seconds):
+                    while len(batch) < self._most:
+                        batch.append(await self._waiting.get())
+            while len(batch) < self._most and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            # A request that is overdue has cancelled its images.
+            batch = [each for each in batch if not each[2].done()]
+            if not batch:
+                continue
+            self.metrics.batches.observe(len(batch))
+            images, most = [image for image, _, _ in batch], max(top_k for _, top_k, _ in batch)
+            try:
+                answers = await loop.run_in_executor(network, self.predictor.answer, images, most)
+            except Exception as error:  # noqa: BLE001  # each request reports it, and the next batch may be answered
+                for _, _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for (_, _, future), answer in zip(batch, answers, strict=True):
+                if not future.done():
+                    future.set_result(answer)
 
 
 def check_picture(content: bytes, most: int) -> int:
@@ -182,76 +219,3 @@ def check_picture(content: bytes, most: int) -> int:
     if height * width > most:
         raise BrokenImageError("", f"{width}x{height} pixels; at most {most:,} are decoded")
     return height * width
-
-
-class _Waiting(NamedTuple):
-    image: Prepared
-    top_k: int
-    answer: asyncio.Future[Answer]
-
-
-class Batcher:
-    """Gives the network, in a thread of its own, whatever waits.
-
-    Args:
-        predictor: Answers.
-        most: Images in a batch.
-        wait_seconds: How long the first image of a batch waits for others.
-        metrics: Counts batches.
-    """
-
-    def __init__(self, predictor: ImagePredictor, most: int, wait_seconds: float, metrics: Metrics) -> None:
-        self._predictor = predictor
-        self._most = min(most, predictor.largest_batch or most)
-        self._wait_seconds = wait_seconds
-        self._metrics = metrics
-        self._queue: asyncio.Queue[_Waiting] = asyncio.Queue()
-
-    async def answer(self, image: Prepared, top_k: int) -> Answer:
-        """Return the answer for an image, which may have more labels than asked for."""
-        waiting = _Waiting(image, top_k, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(waiting)
-        return await waiting.answer
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Answer within this context."""
-        with ThreadPoolExecutor(1, thread_name_prefix="network") as network:
-            task = asyncio.create_task(self._answer_all(network))
-            try:
-                yield
-            finally:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-
-    async def _answer_all(self, network: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            # A request that is overdue has cancelled its images.
-            batch = [each for each in await self._batch() if not each.answer.done()]
-            if not batch:
-                continue
-            self._metrics.batches.observe(len(batch))
-            images, top_k = [each.image for each in batch], max(each.top_k for each in batch)
-            try:
-                answers = await loop.run_in_executor(network, self._predictor.answer, images, top_k)
-            except Exception as error:  # noqa: BLE001  # each request reports it, and the next batch may be answered
-                for each in batch:
-                    if not each.answer.done():
-                        each.answer.set_exception(error)
-                continue
-            for each, answer in zip(batch, answers, strict=True):
-                if not each.answer.done():
-                    each.answer.set_result(answer)
-
-    async def _batch(self) -> list[_Waiting]:
-        """Return what waits, or comes within the time that the first one waits."""
-        batch = [await self._queue.get()]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._wait_seconds):
-                while len(batch) < self._most:
-                    batch.append(await self._queue.get())
-        while len(batch) < self._most and not self._queue.empty():
-            batch.append(self._queue.get_nowait())
-        return batch

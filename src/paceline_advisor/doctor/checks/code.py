@@ -13,10 +13,10 @@ from paceline_advisor.doctor.subject import Found, Subject, check, named
 _MANY_IN_A_ROW = 4
 
 
-@check(why="", advice="take it out of what is trained with", expected="")
+@check(advice="take it out of what is trained with")
 def debugging(subject: Subject) -> Iterator[Found]:
     """Debugging aids that were left on."""
-    for kind, place in subject.behaviour.calls.debugging.items():
+    for kind, place in subject.calls.debugging.items():
         found = _AIDS[kind]
         at = f", set at {place}" if place is not None and kind == "anomaly" else ""
         yield Found(**{**found, "evidence": f"{found['evidence']}{at}"}, places=() if place is None else (place,))
@@ -58,7 +58,7 @@ _AIDS: dict[str, dict[str, Any]] = {
 def synchronisation(subject: Subject) -> Found | None:
     """Values of the device that the host asks for in each step."""
     on_cpu = (" On a CPU it costs little; on a GPU each one empties its queue.", (1.0, 1.02))
-    return _counted(subject, "the host asks for a value of the device", subject.behaviour.calls.reads, *on_cpu)
+    return _counted(subject, "the host asks for a value of the device", subject.calls.reads, *on_cpu)
 
 
 @check(
@@ -71,7 +71,7 @@ def synchronisation(subject: Subject) -> Found | None:
 def host_tensors(subject: Subject) -> Found | None:
     """Tensors that are made on the host in each step."""
     on_cpu = (" On a CPU it costs nothing; the same code on a GPU copies, or stops.", (1.0, 1.01))
-    return _counted(subject, "a tensor is made on the host", subject.behaviour.calls.made, *on_cpu)
+    return _counted(subject, "a tensor is made on the host", subject.calls.made, *on_cpu)
 
 
 def _counted(
@@ -94,7 +94,7 @@ _SLOW_VARIABLES = {
 }
 
 
-@check(why="", source=CUDA_MODES, advice="", expected="1.1 to 3 times as fast", speedup=(1.1, 3.0))
+@check(source=CUDA_MODES, expected="1.1 to 3 times as fast", speedup=(1.1, 3.0))
 def debug_environment(subject: Subject) -> Iterator[Found]:
     """Environment variables for debugging."""
     for name, (slow, why) in _SLOW_VARIABLES.items():
@@ -114,7 +114,7 @@ def unfused_pointwise(subject: Subject) -> Found | None:
     """Rows of operations on single numbers, each of which goes through memory."""
     places = tuple(
         Place(file, line, f"{length} operations in a row, {function}")
-        for (file, line, function), length in subject.behaviour.calls.pointwise.items()
+        for (file, line, function), length in subject.calls.pointwise.items()
         if length >= _MANY_IN_A_ROW
     )
     if not subject.target.is_gpu or subject.recipe.model.compile or not places:
@@ -134,7 +134,7 @@ def unfused_pointwise(subject: Subject) -> Found | None:
 )
 def gradient_in_evaluation(subject: Subject) -> Found | None:
     """Scores that keep a graph."""
-    if not subject.behaviour.has_gradient_in_evaluation:
+    if not subject.calls.has_gradient_in_evaluation:
         return None
     return Found("what `score` returns has a gradient, although the trainer calls it without")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from paceline_advisor.doctor.anatomy import BYTES, Layer
 from paceline_advisor.doctor.findings import (
@@ -33,7 +34,6 @@ _COMPUTE_BOUND = {"batch": 128, "hidden": 256}
 @check(
     why="Matrix units multiply 16-bit numbers several times as fast, and half as many bytes are moved.",
     source=AMP,
-    advice="",
     keeps="rounding",
     expected="1.5 to 3 times as fast; sums and weights stay fp32",
     speedup=(1.5, 3.0),
@@ -87,7 +87,6 @@ def _most_gained(subject: Subject, faster: str) -> float:
 @check(
     why="What a device has no units for is computed in a roundabout way, slower than fp32.",
     source=OWN,
-    advice="",
     keeps="rounding",
     expected="2 to 5 times as fast",
     speedup=(2.0, 5.0),
@@ -153,7 +152,7 @@ def layout_lost(subject: Subject) -> Found | None:
 )
 def autotune_off(subject: Subject) -> Found | None:
     """cuDNN may not choose its fastest kernels."""
-    recipe, states = subject.recipe, subject.behaviour.states
+    recipe, states = subject.recipe, subject.calls.states
     if subject.target.kind != "cuda" or not subject.convolutional:
         return None
     keeps: Keeps = "training" if recipe.parallel.exact and not recipe.train.deterministic else "rounding"
@@ -192,7 +191,6 @@ def unfused_optimizer(subject: Subject) -> Found | None:
     why="The network's layers are large enough to be shared among cores.",
     advice="parallel.threads=auto",
     keeps="rounding",
-    expected="",
 )
 def threads(subject: Subject) -> Found | None:
     """A CPU computes on fewer cores than there are."""
@@ -240,15 +238,14 @@ def bias_before_batchnorm(subject: Subject) -> Found | None:
 
 # ------------------------------------------------------------------------------------------------ sizes of layers
 
+# Other sizes are another network, and what they gain is said of a device that need not be here.
+prediction = partial(check, keeps="training", predicted=True)
 
-@check(
-    why="",
+
+@prediction(
     source=f"{LINEAR}; {CONVOLUTION}",
-    advice="",
-    keeps="training",
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.1, 2.0),
-    predicted=True,
 )
 def dimension_alignment(subject: Subject) -> Found | None:
     """Sizes that matrix units cannot take as they are."""
@@ -264,7 +261,7 @@ def dimension_alignment(subject: Subject) -> Found | None:
     example = ", ".join(f"{size} to {-(-size // unit) * unit}" for size in dict.fromkeys(sizes)) or "groups too"
     return Found(
         f"{len(odd)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are no multiple of "
-        f"{unit} ({subject.products}): {_heaviest(odd, _shape)}",
+        f"{unit} ({subject.products}): {_heaviest(odd)}",
         why=f"Matrix units take sizes that divide by {unit} for {subject.products}, on an A100 and later best by {best}"
         "; others are padded, or computed without them.",
         advice=f"round widths to a multiple of {best if best <= _TILE else unit}, or of {unit}; {example}",
@@ -272,14 +269,10 @@ def dimension_alignment(subject: Subject) -> Found | None:
     )
 
 
-@check(
-    why="",
+@prediction(
     source=LINEAR,
-    advice="",
-    keeps="training",
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.05, 2.0),
-    predicted=True,
 )
 def batch_alignment(subject: Subject) -> Found | None:
     """A batch that matrix units cannot take as it is, where nothing but the batch makes rows."""
@@ -296,15 +289,13 @@ def batch_alignment(subject: Subject) -> Found | None:
     )
 
 
-@check(
+@prediction(
     severity="notice",
     why=f"Products are cut into tiles of {_TILE} to 256, which sizes that divide by {_TILE}, ideally 256, fill.",
     source=f"{LINEAR}; {CONVOLUTION}",
     advice=f"widths in multiples of {_TILE}, ideally 256",
-    keeps="training",
     expected="predicted: up to 1.3 times as fast",
     speedup=(1.0, 1.3),
-    predicted=True,
 )
 def tile_alignment(subject: Subject) -> Found | None:
     """Sizes that leave the best tiles partly empty."""
@@ -316,20 +307,17 @@ def tile_alignment(subject: Subject) -> Found | None:
         return None
     return Found(
         f"{len(rough)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are no multiple of "
-        f"{_TILE}: {_heaviest(rough, _shape)}",
+        f"{_TILE}: {_heaviest(rough)}",
         layers=tuple(layer.name for layer in rough),
     )
 
 
-@check(
+@prediction(
     severity="notice",
-    why="",
     source=CONVOLUTION,
     advice="a stride of 2, or fewer filters in the first layer",
-    keeps="training",
     expected="predicted: that layer's time, partly",
     speedup=(1.0, 1.1),
-    predicted=True,
 )
 def first_layer_channels(subject: Subject) -> Found | None:
     """A first convolution of few channels that costs much."""
@@ -347,15 +335,13 @@ def first_layer_channels(subject: Subject) -> Found | None:
     )
 
 
-@check(
+@prediction(
     severity="notice",
     why="Below that intensity the units wait for memory; batch and width above 128 usually are above it.",
     source=f"{LINEAR}; {INTENSITY}",
     advice="larger batch.micro_size or wider layers",
-    keeps="training",
     expected="predicted: time goes with bytes, not with FLOPs, until sizes grow",
     speedup=(1.0, 1.5),
-    predicted=True,
 )
 def memory_bound_layers(subject: Subject) -> Found | None:
     """Matrix products that wait for memory."""
@@ -383,16 +369,14 @@ def memory_bound_layers(subject: Subject) -> Found | None:
     return found.but(advice=f"larger batch.micro_size or wider layers{more}")
 
 
-@check(
+@prediction(
     severity="notice",
     why="A filter for each channel does few operations for each number it reads: a GPU waits for memory.",
     source=f"{MEMORY_LIMITED}; {INTENSITY}",
     advice="judge by time, not by FLOPs; a network of full convolutions (timm's regnet, a resnet) is often faster for "
     "the same accuracy",
-    keeps="training",
     expected="predicted: far from the device's peak",
     speedup=(1.0, 1.5),
-    predicted=True,
 )
 def depthwise_convolutions(subject: Subject) -> Found | None:
     """Convolutions that filter each channel by itself, as MobileNet's and EfficientNet's."""
@@ -409,15 +393,12 @@ def depthwise_convolutions(subject: Subject) -> Found | None:
     )
 
 
-@check(
+@prediction(
     why="Each time step is one small product: sizes that divide by 8 (fp16) or 4 (TF32), a batch above 128 and a "
     "hidden size above 256 keep the device busy.",
     source=RECURRENT,
-    advice="",
-    keeps="training",
     expected="predicted: up to 2 times as fast for these layers",
     speedup=(1.0, 2.0),
-    predicted=True,
 )
 def recurrent_sizes(subject: Subject) -> Found | None:
     """Recurrent layers of sizes that matrix units do not take, or of little work."""
@@ -428,10 +409,10 @@ def recurrent_sizes(subject: Subject) -> Found | None:
     unit, batch = multiples[0], subject.plan.micro_batch_size
     odd = [layer for layer in found if layer.outputs % unit or layer.inputs % unit]
     small = [layer for layer in found if layer.outputs <= _COMPUTE_BOUND["hidden"]]
-    said = [f"{_heaviest(odd, _shape)} no multiple of {unit}"] if odd else []
+    said = [f"{_heaviest(odd)} no multiple of {unit}"] if odd else []
     said += [f"a micro-batch of {batch} is no multiple of {unit}"] if batch % unit else []
     said += [f"a micro-batch of {batch}, 128 or fewer"] if batch <= _COMPUTE_BOUND["batch"] else []
-    said += [f"{_heaviest(small, _shape)}, 256 or fewer"] if small else []
+    said += [f"{_heaviest(small)}, 256 or fewer"] if small else []
     if not said:
         return None
     return Found(
@@ -476,11 +457,7 @@ def _share(subject: Subject, layers: list[Layer]) -> float:
     return subject.share(lambda layer: layer.name in names)
 
 
-def _shape(layer: Layer) -> str:
-    return layer.shape
-
-
-def _heaviest(layers: list[Layer], figure: Callable[[Layer], str]) -> str:
-    """Name the layers of most FLOPs, each with a figure."""
+def _heaviest(layers: list[Layer], figure: Callable[[Layer], str] = lambda layer: layer.shape) -> str:
+    """Name the layers of most FLOPs, each with a figure, its sizes unless another is given."""
     heaviest = sorted(layers, key=lambda layer: -layer.flops)
     return named([f"{layer.name} {figure(layer)}" for layer in heaviest], 3)

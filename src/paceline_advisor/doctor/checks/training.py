@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
+from functools import partial
 from typing import Any
 
 from paceline.units import format_bytes
@@ -14,6 +15,7 @@ _LARGE_BATCH = 1024
 _LARGEST_LINEAR = 8192
 _REFERENCE_BATCH, _REFERENCE_RATE = 256, 0.1
 _FEW = 4
+spoils = partial(check, severity="spoils", keeps="training")
 _ADAPTIVE = ("adamw", "lamb", "adafactor", "rmsprop", "lion")
 
 # ------------------------------------------------------------------------------------ whether there is room for a step
@@ -52,9 +54,7 @@ def does_not_fit(subject: Subject) -> Found | None:
 
 
 @check(
-    why="",
     source=f"{DDP}; {TUNING}",
-    advice="",
     expected="several processes can train, without a search in every step",
     speedup=(1.0, 1.1),
 )
@@ -197,7 +197,6 @@ def log_every_step(subject: Subject) -> Found | None:
     advice='evaluate.every="1 epoch", or less often',
     overrides={"evaluate.every": "1 epoch"},
     keeps="training",  # what is the best, and when patience is at its end, is found at evaluations
-    expected="",
 )
 def evaluation_often(subject: Subject) -> Found | None:
     """More time in evaluation than in training."""
@@ -218,14 +217,12 @@ def evaluation_often(subject: Subject) -> Found | None:
 # ----------------------------------------------------------------------------------- whether fast steps lead somewhere
 
 
-@check(
-    severity="spoils",
+@spoils(
     why="With a large batch the rate is large, and the first steps at a peak rate from random weights may never be "
     "made up for.",
     source=f"{GOYAL}; {CONVNETS} (5 to 10 epochs)",
     advice='schedule.warmup="5 epochs"',
     overrides={"schedule.warmup": "5 epochs"},
-    keeps="training",
     expected="no time; accuracy as with a small batch",
 )
 def no_warmup(subject: Subject) -> Found | None:
@@ -240,13 +237,10 @@ def _starts_anew(subject: Subject) -> bool:
     return not subject.recipe.model.pretrained and subject.recipe.model.initialize_from is None
 
 
-@check(
-    severity="spoils",
+@spoils(
     why="As many samples need as large a step: a batch k times as large takes k times the rate with SGD, the root of k "
     "with adaptive methods, and neither without end.",
     source=f"{GOYAL}; {KRIZHEVSKY}",
-    advice="",
-    keeps="training",
     expected="no time; fewer epochs to the same accuracy",
 )
 def learning_rate_rule(subject: Subject) -> Found | None:
@@ -298,12 +292,9 @@ def ragged_tail(subject: Subject) -> Found | None:
     return None
 
 
-@check(
-    severity="spoils",
+@spoils(
     why="A scale that is too small loses gradients, and one that grows too often loses steps.",
     source=CONVNETS,
-    advice="",
-    keeps="training",
     expected="no time; fewer steps left out",
 )
 def loss_scale(subject: Subject) -> Found | None:
@@ -332,22 +323,18 @@ _WAITS = 0.1
 _SKIPPED = 0.01
 
 
-@check(
-    severity="spoils",
+@spoils(
     why="Too large a step moves the weights to where the loss is larger, and so is the next step.",
     source=GOYAL,
     advice="a lower optimizer.lr (paceline find-lr), a longer schedule.warmup, or optimizer.clip_norm",
-    keeps="training",
     expected="a loss that falls",
 )
 def diverged(subject: Subject) -> Found | None:
     """Losses, weights or metrics that are not finite, or a loss far above the first."""
-    told = _incidents(subject, "nonfinite", "diverged")
-    times = f"{len(told)} time{'s' * (len(told) > 1)}"
-    return Found(f"{times}; the last: {told[-1].get('message', '')}") if told else None
+    return _incidents(subject, "nonfinite", "diverged")
 
 
-@check(why="The device is idle while it waits.", advice="data.workers=auto or more", expected="")
+@check(why="The device is idle while it waits.", advice="data.workers=auto or more")
 def data_wait(subject: Subject) -> Found | None:
     """Steps that waited for their batch."""
     found = [event["data_wait_fraction"] for event in _of(subject, "step") if event.get("data_wait_fraction")]
@@ -366,12 +353,10 @@ def data_wait(subject: Subject) -> Found | None:
     )
 
 
-@check(
-    severity="spoils",
+@spoils(
     why="Gradients overflow in fp16 faster than the scale can follow.",
     source=CONVNETS,
     advice="train.precision=bf16 where the device has it, or a lower optimizer.lr, or optimizer.clip_norm",
-    keeps="training",
     expected="no step lost",
 )
 def scaler_health(subject: Subject) -> Found | None:
@@ -395,8 +380,7 @@ def scaler_health(subject: Subject) -> Found | None:
 )
 def slow_rank(subject: Subject) -> Found | None:
     """A process that the others waited for."""
-    told = _incidents(subject, "slow_rank")
-    return Found(f"{len(told)} times; the last: {told[-1].get('message', '')}") if told else None
+    return _incidents(subject, "slow_rank")
 
 
 @check(
@@ -408,13 +392,15 @@ def slow_rank(subject: Subject) -> Found | None:
 )
 def recompilation(subject: Subject) -> Found | None:
     """Graphs that were compiled again in the run."""
-    told = _incidents(subject, "recompile", "slow_compile")
-    return Found(f"{len(told)} times; the last: {told[-1].get('message', '')}") if told else None
+    return _incidents(subject, "recompile", "slow_compile")
 
 
 def _of(subject: Subject, kind: str) -> list[dict[str, Any]]:
     return [event for event in subject.run if event["event"] == kind]
 
 
-def _incidents(subject: Subject, *kinds: str) -> list[dict[str, Any]]:
-    return [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
+def _incidents(subject: Subject, *kinds: str) -> Found | None:
+    """How often a run told of such incidents, and the last."""
+    told = [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
+    times = f"{len(told)} time{'s' * (len(told) > 1)}"
+    return Found(f"{times}; the last: {told[-1].get('message', '')}") if told else None
