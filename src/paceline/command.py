@@ -13,7 +13,8 @@ A command is declared once::
 
 ``runs`` names the function that is called with the dataclass and a :data:`Log`, and returns a
 :class:`~paceline.pages.shown.Result`. It is imported only when the command is called. Without ``runs``, the dataclass
-has such a method ``run(log)`` itself.
+has such a method ``run(log)`` itself; or a method ``stream(as_json=...)``, which prints what it has to say as it comes
+and returns the exit code.
 
 A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
 ``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``

@@ -31,9 +31,9 @@ _ADVISOR = "paceline_advisor.commands"
 _OURS = "paceline.cli"
 GROUPS: dict[str, dict[str, Listed]] = {
     "Train": {
-        "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:command"),
-        "resume": Listed("Resume a run as it was started, processes and all.", f"{_OURS}.resume:command"),
-        "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:command"),
+        "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
+        "resume": Listed("Resume a run as it was started, processes and all.", f"{_OURS}.resume:Resume"),
+        "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
         "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:command"),
     },
     "Use": {
@@ -89,8 +89,8 @@ GROUPS: dict[str, dict[str, Listed]] = {
         ),
     },
     "More": {
-        "recipes": Listed("List the shipped recipes, or show one.", f"{_OURS}.available:recipes"),
-        "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:models"),
+        "recipes": Listed("List the shipped recipes, or show one.", f"{_OURS}.available:Recipes"),
+        "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:Models"),
         "explain": Listed("Explain a recipe key: values, default, effect, example.", f"{_OURS}.explain:Explain"),
         "import": Listed(
             "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:command"
@@ -99,9 +99,9 @@ GROUPS: dict[str, dict[str, Listed]] = {
             "Work through the course: start a lab, check exercises, mark the assessment.",
             "paceline_course.command:command",
         ),
-        "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:env"),
-        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:mlperf"),
-        "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:command"),
+        "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:Environment"),
+        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:MlperfLogs"),
+        "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:Completion"),
     },
 }
 COMMANDS = {name: listed for group in GROUPS.values() for name, listed in group.items()}

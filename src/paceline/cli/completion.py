@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -17,14 +18,14 @@ from click.shell_completion import (
     BashComplete,
     CompletionItem,
     FishComplete,
+    ShellComplete,
     ZshComplete,
     add_completion_class,
-    get_completion_class,
 )
 from click.shell_completion import split_arg_string as split
 
-from paceline.cli.options import json_option
-from paceline.cli.output import echo, print_json
+from paceline.command import Log, command
+from paceline.pages.shown import Document, Result, Shown
 
 VARIABLE = "_PACELINE_COMPLETE"
 
@@ -104,33 +105,33 @@ class _Fish(FishComplete):
         return super().format_completion(item)
 
 
+_SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
+
+
 def answer_shells() -> None:
     """Let click answer the shells with what is here."""
-    for kind in (_Bash, _Zsh, _Fish):
+    for kind in _SHELLS.values():
         add_completion_class(kind)
 
 
-@click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@json_option
-def command(shell: str, as_json: bool) -> None:
+@command("completion")
+@dataclass(frozen=True, kw_only=True)
+class Completion:
     """Print the script that lets SHELL finish commands, options, recipes, keys with their values, and run directories.
 
-    \b
     Examples:
       echo 'eval "$(paceline completion bash)"' >> ~/.bashrc
       paceline completion zsh > "${fpath[1]}/_paceline"
       paceline completion fish > ~/.config/fish/completions/paceline.fish
     """
-    answer_shells()
-    kind = get_completion_class(shell)
-    assert kind is not None  # click brings all three
-    group = click.get_current_context().find_root().command
-    script = kind(group, {}, "paceline", VARIABLE).source()
-    if as_json:
-        print_json({"shell": shell, "script": script})
-    else:
-        echo(script, nl=False)
+
+    shell: Literal["bash", "zsh", "fish"]
+
+    def run(self, _: Log) -> Result:
+        """Return the script."""
+        group = click.get_current_context().find_root().command
+        script = _SHELLS[self.shell](group, {}, "paceline", VARIABLE).source()
+        return Document(document={"shell": self.shell, "script": script}, shown=Shown(blocks=[script.rstrip("\n")]))
 
 
 Offer = Callable[[str], Iterator["CompletionItem[str]"]]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from paceline.cli.options import present_gpus, usable_gpus
+from paceline.cli.options import usable_gpus
 from paceline.command import Best, JoinedProcesses, Log, Overrides, Shape, Target, TrustCode, Weights, command
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.escaping import one_line
@@ -90,14 +90,13 @@ class Evaluate:
 
     def usable_gpus(self) -> int:
         """Count the GPUs of the kind that the weights' recipe or an override names."""
-        present = present_gpus()
-        if sum(present.values()) < 2:
+        if max(usable_gpus("cuda"), usable_gpus("xpu")) < 2:
             return 1  # whatever the recipe says, so it need not be read
         from paceline.checkpoint.weights import read_weights
 
         saved = read_weights(self.target, self.weights, best=self.best)
         recipe = stored_recipe(saved.described("recipe"), str(saved.path), self.overrides)
-        return usable_gpus(recipe.parallel.device, present)
+        return usable_gpus(recipe.parallel.device)
 
     def run(self, _: Log) -> Result:
         """Score the weights; a collective of all ranks."""

@@ -11,7 +11,7 @@ from annotated_types import Ge, Le
 
 from paceline.cli.output import echo
 from paceline.cli.streams import make_optional
-from paceline.command import Best, Log, Shape, Target, TrustCode, Weights, command
+from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.errors import PacelineError
 from paceline.loading import loading
 
@@ -58,10 +58,6 @@ class Serve:
     weights: Weights = "auto"
     best: Best = False
     trust_code: TrustCode = False
-
-    def run(self, _: Log) -> Serve:
-        """Return itself: it serves while it streams."""
-        return self
 
     def stream(self, *, as_json: bool) -> int:
         """Serve until it is stopped."""

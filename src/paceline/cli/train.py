@@ -6,32 +6,26 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
+from annotated_types import Ge
 
 from paceline.cli.options import (
     Between,
-    LocalPath,
     Processes,
-    changing_processes_option,
     choose_processes,
     is_first_process,
     is_one_of_several,
-    json_option,
     launch,
-    max_restarts_option,
-    overrides_argument,
-    present_gpus,
-    recipe_argument,
-    until_option,
-    until_override,
-    usable_gpus,
+    rank_count,
 )
 from paceline.cli.output import echo, ends_with, print_json, print_pairs, print_table, program
 from paceline.cli.streams import make_optional
+from paceline.command import Overrides, RecipeName, Shape, command
 from paceline.errors import PacelineError
 from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
@@ -59,33 +53,29 @@ _CLIPS = {
 }
 
 
-@click.command("train")
-@recipe_argument
-@overrides_argument
-@click.option("--run-dir", type=LocalPath(), help="Run directory (default: a new one under runs/).")
-@changing_processes_option
-@max_restarts_option
-@click.option(
-    "--resume",
-    type=LocalPath(str),
-    default="auto",
-    show_default=True,
-    metavar="auto|never|CHECKPOINT",
-    help="Go on from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
-)
-@until_option
-@click.option("--plan-only", is_flag=True, help="Print every derived number and train nothing.")
-@json_option
-def command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    run_dir: Path | None,
-    processes: int | Between | None,
-    max_restarts: int,
-    resume: str,
-    plan_only: bool,
-    as_json: bool,
-) -> int:
+ChangingProcesses = Annotated[
+    int | Between | None,
+    Shape(metavar="N|MIN:MAX", parse=rank_count),
+    "Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch evenly "
+    "are left out). MIN:MAX starts MAX and goes on with fewer after a failure (see --max-restarts). Leave it out under "
+    "torchrun or Slurm.",
+]
+MaxRestarts = Annotated[
+    int,
+    Ge(0),
+    Shape(metavar="K"),
+    "If a rank dies, start all again from the newest checkpoint, at most K times; needs --run-dir.",
+]
+Until = Annotated[
+    str | None,
+    Shape(metavar="DURATION"),
+    "Stop there with a checkpoint, although the run is longer, with exit code 75: the same as train.until.",
+]
+
+
+@command("train")
+@dataclass(frozen=True, kw_only=True)
+class Train:
     """Train RECIPE: your images, a shipped name (see `paceline recipes`), a YAML file, or a run directory to repeat.
 
     For a folder of class folders, or a table of paths and labels (.csv, .tsv, .parquet), Paceline chooses a recipe by
@@ -95,84 +85,87 @@ def command(
     --run-dir goes on where the run stopped, as does `paceline resume RUN`; exit code 75 means it was stopped on request
     and can go on. For a run directory as RECIPE, name another --run-dir: that is a new run.
 
-    \b
     Examples:
       paceline train photos/
       paceline train digits
       paceline train cifar10 data.path=~/cifar10 --run-dir runs/cifar
       paceline train image_folder data.path=photos train.duration="30 epochs" --processes 2
     """
-    if not plan_only:
-        make_optional(sys.stdout)
-    overrides += until_override()
-    again = recipe not in shipped_recipes() and os.path.isfile(os.path.join(os.path.expanduser(recipe), "plan.json"))
-    if again and not plan_only and run_dir is None:
-        raise click.UsageError(
-            f"'{recipe}' is a run: go on with it by `paceline resume {recipe}`, or start a new run of its recipe by "
-            f"`paceline train {recipe} --run-dir DIR`."
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    run_dir: Annotated[Path | None, "Run directory (default: a new one under runs/)."] = None
+    processes: ChangingProcesses = None
+    max_restarts: MaxRestarts = 0
+    resume: Annotated[
+        str,
+        Shape(metavar="auto|never|CHECKPOINT", path="local"),
+        "Go on from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
+    ] = "auto"
+    until: Until = None
+    plan_only: Annotated[bool, "Print every derived number and train nothing."] = False
+
+    def stream(self, *, as_json: bool) -> int:
+        """Train, or print the plan."""
+        recipe, run_dir = self.recipe, self.run_dir
+        overrides = self.overrides if self.until is None else (*self.overrides, f"train.until={self.until}")
+        if not self.plan_only:
+            make_optional(sys.stdout)
+        again = recipe not in shipped_recipes() and os.path.isfile(
+            os.path.join(os.path.expanduser(recipe), "plan.json")
         )
-    # To train a recipe is to run what it names; its plan alone is read as other commands read it.
-    with contextlib.nullcontext() if plan_only else trusting_code():
-        if is_data(recipe):
-            with loading():
-                from paceline.trainer.first_recipe import recipe_for_data
-            recipe, overrides = recipe_for_data(recipe, overrides, run_dir, partial(echo, err=as_json))
-        loaded = load_recipe(recipe, overrides)
-    if plan_only:
-        _show_plan(loaded, processes, run_dir, as_json=as_json)
-        return 0
-    if not is_one_of_several(processes, max_restarts):
-        chosen = _processes(processes, loaded)
-        if chosen.notice:
-            echo(f"note: {chosen.notice}", err=as_json)
-        if again and run_dir is not None and not RunDirectory(run_dir).exists():
-            echo(f"This is a new run in {run_dir}, with the recipe of {recipe}.", err=as_json)
-        restarts = _restarts(
-            processes, chosen, max_restarts, run_dir, _arguments(recipe, overrides, run_dir, "auto", as_json)
-        )
-        if restarts is not None and resume != "auto":
+        if again and not self.plan_only and run_dir is None:
             raise click.UsageError(
-                f"--resume {resume} is for one start, and --max-restarts {max_restarts} may start the ranks again; run "
-                "it without --max-restarts first, and from then on without --resume."
+                f"'{recipe}' is a run: go on with it by `paceline resume {recipe}`, or start a new run of its recipe "
+                f"by `paceline train {recipe} --run-dir DIR`."
             )
-        launched = launch(chosen, _arguments(recipe, overrides, run_dir, resume, as_json), restarts)
-        if launched is not None:
-            return launched
-    return _train_here(loaded, run_dir, resume, as_json)
+        # To train a recipe is to run what it names; its plan alone is read as other commands read it.
+        with contextlib.nullcontext() if self.plan_only else trusting_code():
+            if is_data(recipe):
+                with loading():
+                    from paceline.trainer.first_recipe import recipe_for_data
+                recipe, overrides = recipe_for_data(recipe, overrides, run_dir, partial(echo, err=as_json))
+            loaded = load_recipe(recipe, overrides)
+        if self.plan_only:
+            _show_plan(loaded, self.processes, run_dir, as_json=as_json)
+            return 0
+        if not is_one_of_several(self.processes, self.max_restarts):
+            chosen = choose_processes(self.processes, loaded.recipe)
+            if chosen.notice:
+                echo(f"note: {chosen.notice}", err=as_json)
+            if again and run_dir is not None and not RunDirectory(run_dir).exists():
+                echo(f"This is a new run in {run_dir}, with the recipe of {recipe}.", err=as_json)
+            words = ["train", recipe, *overrides]
+            more = ([] if run_dir is None else ["--run-dir", str(run_dir)]) + ["--json"] * as_json
+            restarts = self._restarts(chosen, [*words, *more])
+            launched = launch(chosen, [*words, "--resume", self.resume, *more], restarts)
+            if launched is not None:
+                return launched
+        return _train_here(loaded, run_dir, self.resume, as_json)
 
+    def _restarts(self, chosen: Processes, arguments: list[str]) -> Restarts | None:
+        """What is to happen if a rank dies; None if nothing is."""
+        most = self.max_restarts
+        if isinstance(self.processes, Between) and not most:
+            raise click.UsageError(
+                f"--processes {self.processes.lowest}:{self.processes.highest} is for ranks that are started again "
+                "after a failure; add --max-restarts, or give one number."
+            )
+        if not most:
+            return None
+        if self.run_dir is None:
+            raise click.UsageError(
+                f"--max-restarts {most} goes on from a run's checkpoints, so it must be known where they are; name a "
+                "directory with --run-dir."
+            )
+        if self.resume != "auto":
+            raise click.UsageError(
+                f"--resume {self.resume} is for one start, and --max-restarts {most} may start the ranks again; run it "
+                "without --max-restarts first, and from then on without --resume."
+            )
+        from paceline.distributed.local_launch import Restarts
 
-def _restarts(
-    asked: int | Between | None, chosen: Processes, most: int, run_dir: Path | None, arguments: list[str]
-) -> Restarts | None:
-    """What is to happen if a rank dies; None if nothing is."""
-    if isinstance(asked, Between) and not most:
-        raise click.UsageError(
-            f"--processes {asked.lowest}:{asked.highest} is for ranks that are started again after a failure; add "
-            "--max-restarts, or give one number."
-        )
-    if not most:
-        return None
-    if run_dir is None:
-        raise click.UsageError(
-            f"--max-restarts {most} goes on from a run's checkpoints, so it must be known where they are; name a "
-            "directory with --run-dir."
-        )
-    from paceline.distributed.local_launch import Restarts
-
-    return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=run_dir, arguments=arguments)
-
-
-def _processes(asked: int | Between | None, loaded: LoadedRecipe) -> Processes:
-    """How many ranks train here, for a run and for its plan alike."""
-    gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked is None else 0
-    return choose_processes(asked, gpus, loaded.recipe)
-
-
-def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, resume: str, as_json: bool) -> list[str]:
-    arguments = ["train", recipe, *overrides, "--resume", resume]
-    if run_dir is not None:
-        arguments += ["--run-dir", str(run_dir)]
-    return [*arguments, "--json"] if as_json else arguments
+        return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
 
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
@@ -264,7 +257,7 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
 
     # Among several ranks the plan is that of their world, unless it is asked for another.
     in_world = processes is None and is_one_of_several(None)
-    chosen = None if in_world else _processes(processes, loaded)
+    chosen = None if in_world else choose_processes(processes, loaded.recipe)
     plan = plan_only(loaded, world_size=None if chosen is None else chosen.count, run_dir=run_dir)
     notices = [*loaded.checked(plan.unused).notices, *plan.left_out]
     if chosen is not None and chosen.notice:
