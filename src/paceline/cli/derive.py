@@ -97,8 +97,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     one = get_args(kind)[0] if get_origin(kind) is tuple else kind
     click_type = _click_type(one, extras, shape)
     if shape.argument or (default is MISSING and not shape.required):
-        extent: dict[str, Any] = {"nargs": -1} if is_list else {"default": None if default is MISSING else default}
-        return click.Argument([name], type=click_type, metavar=shape.metavar, required=default is MISSING, **extent)
+        more: dict[str, Any] = {"nargs": -1} if is_list else {} if default is MISSING else {"default": default}
+        return click.Argument([name], type=click_type, metavar=shape.metavar, required=default is MISSING, **more)
     option = shape.name or f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.Option([option, name], is_flag=True, required=shape.required, help=help_text, hidden=shape.hidden)

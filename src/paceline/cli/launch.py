@@ -164,8 +164,8 @@ class Slurm(_Launch):
 class Torchrun(_Launch):
     """Start this host's processes of RECIPE with torchrun.
 
-    Give the same command on every host. This process becomes torchrun, whose exit code is 1 also after a stop that was asked for: read `status` in
-    summary.json.
+    Give the same command on every host. This process becomes torchrun, whose exit code is 1 also after a stop
+    that was asked for: read `status` in summary.json.
 
     Examples:
       paceline launch torchrun digits --run-dir runs/two --processes-per-node 2

@@ -7,7 +7,6 @@ light and dark. Series differ in their dashes too, never by colour alone.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -30,8 +29,8 @@ _AXIS = {
     "title": {"standoff": 10, "font": {"size": 12.5}},
 }
 _SPACE_AXIS = {"gridcolor": "var(--grid)", "linecolor": "var(--line)", "backgroundcolor": "rgba(0,0,0,0)"}
+_HEIGHT = 320
 _LAYOUT: Mapping[str, Any] = {
-    "height": 320,
     "margin": {"l": 56, "r": 18, "t": 12, "b": 44},
     "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)",
@@ -45,9 +44,11 @@ _LAYOUT: Mapping[str, Any] = {
         "namelength": -1,
     },
     "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
-    "xaxis": {},
-    "yaxis": {},
+    "xaxis": _AXIS,
+    "yaxis": _AXIS,
+    "scene": dict.fromkeys(("xaxis", "yaxis", "zaxis"), _SPACE_AXIS),
 }
+_TEMPLATE = {"layout": _LAYOUT}
 _TEMPLATES = ("hovertemplate", "texttemplate")
 _MOST_ROWS, _MOST_COLUMNS = 200, 40
 
@@ -61,7 +62,6 @@ class Chart:
         traces: As Plotly takes them. Texts in them are plain: Plotly's markup works in templates alone.
         layout: As Plotly takes it, over the page's own; colours may be names: ``var(--series-2)``.
         description: One sentence for who cannot see it.
-        number: Of the figure; None counts on.
         wide: Over the whole width of the page, however wide that is.
         table: Beneath it instead of the traces' own figures.
     """
@@ -70,17 +70,12 @@ class Chart:
     traces: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any] = field(default_factory=dict)
     description: str = ""
-    number: int | None = None
     wide: bool = False
     table: Table | None = None
 
-    def html(self) -> Iterator[str]:
-        """The chart outside of a page's count, as its figure number or the first."""
-        yield from self.figure_html(self.number or 1)
-
-    def figure_html(self, number: int) -> Iterator[str]:
-        """The place that Plotly draws in, its caption, and the figures as a table."""
-        height = int(self.layout.get("height", _LAYOUT["height"]))
+    def html(self, number: int = 1) -> Iterator[str]:
+        """The place that Plotly draws in, its caption with the figure's number, and the figures as a table."""
+        height = int(self.layout.get("height", _HEIGHT))
         wide = " wide" if self.wide else ""
         yield f'<figure class="chart{wide}" aria-labelledby="chart-{number}-title">'
         title = html_text(self.title)
@@ -95,13 +90,7 @@ class Chart:
 
     def figure(self) -> dict[str, Any]:
         """What Plotly is given."""
-        layout = _merged(_LAYOUT, self.layout)
-        for name in layout:
-            if re.fullmatch(r"[xy]axis\d*", name):
-                layout[name] = _merged(_AXIS, layout[name])
-            elif re.fullmatch(r"scene\d*", name):
-                axes = {axis: _merged(_SPACE_AXIS, layout[name].get(axis, {})) for axis in ("xaxis", "yaxis", "zaxis")}
-                layout[name] = {**layout[name], **axes}
+        layout = {"height": _HEIGHT, "template": _TEMPLATE, **self.layout}
         return {"data": [_plain(trace) for trace in _styled(self.traces)], "layout": _plain(layout)}
 
 
@@ -197,19 +186,11 @@ def _styled(traces: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {**trace, "line": line if "dash" in line else {**line, "dash": next(dashes)}}
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, given in above.items():
-        # Plotly takes a title as an object only; a text is what one writes.
-        value = {"text": given} if key == "title" and isinstance(given, str) else given
-        ours = merged.get(key)
-        merged[key] = _merged(ours, value) if isinstance(ours, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
 def _plain(value: Any, key: str = "") -> Any:
     """Copy a figure with its texts as Plotly shows them as they are, and no number that JSON has no word for."""
     match value:
+        case str() if key == "title":  # Plotly takes an object only; a text is what one writes
+            return {"text": html_text(value, quote=False)}
         case str():
             return value if key in _TEMPLATES else html_text(value, quote=False)
         case None | bool() | int():

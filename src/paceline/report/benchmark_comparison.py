@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
 from paceline.plain_json import load_json
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
+from paceline.report.html.runs import flattened
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 
@@ -47,8 +48,7 @@ class Line:
 
     def to_json(self) -> dict[str, Any]:
         """The line as one JSON object."""
-        slower = None if self.slower is None else self.slower.to_json()
-        return {"name": self.name, "verdict": self.verdict, "slower": slower, "note": self.note}
+        return asdict(self) | {"slower": None if self.slower is None else self.slower.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +81,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as one JSON object."""
-        return {
-            "regressed": self.regressed,
-            "undecided": self.undecided,
-            "tolerance": self.tolerance,
-            "confidence": self.confidence,
-            "lines": [line.to_json() for line in self.lines],
-            "differences": {name: list(pair) for name, pair in self.differences.items()},
-            "notes": list(self.notes),
-        }
+        lines = [line.to_json() for line in self.lines]
+        return asdict(self) | {"regressed": self.regressed, "undecided": self.undecided, "lines": lines}
 
 
 @dataclass(frozen=True)
@@ -135,6 +128,10 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
             "one of the two was measured by one launch only: what differs from launch to launch is in no interval, "
             "and only the tolerance allows for it"
         )
+    machines = [
+        {key: side.environment[key] for key in _OF_ENVIRONMENT if side.environment.get(key) is not None}
+        for side in (one, other)
+    ]
     recipes = _unlike(one.recipe, other.recipe)
     if recipes:
         notes.append(f"A and B are not of the same recipe: {', '.join(list(recipes)[:_TOLD])} differ")
@@ -142,14 +139,16 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
         lines=tuple(lines),
         tolerance=tolerance,
         confidence=confidence,
-        differences=_unlike(_of_machine(one.environment), _of_machine(other.environment)) | recipes,
+        differences=_unlike(*machines) | recipes,
         notes=tuple(notes),
     )
 
 
 def _line(name: str, a: list[list[float]], b: list[list[float]], tolerance: float, confidence: float) -> Line:
-    several = len(a) > 1 and len(b) > 1
-    times = [_of_launches(each) if several else [value for launch in each for value in launch] for each in (a, b)]
+    if len(a) > 1 and len(b) > 1:
+        times = [[math.exp(statistics.fmean(map(math.log, launch))) for launch in each] for each in (a, b)]
+    else:
+        times = [[value for launch in each for value in launch] for each in (a, b)]
     found = unpaired_ratio(times[1], times[0], confidence=max(confidence, 1e-9))
     if found.low > 1 + tolerance:
         verdict: Verdict = "slower"
@@ -160,10 +159,6 @@ def _line(name: str, a: list[list[float]], b: list[list[float]], tolerance: floa
     else:
         verdict = "not enough evidence"
     return Line(name=name, slower=found, verdict=verdict)
-
-
-def _of_launches(times: Sequence[Sequence[float]]) -> list[float]:
-    return [math.exp(statistics.fmean(map(math.log, each))) for each in times]
 
 
 def _unshared(name: str, one: _Side, other: _Side) -> Line:
@@ -203,26 +198,14 @@ def _run(run: RunDirectory) -> _Side:
     return _Side("run", times, {}, read_environment(run), {"recipe": read_recipe(run)})
 
 
-def _of_machine(environment: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: environment[name] for name in _OF_ENVIRONMENT if environment.get(name) is not None}
-
-
 def _unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What of two trees is not the same, entry by entry."""
-    one, other = dict(_entries(a)), dict(_entries(b))
+    one, other = flattened(a), flattened(b)
     return {
         name: (one.get(name), other.get(name))
         for name in dict.fromkeys([*one, *other])
         if json.dumps(one.get(name)) != json.dumps(other.get(name))
     }
-
-
-def _entries(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _entries(value, f"{within}{name}.")
-        else:
-            yield f"{within}{name}", value
 
 
 FORMAT = 1
