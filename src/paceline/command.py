@@ -98,7 +98,9 @@ Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ran
 Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]
 
 
-def command(name: str, *, runs: str | None = None, files: tuple[str, ...] = ()) -> Callable[[_T], _T]:
+def command(
+    name: str, *, runs: str | None = None, files: tuple[str, ...] = (), commands: tuple[type[Any], ...] = ()
+) -> Callable[[_T], _T]:
     """Declare a dataclass as the command of that name.
 
     Args:
@@ -106,11 +108,13 @@ def command(name: str, *, runs: str | None = None, files: tuple[str, ...] = ()) 
         runs: The function that carries it out, as ``module:function``; the dataclass's method ``run`` if None.
         files: What it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
             ``write(folder)``.
+        commands: Of a group, what it holds; the class then only has the docstring.
     """
 
     def declare(kind: _T) -> _T:
         kind.__paceline_command__ = name
         kind.__paceline_runs__ = runs
+        kind.__paceline_commands__ = commands
         kind.__paceline_files__ = files or (f"{name}.json", f"{name}.html")
         return kind
 

@@ -85,9 +85,8 @@ def test_without_a_command_it_explains_itself_too(paceline_here: Callable[..., A
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted(COMMANDS.keys() - {"launch", "labs", "import"}),
+        *sorted(COMMANDS.keys() - {"launch", "labs"}),
         *("launch slurm", "launch torchrun", "launch kubernetes"),
-        *("import timm", "import nvidia"),
         *("labs list", "labs start", "labs check", "labs slides", "labs grade"),
     ],
 )

@@ -34,7 +34,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
         "resume": Listed("Resume a run as it was started, processes and all.", f"{_OURS}.resume:Resume"),
         "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
-        "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:command"),
+        "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:Launch"),
     },
     "Use": {
         "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:Evaluate"),
@@ -93,7 +93,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:Models"),
         "explain": Listed("Explain a recipe key: values, default, effect, example.", f"{_OURS}.explain:Explain"),
         "import": Listed(
-            "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:command"
+            "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:Import"
         ),
         "labs": Listed(
             "Work through the course: start a lab, check exercises, mark the assessment.",

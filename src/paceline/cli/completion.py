@@ -46,33 +46,6 @@ _BASH = r"""
 complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 
-_ZSH = """\
-#compdef %(prog_name)s
-
-%(complete_func)s() {
-    local -a answer finished described unfinished
-    local kind value help
-    answer=("${(@f)$(COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) %(complete_var)s=zsh_complete ${words[1]})}")
-    for kind value help in $answer; do
-        case $kind in
-            dir) _path_files -/ ;;
-            file) _path_files ;;
-            unfinished) unfinished+=("$value") ;;
-            plain) if [[ $help == _ ]]; then finished+=("$value"); else described+=("$value:$help"); fi ;;
-        esac
-    done
-    (( $#described )) && _describe -V unsorted described -U
-    (( $#finished )) && compadd -U -V unsorted -a finished
-    (( $#unfinished )) && compadd -U -S '' -V unsorted -a unfinished
-}
-
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
-    %(complete_func)s "$@"
-else
-    compdef %(complete_func)s %(prog_name)s
-fi
-"""
-
 
 class _Bash(BashComplete):
     """Bash, which breaks words at ``=`` and ``:`` too, and replaces only what follows the last of these."""
@@ -92,16 +65,20 @@ class _Bash(BashComplete):
 
 
 class _Zsh(ZshComplete):
-    """Zsh; a key before its value is followed by no space."""
+    """Zsh, which puts no space after a key and what else has no description."""
 
-    source_template = _ZSH
+    source_template = ZshComplete.source_template.replace("compadd -U", "compadd -U -S ''")
+
+    def format_completion(self, item: CompletionItem[Any]) -> str:
+        item.type = "plain" if item.type == UNFINISHED else item.type
+        return super().format_completion(item)
 
 
 class _Fish(FishComplete):
     """Fish, which by itself puts no space after ``=`` and ``/``."""
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
-        item.type = "plain" if item.type == "unfinished" else item.type
+        item.type = "plain" if item.type == UNFINISHED else item.type
         return super().format_completion(item)
 
 
@@ -204,10 +181,6 @@ def targets(incomplete: str) -> Iterator[CompletionItem[str]]:
     yield from (item for item in _files(incomplete, suffix=".safetensors") if item.value.endswith(".safetensors"))
 
 
-def _action(_: str) -> Iterator[CompletionItem[str]]:
-    yield CompletionItem("show")
-
-
 def _recipe_or_run(incomplete: str) -> Iterator[CompletionItem[str]]:
     yield from _recipe_names(incomplete)
     yield from runs(incomplete)
@@ -223,7 +196,7 @@ _OFFERS: dict[tuple[str, str], Offer] = {
     ("", "target"): targets,
     ("mlperf", "targets"): runs,
     ("noise-scale", "target"): _recipe_or_run,
-    ("recipes", "action"): _action,
+    ("recipes", "action"): lambda _: iter([CompletionItem("show")]),
     ("recipes", "name"): _recipe_names,
 }
 

@@ -58,7 +58,12 @@ _WIDTH = 120  # columns, where rich's tables go into a file
 
 
 def click_command(kind: type[Any]) -> click.Command:
-    """Derive the click command of a declared dataclass."""
+    """Derive the click command of a declared dataclass, or the group of several."""
+    # click keeps the lines of a paragraph apart after \b.
+    help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
+    if kind.__paceline_commands__:
+        inner = {each.__paceline_command__: click_command(each) for each in kind.__paceline_commands__}
+        return click.Group(kind.__paceline_command__, help=help_text, commands=inner)
     annotations = get_type_hints(kind, include_extras=True)
     parameters: list[click.Parameter] = [
         _parameter(each.name, annotations[each.name], MISSING if each.default is MISSING else each.default)
@@ -72,17 +77,9 @@ def click_command(kind: type[Any]) -> click.Command:
 
     if any(_parts(annotation)[2].recipe for annotation in annotations.values()):
         parameters.append(click.Option(["--trust-code"], expose_value=False, **TRUST_CODE))
-    # click keeps the lines of a paragraph apart after \b.
-    help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
     made = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(json_option(call))
     made.params[:0] = parameters
     return made
-
-
-def click_group(name: str, help_text: str, kinds: Sequence[type[Any]]) -> click.Group:
-    """Return a group of commands, each derived from its dataclass."""
-    commands = {kind.__paceline_command__: click_command(kind) for kind in kinds}
-    return click.Group(name, help=inspect.cleandoc(help_text), commands=commands)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:

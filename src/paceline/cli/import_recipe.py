@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import click
 from annotated_types import Ge
 
-from paceline.cli.derive import click_group
 from paceline.cli.output import echo, print_json
-from paceline.command import Shape
-from paceline.command import command as declare
+from paceline.command import Shape, command
 from paceline.errors import RecipeError
 from paceline.files import refuse_odd_outputs
 
@@ -20,26 +17,34 @@ if TYPE_CHECKING:
     from paceline.recipe.imports.draft import Conversion
 
 
-def command() -> click.Group:
-    """Return `import` with its commands."""
-    return click_group(
-        "import",
-        """Convert a command line of another trainer into a recipe.
-
-        \b
-        Every option ends in one of three places:
-          mapped to recipe keys;
-          listed, because it has no effect here;
-          refused by name, because it would change the result and is unsupported (exit code 2, unless --skip names it).
-
-        Without --output the recipe goes to standard output and the account to standard error.
-        """,
-        (Timm, Nvidia),
-    )
-
-
+@command("import")
 @dataclass(frozen=True, kw_only=True)
-class _Import:
+class Import:
+    """Convert a command line of another trainer into a recipe: timm's train.py, or NVIDIA's ConvNets trainer.
+
+    SOURCE is a file with its command, or the command after --. Of timm it may be an args.yaml that train.py wrote; the
+    defaults of train.py are converted too, and written out. Of NVIDIA's, the presets of launch.py are known: model,
+    mode, precision and platform choose one.
+
+    \b
+    Every option ends in one of three places:
+      mapped to recipe keys;
+      listed, because it has no effect here;
+      refused by name, because it would change the result and is unsupported (exit code 2, unless --skip names it).
+
+    Without --output the recipe goes to standard output and the account to standard error.
+
+    Examples:
+      paceline import timm output/train/20261122-resnet50-224/args.yaml --processes 8 --output recipe.yaml
+      paceline import timm --output recipe.yaml -- ./distributed_train.sh 4 --data-dir /imagenet --model seresnet34
+      paceline import timm train.sh --skip recount > recipe.yaml
+      paceline import nvidia DGXA100_resnet50_AMP_90E.sh --output recipe.yaml
+      paceline import nvidia -- python ./multiproc.py --nproc_per_node 8 ./main.py --arch resnet50 --amp /imagenet
+      paceline import nvidia --processes 8 -- launch.py --model resnet50 --precision AMP --mode convergence
+          --platform DGXA100 /imagenet
+    """
+
+    trainer: Literal["timm", "nvidia"]
     source: Annotated[tuple[str, ...], Shape(metavar="SOURCE|-- COMMAND...", argument=True)]
     output: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe here."] = None
     overwrite: Annotated[bool, "Overwrite an existing file."] = False
@@ -48,9 +53,20 @@ class _Import:
     ] = None
     skip: Annotated[tuple[str, ...], Shape(metavar="OPTION", repeatable=True), "Ignore this option (repeatable)."] = ()
 
-    def convert(self) -> Conversion:
-        """Return the recipe, and what became of each option."""
-        raise NotImplementedError
+    def _convert(self) -> Conversion:
+        if self.trainer == "nvidia":
+            from paceline.recipe.imports.nvidia import convert_nvidia, read_nvidia
+
+            return convert_nvidia(read_nvidia(self.source), processes=self.processes, skipped=self.skip)
+        from paceline.models.build import published_settings
+        from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
+
+        read, given = read_timm(self.source)
+        name = str(given.get("model", "resnet50"))
+        settings = published_settings(name)
+        if settings is None:
+            echo(f"Note: the installed timm has no network {name}; its image settings are not known.", err=True)
+        return convert_timm(read, given, settings or InputSettings(), processes=self.processes, skipped=self.skip)
 
     def stream(self, *, as_json: bool) -> int:
         """Refuse, or write and report.
@@ -60,7 +76,7 @@ class _Import:
         """
         from paceline.recipe.imports.draft import refusal, shown_value
 
-        conversion, output = self.convert(), self.output
+        conversion, output = self._convert(), self.output
         if conversion.refused:
             raise refusal(conversion)
         if output is not None:
@@ -94,52 +110,3 @@ class _Import:
         if output is not None:
             echo(f"Wrote {output}: paceline train {output} --plan-only shows its plan.")
         return 0
-
-
-@declare("timm")
-@dataclass(frozen=True, kw_only=True)
-class Timm(_Import):
-    """Convert a command line or args.yaml of timm's train.py.
-
-    SOURCE is an args.yaml that train.py wrote, a file with its command, or the command after --. The defaults of
-    train.py are converted too, and written out.
-
-    Examples:
-      paceline import timm output/train/20261122-resnet50-224/args.yaml --processes 8 --output recipe.yaml
-      paceline import timm --output recipe.yaml -- ./distributed_train.sh 4 --data-dir /imagenet --model seresnet34
-      paceline import timm train.sh --skip recount > recipe.yaml
-    """
-
-    def convert(self) -> Conversion:
-        """Convert timm's options, its defaults too."""
-        from paceline.models.build import published_settings
-        from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
-
-        read, given = read_timm(self.source)
-        name = str(given.get("model", "resnet50"))
-        settings = published_settings(name)
-        if settings is None:
-            echo(f"Note: the installed timm has no network {name}; its image settings are not known.", err=True)
-        return convert_timm(read, given, settings or InputSettings(), processes=self.processes, skipped=self.skip)
-
-
-@declare("nvidia")
-@dataclass(frozen=True, kw_only=True)
-class Nvidia(_Import):
-    """Convert a command line or preset of NVIDIA's ConvNets trainer.
-
-    SOURCE is a file with a command of main.py or launch.py, or the command after --. The presets of launch.py are
-    known: model, mode, precision and platform choose one.
-
-    Examples:
-      paceline import nvidia DGXA100_resnet50_AMP_90E.sh --output recipe.yaml
-      paceline import nvidia -- python ./multiproc.py --nproc_per_node 8 ./main.py --arch resnet50 --amp /imagenet
-      paceline import nvidia --processes 8 -- launch.py --model resnet50 --precision AMP --mode convergence
-          --platform DGXA100 /imagenet
-    """
-
-    def convert(self) -> Conversion:
-        """Convert NVIDIA's options."""
-        from paceline.recipe.imports.nvidia import convert_nvidia, read_nvidia
-
-        return convert_nvidia(read_nvidia(self.source), processes=self.processes, skipped=self.skip)

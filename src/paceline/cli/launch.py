@@ -10,13 +10,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-import click
 from annotated_types import Ge, Le
 
-from paceline.cli.derive import click_group
 from paceline.cli.output import echo, print_json
-from paceline.command import Log, Overrides, RecipeName, Shape
-from paceline.command import command as declare
+from paceline.command import Log, Overrides, RecipeName, Shape, command
 from paceline.distributed.jobs.kubernetes import Workload, check, indexed_job, job_name, pytorch_job
 from paceline.distributed.jobs.slurm import Job, check_time, folder_name, job_script, split_sweep, submit
 from paceline.distributed.jobs.slurm import Shape as JobShape
@@ -30,20 +27,8 @@ Python = Annotated[str | None, Shape(metavar="PATH"), "Python that trains (defau
 DryRun = Annotated[bool, "Print what would be done, and do nothing."]
 
 
-def command() -> click.Group:
-    """Return `launch` with its commands."""
-    return click_group(
-        "launch",
-        """Start a run where others start its processes.
-
-        The recipe is read and planned for that number of processes first: a mistake is found before the job is queued.
-        """,
-        (Slurm, Torchrun, Kubernetes),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Launch:
+class _Job:
     recipe: RecipeName
     overrides: Overrides = ()
     run_dir: Annotated[Path, Shape(required=True), "Run directory, on a file system that all nodes share."]
@@ -78,9 +63,9 @@ class _Launch:
         return checked
 
 
-@declare("slurm")
+@command("slurm")
 @dataclass(frozen=True, kw_only=True)
-class Slurm(_Launch):
+class Slurm(_Job):
     """Write a batch script that trains RECIPE, and submit it.
 
     The job stops before its time limit, goes back into the queue, and goes on. The script is RUN_DIR/slurm-job.sh.
@@ -159,9 +144,9 @@ class Slurm(_Launch):
         return Document(document=document, shown=Shown(blocks=[said]))
 
 
-@declare("torchrun")
+@command("torchrun")
 @dataclass(frozen=True, kw_only=True)
-class Torchrun(_Launch):
+class Torchrun(_Job):
     """Start this host's processes of RECIPE with torchrun.
 
     Give the same command on every host. This process becomes torchrun, whose exit code is 1 also after a stop
@@ -202,9 +187,9 @@ class Torchrun(_Launch):
         return 0
 
 
-@declare("kubernetes")
+@command("kubernetes")
 @dataclass(frozen=True, kw_only=True)
-class Kubernetes(_Launch):
+class Kubernetes(_Job):
     """Print a manifest that trains RECIPE, for `kubectl apply -f -`.
 
     The recipe is planned here, so it and its data must be here as they are in the pods.
@@ -245,3 +230,11 @@ class Kubernetes(_Launch):
         check(workload)
         text = indexed_job(workload) if self.kind == "Job" else pytorch_job(workload)
         return Document(document={"manifest": text}, shown=Shown(blocks=[text.removesuffix("\n")]))
+
+
+@command("launch", commands=(Slurm, Torchrun, Kubernetes))
+class Launch:
+    """Start a run where others start its processes.
+
+    The recipe is read and planned for that number of processes first: a mistake is found before the job is queued.
+    """

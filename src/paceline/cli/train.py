@@ -30,14 +30,14 @@ from paceline.errors import PacelineError
 from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.named_code import named_code
+from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.references import trusting_code
 from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
-    from paceline.plan import Occasion, ParameterGroupFacts, Plan
-    from paceline.plan.epochs import BatchPhase
+    from paceline.plan import Occasion, Plan
     from paceline.recipe.schedule import Course
     from paceline.recipe.schema import Recipe
     from paceline.trainer.train import TrainResult
@@ -194,7 +194,9 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         echo(f"To train it longer, give a longer train.duration, for example {longer}.")
     echo()
     echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
-    plan, trust = _plan_of(result), " --trust-code" * names_code
+    plan, trust = {}, " --trust-code" * names_code
+    with contextlib.suppress(PacelineError):
+        plan = read_plan(RunDirectory(run_dir))
     print_pairs(_figures(result, plan))
     echo()
     if warning := summary.details.get("warning"):
@@ -215,41 +217,25 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
 
 
 def _figures(result: TrainResult, plan: Mapping[str, Any]) -> dict[str, Any]:
-    summary = result.summary
+    summary, metrics, report = result.summary, result.summary.metrics, result.run_dir / "report.html"
     figures: dict[str, Any] = {}
-    metrics = summary.metrics
     headline = plan.get("headline", "top1_accuracy")
     if headline != "loss" and metrics.get(headline) is not None:
         figure = format_metric(headline, metrics[headline])
         figures[metric_title(headline)] = f"{figure} ({metrics['weights']} weights, held-out samples)"
     if "loss" in metrics:
         figures["validation loss"] = f"{metrics['loss']:.4f}"
-    if summary.throughput_samples_per_second:
-        unit = plan.get("sample_name", "samples")
-        figures["throughput"] = f"{format_count(summary.throughput_samples_per_second)} {unit}/s"
-    if summary.throughput_tokens_per_second:
-        figures["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s, padding left out"
+    if rate := summary.throughput_samples_per_second:
+        figures["throughput"] = f"{format_count(rate)} {plan.get('sample_name', 'samples')}/s"
+    if rate := summary.throughput_tokens_per_second:
+        figures["tokens"] = f"{format_count(rate)}/s, padding left out"
     if summary.data_wait_fraction is not None:
         figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
-    figures["time"] = (
-        f"{format_seconds(summary.train_seconds)} of training, {format_seconds(summary.total_seconds)} in all"
-    )
+    spent, whole = format_seconds(summary.train_seconds), format_seconds(summary.total_seconds)
+    figures["time"] = f"{spent} of training, {whole} in all"
     if summary.peak_memory_bytes is not None:
         figures["peak memory"] = format_bytes(summary.peak_memory_bytes)
-    figures["run directory"] = result.run_dir
-    report = result.run_dir / "report.html"
-    if report.is_file():
-        figures["report"] = report
-    return figures
-
-
-def _plan_of(result: TrainResult) -> Mapping[str, Any]:
-    """What the run's plan says; nothing where it cannot be read."""
-    from paceline.records.reader import read_plan
-
-    with contextlib.suppress(PacelineError):
-        return read_plan(RunDirectory(result.run_dir))
-    return {}
+    return figures | {"run directory": result.run_dir} | ({"report": report} if report.is_file() else {})
 
 
 def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: Path | None, *, as_json: bool) -> None:
@@ -280,25 +266,25 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
     print_table(("step", "rate", "phase"), rows)
     echo("\nParameters")
     columns = ("which", "tensors", "numbers", "rate factor", "weight decay", "from step", "to step")
+    groups = (
+        (
+            group.parameters,
+            format_count(group.tensors),
+            format_count(group.numbers),
+            f"{group.lr_factor:g}",
+            f"{group.weight_decay:g}",
+            format_count(group.first_step),
+            "the end" if group.last_step is None else format_count(group.last_step),
+        )
+        for group in plan.parameter_groups
+    )
     count = 7 if plan.freeze_after_steps else 6 if plan.unfreeze_steps else 5
-    print_table(columns[:count], (_group_row(group)[:count] for group in plan.parameter_groups))
+    print_table(columns[:count], (group[:count] for group in groups))
     if plan.reasons:
         echo("\nWhy")
         print_pairs(plan.reasons)
     for notice in notices:
         echo(f"note: {notice}")
-
-
-def _group_row(group: ParameterGroupFacts) -> tuple[str, ...]:
-    counts = (format_count(group.tensors), format_count(group.numbers))
-    return (
-        group.parameters,
-        *counts,
-        f"{group.lr_factor:g}",
-        f"{group.weight_decay:g}",
-        format_count(group.first_step),
-        "the end" if group.last_step is None else format_count(group.last_step),
-    )
 
 
 def _plan_lines(plan: Plan) -> dict[str, str]:
@@ -308,12 +294,24 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
             return f"after step {first}{', …' * (len(moments) > _TOLD)} ({len(moments)} in all)"
         return "off" if steps is None else "every step" if steps == 1 else f"every {format_count(steps)} steps"
 
+    def batch(size: int, micro_batches: int) -> str:
+        parts = (plan.world_size, "process"), (micro_batches, "micro-batch"), (plan.micro_batch_size, "sample")
+        return f"{format_count(size)} = {' x '.join(counted(count, noun) for count, noun in parts)}"
+
     evaluation = every("evaluate", plan.evaluate_every_steps)
     if plan.evaluate_every_steps is not None:
         evaluation += f", in batches of {plan.evaluation_batch_size}"
     if plan.evaluation_samples == 0:
         evaluation = "none: no samples are held out"
-    return {
+    checkpoint = every("checkpoint", plan.checkpoint_every_steps)
+    if plan.checkpoint_every_seconds is not None:
+        checkpoint = f"every {format_seconds(plan.checkpoint_every_seconds)}"
+    elif "checkpoint.every" in plan.reasons:
+        checkpoint = "auto: by the clock"
+    whole = batch(plan.global_batch_size, plan.accumulation_steps)
+    if plan.step_sizes[0] < plan.global_batch_size:
+        whole += f", cut to {counted(plan.step_sizes[0], 'sample')}"
+    lines: dict[str, str | None] = {
         "task": str(plan.data.get("task")),
         "processes": f"{plan.world_size} ({plan.strategy}), {counted(plan.threads_per_process, 'thread')} each",
         "device": f"{plan.device} ({plan.device_name})",
@@ -322,22 +320,26 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "training samples": format_count(plan.train_samples),
         "evaluation samples": format_count(plan.evaluation_samples),
         **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
-        "global batch": f"{format_count(plan.global_batch_size)} = {counted(plan.world_size, 'process')} x "
-        f"{counted(plan.accumulation_steps, 'micro-batch')} x {counted(plan.micro_batch_size, 'sample')}"
-        + (f", cut to {counted(plan.step_sizes[0], 'sample')}" if plan.step_sizes[0] < plan.global_batch_size else ""),
-        **{f"from epoch {p.first_epoch + 1}": _phase_line(plan, p) for p in plan.batch_phases[1:]},
+        "global batch": whole,
+        **{
+            f"from epoch {each.first_epoch + 1}": "global batch "
+            f"{batch(each.global_batch_size, each.logical_ranks // plan.world_size)}, "
+            f"{counted(each.steps_per_epoch, 'step')} per epoch"
+            for each in plan.batch_phases[1:]
+        },
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
         "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epoch{'s' * (plan.total_epochs != 1)}",
-        **({} if plan.until_step is None else {"until": f"after step {format_count(plan.until_step)} (train.until)"}),
+        "until": plan.until_step and f"after step {format_count(plan.until_step)} (train.until)",
         "last step of an epoch": counted(plan.last_step_samples, "sample"),
         "warm-up": counted(plan.warmup_steps, "step"),
         "evaluation": evaluation,
-        "checkpoint": _checkpoint_line(plan, every("checkpoint", plan.checkpoint_every_steps)),
+        "checkpoint": checkpoint,
         "step record": every("log", plan.log_every_steps),
-        **({"noise scale": every("noise_scale", each)} if (each := plan.noise_scale_every_steps) else {}),
-        **_profile_line(plan),
+        "noise scale": every("noise_scale", each) if (each := plan.noise_scale_every_steps) else None,
+        "profile": plan.profile_steps and f"steps {plan.profile_steps[0] + 1:,} to {plan.profile_steps[1]:,}",
     }
+    return {name: line for name, line in lines.items() if line}
 
 
 def _optimizer_line(recipe: Recipe) -> str:
@@ -362,23 +364,6 @@ def _optimizer_line(recipe: Recipe) -> str:
     return ", ".join(told)
 
 
-def _profile_line(plan: Plan) -> dict[str, str]:
-    if plan.profile_steps is None:
-        return {}
-    before, last = plan.profile_steps
-    return {"profile": f"steps {format_count(before + 1)} to {format_count(last)}"}
-
-
-def _phase_line(plan: Plan, phase: BatchPhase) -> str:
-    parts = (
-        counted(plan.world_size, "process"),
-        counted(phase.logical_ranks // plan.world_size, "micro-batch"),
-        counted(plan.micro_batch_size, "sample"),
-    )
-    steps = counted(phase.steps_per_epoch, "step")
-    return f"global batch {format_count(phase.global_batch_size)} = {' x '.join(parts)}, {steps} per epoch"
-
-
 def _precision_line(plan: Plan) -> str:
     said = [plan.precision]
     if plan.fp8_layers:
@@ -395,9 +380,3 @@ def _compiled_line(plan: Plan) -> str:
         " and ".join(map(str, sizes)) or "none" for sizes in (plan.compiled_train_sizes, plan.compiled_evaluation_sizes)
     )
     return f"{plan.compile}: training batches of {trained}, evaluation batches of {evaluated}"
-
-
-def _checkpoint_line(plan: Plan, by_steps: str) -> str:
-    if plan.checkpoint_every_seconds is not None:
-        return f"every {format_seconds(plan.checkpoint_every_seconds)}"
-    return "auto: by the clock" if "checkpoint.every" in plan.reasons else by_steps

@@ -180,10 +180,7 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
             names, sizes = [name.replace("_", " ") for name in whole], [each / 2**20 for each in whole.values()]
             yield Chart(
                 title=f"Estimated memory of a step by cause, {run.name}",
-                traces=[
-                    bars
-                    | {"y": [name.replace("_", " ") for name in whole], "x": [each / 2**20 for each in whole.values()]}
-                ],
+                traces=[{**bars, "y": names, "x": sizes}],
                 layout={"xaxis": {"title": "MiB"}, "yaxis": {"autorange": "reversed", "type": "category"}},
                 description="As paceline estimate found it, without a step being run.",
             )

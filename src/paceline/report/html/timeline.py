@@ -47,8 +47,8 @@ def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield Table(columns=columns, rows=shown, caption=f"Launches, resumes, incidents and stops{some}")
     incidents = Counter((run.name, event["incident"]) for run, event in rows if event["event"] == "incident")
     if sum(incidents.values()) > len(incidents):
-        many = [(*[name] * who, kind, count) for (name, kind), count in incidents.most_common()]
-        yield Table(columns=(*["run"] * who, "incident", "times"), rows=many, caption="Incidents by kind")
+        by_kind = [(*[name] * who, kind, count) for (name, kind), count in incidents.most_common()]
+        yield Table(columns=(*["run"] * who, "incident", "times"), rows=by_kind, caption="Incidents by kind")
 
 
 def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
