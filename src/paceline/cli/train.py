@@ -311,6 +311,7 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
     whole = batch(plan.global_batch_size, plan.accumulation_steps)
     if plan.step_sizes[0] < plan.global_batch_size:
         whole += f", cut to {counted(plan.step_sizes[0], 'sample')}"
+    before, last = plan.profile_steps or (0, 0)
     lines: dict[str, str | None] = {
         "task": str(plan.data.get("task")),
         "processes": f"{plan.world_size} ({plan.strategy}), {counted(plan.threads_per_process, 'thread')} each",
@@ -330,14 +331,14 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
         "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epoch{'s' * (plan.total_epochs != 1)}",
-        "until": plan.until_step and f"after step {format_count(plan.until_step)} (train.until)",
+        "until": f"after step {format_count(plan.until_step)} (train.until)" if plan.until_step else None,
         "last step of an epoch": counted(plan.last_step_samples, "sample"),
         "warm-up": counted(plan.warmup_steps, "step"),
         "evaluation": evaluation,
         "checkpoint": checkpoint,
         "step record": every("log", plan.log_every_steps),
         "noise scale": every("noise_scale", each) if (each := plan.noise_scale_every_steps) else None,
-        "profile": plan.profile_steps and f"steps {plan.profile_steps[0] + 1:,} to {plan.profile_steps[1]:,}",
+        "profile": f"steps {format_count(before + 1)} to {format_count(last)}" if plan.profile_steps else None,
     }
     return {name: line for name, line in lines.items() if line}
 
