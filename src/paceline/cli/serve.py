@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -62,10 +62,10 @@ class Serve:
     def stream(self, *, as_json: bool) -> int:
         """Serve until it is stopped."""
         make_optional(sys.stdout)
-        server = _library()
         with loading():
             from paceline.distributed.device import choose_device
             from paceline.inference.predict import open_predictor
+            from paceline.inference.serving import server
             from paceline.inference.serving.service import Limits
             from paceline.world import World
 
@@ -101,16 +101,3 @@ class Serve:
 
             server.serve(predictor, self.target, address, limits, say=lambda line: echo(line, err=True), ready=ready)
         return 0
-
-
-def _library() -> Any:
-    """What serves, where the extra is installed."""
-    try:
-        from paceline.inference.serving import server
-    except ImportError as error:
-        if error.name is None or error.name.startswith("paceline"):
-            raise
-        raise PacelineError(
-            f"paceline serve needs {error.name}, which is not installed; pip install 'paceline[serve]'."
-        ) from error
-    return server

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
 from paceline.escaping import html_text
@@ -48,7 +47,9 @@ _LAYOUT: Mapping[str, Any] = {
     "yaxis": _AXIS,
     "scene": dict.fromkeys(("xaxis", "yaxis", "zaxis"), _SPACE_AXIS),
 }
-_TEMPLATE = {"layout": _LAYOUT}
+# Plotly gives each series of lines the next one, in turn.
+_LINES = [{"line": {"width": 2, "dash": dash}} for dash in _DASHES]
+_TEMPLATE = {"layout": _LAYOUT, "data": {"scatter": _LINES}}
 _TEMPLATES = ("hovertemplate", "texttemplate")
 _MOST_ROWS, _MOST_COLUMNS = 200, 40
 
@@ -91,7 +92,7 @@ class Chart:
     def figure(self) -> dict[str, Any]:
         """What Plotly is given."""
         layout = {"height": _HEIGHT, "template": _TEMPLATE, **self.layout}
-        return {"data": [_plain(trace) for trace in _styled(self.traces)], "layout": _plain(layout)}
+        return {"data": [_plain(trace) for trace in self.traces], "layout": _plain(layout)}
 
 
 def figures_table(chart: Chart) -> Table:
@@ -105,16 +106,12 @@ def figures_table(chart: Chart) -> Table:
 
 
 def _grid(trace: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
-    """A row for each y of a heatmap, contour or surface, a column for each x."""
-    z = [list(row) for row in trace["z"]]
-    across = _spread(max((len(row) for row in z), default=0), _MOST_COLUMNS)
-    x, y = list(trace.get("x", ())), list(trace.get("y", ()))
-    columns = ["", *(_label(x[at]) if at < len(x) else str(at) for at in across)]
-    rows = [
-        [_label(y[at]) if at < len(y) else str(at), *(row[column] if column < len(row) else None for column in across)]
-        for at, row in enumerate(z)
-    ]
-    return columns, rows
+    """A row for each y of a heatmap or surface, a column for each x."""
+    z = trace["z"]
+    x, y = list(trace.get("x", range(len(z[0])))), trace.get("y", range(len(z)))
+    across = _spread(len(x), _MOST_COLUMNS)
+    rows = [[_label(at), *(row[column] for column in across)] for at, row in zip(y, z, strict=True)]
+    return ["", *(_label(x[column]) for column in across)], rows
 
 
 def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
@@ -122,36 +119,20 @@ def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
     told: dict[object, dict[int, object]] = {}
     columns = [_axis_title(chart.layout, "xaxis") or "x"]
     for trace in chart.traces:
-        xs, ys = _points(trace)
-        for values, name in ((ys, _name(trace, chart)), *_interval(trace, chart)):
-            for x, y in zip(xs, values, strict=False):
-                told.setdefault(x, {})[len(columns)] = y
-            columns.append(name)
+        ys = trace.get("y", ())
+        xs, axis, error = trace.get("x", range(len(ys))), "yaxis", trace.get("error_y", {})
+        if trace.get("orientation") == "h":
+            xs, ys, axis = ys, xs, "xaxis"
+        name = str(trace.get("name") or _axis_title(chart.layout, axis) or chart.title)
+        above = f"{name}, {'above' if 'arrayminus' in error else '±'}"
+        series = {name: ys, above: error.get("array"), f"{name}, below": error.get("arrayminus")}
+        for title, values in series.items():
+            if values is not None:
+                for x, y in zip(xs, values, strict=False):
+                    told.setdefault(x, {})[len(columns)] = y
+                columns.append(title)
     keys = sorted(told, key=_order)
     return columns, [[key, *(told[key].get(at) for at in range(1, len(columns)))] for key in keys]
-
-
-def _points(trace: Mapping[str, Any]) -> tuple[list[object], list[object]]:
-    """Where a series' figures lie, and the figures."""
-    if "values" in trace:
-        return list(trace.get("labels", ())), list(trace["values"])
-    ys = list(trace.get("y", ()))
-    xs = list(trace.get("x", range(len(ys))))
-    return (ys, xs) if trace.get("orientation") == "h" else (xs, ys)
-
-
-def _interval(trace: Mapping[str, Any], chart: Chart) -> Iterator[tuple[list[object], str]]:
-    error = trace.get("error_y", {})
-    name = _name(trace, chart)
-    if "array" in error:
-        yield list(error["array"]), f"{name}, {'above' if 'arrayminus' in error else '±'}"
-    if "arrayminus" in error:
-        yield list(error["arrayminus"]), f"{name}, below"
-
-
-def _name(trace: Mapping[str, Any], chart: Chart) -> str:
-    axis = "x" if trace.get("orientation") == "h" else "y"
-    return str(trace.get("name") or _axis_title(chart.layout, f"{axis}axis") or chart.title)
 
 
 def _axis_title(layout: Mapping[str, Any], axis: str) -> str:
@@ -173,17 +154,6 @@ def _spread(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / (most - 1)) for at in range(most)})
-
-
-def _styled(traces: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Give lines their dashes, where they have none of their own."""
-    dashes = cycle(_DASHES)
-    for trace in traces:
-        if trace.get("type", "scatter") != "scatter" or "lines" not in trace.get("mode", "lines"):
-            yield dict(trace)
-            continue
-        line = {"width": 2, **trace.get("line", {})}
-        yield {**trace, "line": line if "dash" in line else {**line, "dash": next(dashes)}}
 
 
 def _plain(value: Any, key: str = "") -> Any:
