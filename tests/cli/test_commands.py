@@ -400,7 +400,7 @@ def test_evaluate_by_class(paceline_here: Callable[..., Any], finished: Path) ->
     assert rows == [each["class"] for each in classes]
     assert f"{classes[0]['f1']:.2f} %" in told.out
     refused = paceline_here("evaluate", finished, "--per-class", "--sizes", "8")
-    assert (refused.code, "--per-class is for one evaluation" in refused.err) == (2, True)
+    assert (refused.code, "--per-class has no effect" in refused.err) == (2, True)
 
 
 def test_evaluate_the_best(paceline_here: Callable[..., Any], finished: Path) -> None:
@@ -428,7 +428,7 @@ def test_evaluate_at_several_sizes(
         (("--sizes", "8,12"), "held no training images out"),
         (("--sizes", "8,big"), "'big' is not a size in pixels"),
         (("--sizes", "8,0"), "'0' is not a size in pixels"),
-        (("--sizes", "8", "--predictions", "x.csv"), "--predictions is for one evaluation"),
+        (("--sizes", "8", "--predictions", "x.csv"), "--predictions has no effect"),
     ):
         done = paceline_here("evaluate", finished, *arguments)
         assert (done.code, done.out) == (2, "")

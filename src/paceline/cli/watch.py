@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,46 +47,30 @@ class Watch:
             print_json({"runs": [run.to_json() for run in watched]})
             return 0
         try:
-            is_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-            (_draw if is_screen else _print)(watched, self.interval)
+            self._follow(watched)
         except KeyboardInterrupt:
             return 0  # the usual way to leave; the runs go on
         for run in watched:
             echo(ending_of(run))
         return 0
 
+    def _follow(self, watched: list[WatchedRun]) -> None:
+        """Draw the runs on a terminal, else print a line for each record, until all are over."""
+        from rich.live import Live
 
-def _until_over(watched: list[WatchedRun], interval: float, show: Callable[[], None]) -> None:
-    while True:
-        show()
-        if all(run.is_over for run in watched):
-            return
-        time.sleep(interval)
+        from paceline.report.watch import line_of, screen, table
 
-
-def _print(watched: list[WatchedRun], interval: float) -> None:
-    from paceline.report.watch import line_of
-
-    def show() -> None:
-        for run in watched:
-            for event in run.look():
-                if (line := line_of(event, run)) is not None:
-                    echo(f"{run.name}  {line}" if len(watched) > 1 else line)
-
-    _until_over(watched, interval, show)
-
-
-def _draw(watched: list[WatchedRun], interval: float) -> None:
-    from rich.live import Live
-
-    from paceline.report.watch import screen, table
-
-    console = open_console(markup=False)
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-
-        def show() -> None:
-            for run in watched:
-                run.look()
-            live.update(table(watched) if len(watched) > 1 else screen(watched[0], console), refresh=True)
-
-        _until_over(watched, interval, show)
+        console = open_console(markup=False)
+        is_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        with live if is_screen else contextlib.nullcontext():
+            while True:
+                for run in watched:
+                    for event in run.look():
+                        if not is_screen and (line := line_of(event, run)) is not None:
+                            echo(f"{run.name}  {line}" if len(watched) > 1 else line)
+                if is_screen:
+                    live.update(table(watched) if len(watched) > 1 else screen(watched[0], console), refresh=True)
+                if all(run.is_over for run in watched):
+                    return
+                time.sleep(self.interval)

@@ -85,13 +85,16 @@ class Comparison:
         return asdict(self) | {"regressed": self.regressed, "undecided": self.undecided, "lines": lines}
 
 
+# Lists of seconds, one list for each launch; or why nothing was measured.
+_Measured = list[list[float]] | str
+
+
 @dataclass(frozen=True)
 class _Side:
-    """What is compared: for each name lists of seconds, one list for each launch."""
+    """What is compared."""
 
     kind: str
-    times: Mapping[str, list[list[float]]]
-    missing: Mapping[str, str]
+    measured: Mapping[str, _Measured]
     environment: Mapping[str, Any]
     recipe: Mapping[str, Any]
 
@@ -113,15 +116,15 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
         raise RunDirectoryError(
             f"'{a}' is of kind {one.kind} and '{b}' of kind {other.kind}; compare two of the same kind."
         )
-    shared = [name for name in one.times if name in other.times]
+    sides = (one.measured, other.measured)
+    shared = [name for name in one.measured if all(isinstance(side.get(name), list) for side in sides)]
     if not shared:
         raise RunDirectoryError(f"'{a}' and '{b}' have nothing in common that was measured in both.")
     # Of two sides, only one closes the gate.
     each = 1 - 2 * (1 - confidence) / len(shared)
-    lines = [_line(name, one.times[name], other.times[name], tolerance, each) for name in shared]
-    everything = dict.fromkeys([*one.times, *one.missing, *other.times, *other.missing])
-    lines += [_unshared(name, one, other) for name in everything if name not in shared]
-    launches = min(len(times) for side in (one, other) for times in (side.times[name] for name in shared))
+    names = dict.fromkeys([*shared, *one.measured, *other.measured])
+    lines = [_line(name, one.measured.get(name), other.measured.get(name), tolerance, each) for name in names]
+    launches = min(len(side[name]) for side in sides for name in shared)
     notes = []
     if launches < 2 and one.kind != "time_to_target":
         notes.append(
@@ -144,47 +147,41 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
     )
 
 
-def _line(name: str, a: list[list[float]], b: list[list[float]], tolerance: float, confidence: float) -> Line:
+def _line(name: str, a: _Measured | None, b: _Measured | None, tolerance: float, confidence: float) -> Line:
+    for label, found in (("A", a), ("B", b)):
+        if isinstance(found, str):
+            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {found}")
+    if not isinstance(a, list) or not isinstance(b, list):
+        only = "B" if a is None else "A"
+        return Line(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
     if len(a) > 1 and len(b) > 1:
         times = [[math.exp(statistics.fmean(map(math.log, launch))) for launch in each] for each in (a, b)]
     else:
         times = [[value for launch in each for value in launch] for each in (a, b)]
-    found = unpaired_ratio(times[1], times[0], confidence=max(confidence, 1e-9))
-    if found.low > 1 + tolerance:
+    ratio = unpaired_ratio(times[1], times[0], confidence=max(confidence, 1e-9))
+    if ratio.low > 1 + tolerance:
         verdict: Verdict = "slower"
-    elif found.high < 1:
+    elif ratio.high < 1:
         verdict = "faster"
-    elif found.high <= 1 + tolerance:
+    elif ratio.high <= 1 + tolerance:
         verdict = "no slower"
     else:
         verdict = "not enough evidence"
-    return Line(name=name, slower=found, verdict=verdict)
-
-
-def _unshared(name: str, one: _Side, other: _Side) -> Line:
-    for side, label in ((one, "A"), (other, "B")):
-        if name in side.missing:
-            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {side.missing[name]}")
-    only = "A" if name in one.times else "B"
-    return Line(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
+    return Line(name=name, slower=ratio, verdict=verdict)
 
 
 def _read(path: Path) -> _Side:
     if path.is_dir() and RunDirectory(path).exists():
         return _run(RunDirectory(path))
     document = read_result(path)
-    kind, times, missing = str(document["kind"]), {}, {}
+    kind, measured = str(document["kind"]), dict[str, _Measured]()
     try:
         for row in document["rows"]:
-            name = name_of_row(kind, row)
             found = [[float(value) for value in launch] for launch in row["times"] if launch]
-            if found:
-                times[name] = found
-            else:
-                missing[name] = row.get("trouble") or "nothing was measured"
+            measured[name_of_row(kind, row)] = found or row.get("trouble") or "nothing was measured"
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"'{path}' is no whole result of a benchmark ({error!r}); measure it anew.") from error
-    return _Side(kind, times, missing, document.get("environment", {}), {"recipe": document.get("recipe", {})})
+    return _Side(kind, measured, document.get("environment", {}), {"recipe": document.get("recipe", {})})
 
 
 def _run(run: RunDirectory) -> _Side:
@@ -194,8 +191,8 @@ def _run(run: RunDirectory) -> _Side:
         raise RunDirectoryError(
             f"the run in '{run.root}' has {len(seconds)} step record(s) with a throughput; at least two are needed."
         )
-    times = {"seconds per sample in training": [part_means(seconds)]}
-    return _Side("run", times, {}, read_environment(run), {"recipe": read_recipe(run)})
+    measured: dict[str, _Measured] = {"seconds per sample in training": [part_means(seconds)]}
+    return _Side("run", measured, read_environment(run), {"recipe": read_recipe(run)})
 
 
 def _unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

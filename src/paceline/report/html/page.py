@@ -80,28 +80,19 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
     """
     if output is not None:
         refuse_odd_outputs(output)
-        _refuse_other_file(output)
+        try:
+            with output.open("rb") as file:
+                begins = file.read(len(_PAGE_START))
+        except FileNotFoundError:
+            begins = b""
+        except OSError as error:
+            raise cannot("read", output, error) from error
+        if begins and begins.lower() != _PAGE_START:
+            raise RunDirectoryError(f"'{output}' exists, is not an HTML page, and is not replaced: give another name.")
     runs = read_runs(run_dirs)
     if output is None:
         output = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     return Report(path=write_page(output, page_of(runs)), runs=runs)
-
-
-def _refuse_other_file(path: Path) -> None:
-    """Refuse to replace a file that is not a page.
-
-    Raises:
-        RunDirectoryError: If it is not empty and does not begin as a page does, or cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            begins = file.read(len(_PAGE_START))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise cannot("read", path, error) from error
-    if begins and begins.lower() != _PAGE_START:
-        raise RunDirectoryError(f"'{path}' exists, is not an HTML page, and is not replaced: give another name.")
 
 
 def page_of(runs: Sequence[RunRecord]) -> Page:
