@@ -175,8 +175,6 @@ def test_a_device_that_is_never_behind_waits_for_launches(said_of: Any) -> None:
     assert str(said_of([{"data_wait": 0.4, "forward": 0.6}] * 4, lags=[0.0] * 4)).startswith("data: ")
 
 
-def test_what_is_no_run_or_has_no_record_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no run"):
-        attribute_run(tmp_path)
+def test_a_run_without_a_record_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no step record yet"):
         attribute_run(write(tmp_path, [start(0)]))
