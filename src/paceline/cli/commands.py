@@ -48,10 +48,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "pack": Listed("Write images or text into a few files that are read fast.", f"{_OURS}.pack:Pack"),
     },
     "Before a run": {
-        "estimate": Listed(
-            "Estimate training memory on any GPU, whether or not you have it.",
-            f"{_ADVISOR}:Estimate",
-        ),
+        "estimate": Listed("Estimate training memory on any GPU, whether or not you have it.", f"{_ADVISOR}:Estimate"),
         "plan": Listed("Choose the number of GPUs for a deadline or a budget.", f"{_ADVISOR}:Plan"),
         "scale": Listed("Predict scaling over GPUs, and measure it where possible.", f"{_ADVISOR}:Scale"),
     },
@@ -63,27 +60,19 @@ GROUPS: dict[str, dict[str, Listed]] = {
     },
     "Verify": {
         "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.report:Audit"),
-        "prove": Listed(
-            "Prove that a recipe computes what it says, also with your own code.",
-            f"{_ADVISOR}:Prove",
-        ),
+        "prove": Listed("Prove that a recipe computes what it says, also with your own code.", f"{_ADVISOR}:Prove"),
         "drill": Listed("Kill and disturb runs of a recipe, and check that nothing is lost.", f"{_ADVISOR}:Drill"),
     },
     "Study": {
         "bench": Listed("Measure how fast a recipe trains or answers, and compare.", f"{_ADVISOR}:bench"),
         "roofline": Listed("Compare a training step with a device's limits, layer by layer.", f"{_ADVISOR}:Roofline"),
         "noise-scale": Listed(
-            "Measure the gradient noise scale: how large a batch still pays.",
-            f"{_ADVISOR}:NoiseScale",
+            "Measure the gradient noise scale: how large a batch still pays.", f"{_ADVISOR}:NoiseScale"
         ),
         "sweep-batch": Listed(
-            "Train to a target with several batch sizes; fit where larger ones stop paying.",
-            f"{_ADVISOR}:SweepBatch",
+            "Train to a target with several batch sizes; fit where larger ones stop paying.", f"{_ADVISOR}:SweepBatch"
         ),
-        "landscape": Listed(
-            "Plot the loss around a run's weights, and measure sharpness.",
-            f"{_ADVISOR}:Landscape",
-        ),
+        "landscape": Listed("Plot the loss around a run's weights, and measure sharpness.", f"{_ADVISOR}:Landscape"),
         "formulas": Listed(
             "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.", f"{_ADVISOR}:Formulas"
         ),
