@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -248,21 +246,17 @@ def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
 
 
 def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
-    """Print a line for each image, or one JSON list, row by row: thousands of answers need no memory."""
-    from paceline.records.run_directory import encode_json
-
-    code, before = 0, "["
+    """Print a line for each image as its answer comes, or one JSON list."""
+    code, rows = 0, []
     for answer in answers:
         if answer.error is not None:
             code = concluded(passed=False)
-        if not as_json:
+        if as_json:
+            rows.append(answer.row())
+        else:
             echo(one_line(f"{answer.path}  {answer.described()}"))
-            continue
-        row = json.dumps(json.loads(encode_json(answer.row())), indent=2)
-        echo(f"{before}\n{textwrap.indent(row, '  ')}", nl=False)
-        before = ","
     if as_json:
-        echo("[]" if before == "[" else "\n]")
+        print_json(rows)
     return code
 
 
