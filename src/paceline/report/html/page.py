@@ -190,8 +190,8 @@ def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
     for run in runs:
         yield from _status(run, len(runs) > 1)
     if len(runs) == 1:
-        told = (fact.partition(" · ") for fact in _facts(runs[0]).values())
-        yield Tiles([Tile(label, value, note) for label, (value, _, note) in zip(_facts(runs[0]), told, strict=True)])
+        told = ((label, *fact.partition(" · ")) for label, fact in _facts(runs[0]).items())
+        yield Tiles([Tile(label, value, note) for label, value, _, note in told])
         return
     facts = [_facts(run) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)

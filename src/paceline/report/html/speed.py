@@ -48,7 +48,7 @@ _OVER_STEPS = {
     ),
     "throughput_tokens_per_second": ("Tokens", "tokens per second", "Over all processes, without padding.", False),
     "padding_fraction": ("Padding", "share of what is computed", "Places in the batches that hold no token.", True),
-    "data_wait_fraction": ("Waiting for data", "share of a step", "Of its time, on the first process.", True),
+    "data_wait_fraction": ("Waiting for data", "share of a step", "Of the time of a step, on the first process.", True),
 }
 
 
