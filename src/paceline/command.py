@@ -13,7 +13,8 @@ A command is declared once::
 
 ``runs`` names the function that is called with the dataclass and a :data:`Log`, and returns a
 :class:`~paceline.pages.shown.Result`. It is imported only when the command is called. Without ``runs``, the dataclass
-has such a method ``run(log)`` itself.
+has such a method ``run(log)`` itself; or a method ``stream(as_json=...)``, which prints what it has to say as it comes
+and returns the exit code.
 
 A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
 ``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``
@@ -97,7 +98,9 @@ Scratch = Annotated[Path | None, Shape(hidden=True)]  # a directory that all ran
 Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as JSON and as a page (HTML)."]
 
 
-def command(name: str, *, runs: str | None = None, files: tuple[str, ...] = ()) -> Callable[[_T], _T]:
+def command(
+    name: str, *, runs: str | None = None, files: tuple[str, ...] = (), commands: tuple[type[Any], ...] = ()
+) -> Callable[[_T], _T]:
     """Declare a dataclass as the command of that name.
 
     Args:
@@ -105,11 +108,13 @@ def command(name: str, *, runs: str | None = None, files: tuple[str, ...] = ()) 
         runs: The function that carries it out, as ``module:function``; the dataclass's method ``run`` if None.
         files: What it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
             ``write(folder)``.
+        commands: Of a group, what it holds; the class then only has the docstring.
     """
 
     def declare(kind: _T) -> _T:
         kind.__paceline_command__ = name
         kind.__paceline_runs__ = runs
+        kind.__paceline_commands__ = commands
         kind.__paceline_files__ = files or (f"{name}.json", f"{name}.html")
         return kind
 

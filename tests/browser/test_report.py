@@ -33,12 +33,6 @@ TINY = (
     "parallel.device=cpu",
     "parallel.threads=1",
 )
-LINES = {
-    "Learning rate": ("learning rate", "lr"),
-    "Gradient norm": ("gradient norm", "grad_norm"),
-    "Throughput": ("throughput", "throughput_samples_per_second"),
-    "Waiting for data": ("waiting for data", "data_wait_fraction"),
-}
 
 
 def paceline(*arguments: object, cwd: Path) -> str:
@@ -109,8 +103,7 @@ def test_charts_show_what_the_records_say(folder: Path, show: Callable[..., Any]
     opened = show(folder / "resumed" / "report.html")
     steps = events(folder / "resumed", "step")
     assert len(steps) == 15
-    for title, (name, key) in LINES.items():
-        assert opened.figure(title)[name] == points(steps, key), title
+    assert opened.figure("Learning rate")["learning rate"] == points(steps, "lr")
     loss, accuracy = opened.figure("Loss"), opened.figure("Top-1 accuracy")
     assert loss["training"] == points(steps, "loss")
     for weights in ("model", "ema"):
@@ -127,10 +120,9 @@ def test_charts_show_what_the_records_say(folder: Path, show: Callable[..., Any]
 
 def test_runs_are_overlaid(folder: Path, show: Callable[..., Any]) -> None:
     opened = show(folder / "both.html")
-    for title, (_, key) in LINES.items():
-        found = opened.figure(title)
-        for run in ("resumed", "other"):
-            assert found[run] == points(events(folder / run, "step"), key), title
+    found = opened.figure("Throughput")
+    for run in ("resumed", "other"):
+        assert found[run] == points(events(folder / run, "step"), "throughput_samples_per_second")
     rates = opened.page.locator("tr", has=opened.page.locator("th", has_text="optimizer.lr")).first
     assert re.search(r"0\.05", rates.inner_text())
     assert rates.locator("mark").inner_text() == "0.05"

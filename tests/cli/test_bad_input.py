@@ -216,22 +216,33 @@ def test_the_command_itself(
 # ------------------------------------------------------------------------------------------------------- data
 
 
-def test_a_folder_that_is_not_there(paceline_here: Callable[..., Any]) -> None:
-    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "photos")
-
-
-def test_no_folder_named(paceline_here: Callable[..., Any]) -> None:
-    assert_refused(paceline_here("train", *FOLDER, "data.path=null"), "data.path")
-
-
-def test_a_file_for_a_folder(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "photos").write_text("")
-    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "photos")
-
-
-def test_an_empty_folder(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "photos")
+@pytest.mark.parametrize(
+    ("folders", "overrides", "words"),
+    [
+        ((), ("data.path=photos",), ("photos",)),
+        ((), ("data.path=null",), ("data.path",)),
+        ((), ("data.path=file",), ("file",)),
+        (("",), ("data.path=photos",), ("photos",)),
+        (("cat",), ("data.path=photos",), ("cat",)),
+        (("train/cat", "train/dog", "val/cat", "val/fox"), ("data.path=photos",), ("dog",)),
+        (
+            ("cat", "dog"),
+            ("data.path=photos", "data.backend=dali", "data.augment.policy=randaugment"),
+            ("data.augment.policy", "data.backend=pytorch"),
+        ),
+    ],
+    ids=["not there", "not named", "a file", "empty", "one class", "a class of one split", "what DALI lacks"],
+)
+def test_what_cannot_be_trained_on(
+    paceline_here: Any, tmp_path: Path, write_images: Any, folders: Any, overrides: Any, words: Any
+) -> None:
+    (tmp_path / "file").touch()
+    for name in folders:
+        if name:
+            write_images(tmp_path / "photos" / name)
+        else:
+            (tmp_path / "photos").mkdir()
+    assert_refused(paceline_here("train", *FOLDER, *overrides), *words)
 
 
 def test_an_empty_class(paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]) -> None:
@@ -243,30 +254,6 @@ def test_an_empty_class(paceline_here: Callable[..., Any], tmp_path: Path, write
     assert "class folders without images: 1 ('eel')" in done.err
     assert "data.on_bad=skip" in done.err
     assert "check-data photos --quarantine" in done.err.replace(f"{tmp_path}/", "")
-
-
-def test_one_class(paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]) -> None:
-    write_images(tmp_path / "photos" / "cat")
-    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "cat")
-
-
-def test_a_class_of_one_split_only(
-    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]
-) -> None:
-    for name in ("train/cat", "train/dog", "val/cat", "val/fox"):
-        write_images(tmp_path / "photos" / name)
-    assert_refused(paceline_here("train", *FOLDER, "data.path=photos"), "dog")
-
-
-def test_an_augmentation_that_dali_lacks(
-    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]
-) -> None:
-    for name in ("cat", "dog"):
-        write_images(tmp_path / "photos" / name)
-    asked = ("data.path=photos", "data.backend=dali", "data.augment.policy=randaugment")
-    assert_refused(
-        paceline_here("train", *FOLDER, *asked, "--plan-only"), "data.augment.policy", "data.backend=pytorch"
-    )
 
 
 @pytest.mark.parametrize("backend", ["memory", "pytorch"])
@@ -325,15 +312,7 @@ def test_a_directory_that_cannot_be(
     assert everything_in(tmp_path) == {"file": b"mine"}
 
 
-def test_resume_never(paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    before = everything_in(tmp_path)
-    done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--resume", "never")
-    assert_refused(done, "--resume=never", "--run-dir")
-    assert everything_in(tmp_path) == before
-
-
-@pytest.mark.parametrize("wanted", ["nowhere", "/etc", "best", "run/checkpoints/step-00000099"])
+@pytest.mark.parametrize("wanted", ["never", "nowhere", "/etc", "best", "run/checkpoints/step-00000099"])
 def test_resume_from_elsewhere(
     paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, wanted: str
 ) -> None:
@@ -507,13 +486,6 @@ def test_an_impossible_world(
 def test_a_plan_for_a_world_that_does_not_divide_the_batch(paceline_here: Callable[..., Any]) -> None:
     done = paceline_here("train", "digits", "batch.global_size=96", "--plan-only", "--processes", "64")
     assert_refused(done, "batch.global_size=96", "64 processes", "96")
-
-
-@pytest.mark.parametrize(
-    ("override", "word"), [("model.name=resnet5O", "Did you mean 'resnet50'"), ("model.options.widht=3", "widht")]
-)
-def test_a_plan_for_a_model_that_cannot_be_built(paceline_here: Callable[..., Any], override: str, word: str) -> None:
-    assert_refused(paceline_here("train", "digits", override, "--plan-only"), word)
 
 
 # -------------------------------------------------------------------------------------------- a process of its own

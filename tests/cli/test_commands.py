@@ -85,9 +85,8 @@ def test_without_a_command_it_explains_itself_too(paceline_here: Callable[..., A
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted(COMMANDS.keys() - {"launch", "labs", "import"}),
+        *sorted(COMMANDS.keys() - {"launch", "labs"}),
         *("launch slurm", "launch torchrun", "launch kubernetes"),
-        *("import timm", "import nvidia"),
         *("labs list", "labs start", "labs check", "labs slides", "labs grade"),
     ],
 )
@@ -165,11 +164,6 @@ def test_a_recipe_shown_can_be_saved_and_trained(paceline_here: Callable[..., An
     plan = strict_json(paceline_here("train", "mine.yaml", "--plan-only", "--json").out)
     assert plan["recipe"] == resolved
     assert resolved["data"]["dataset"] == "digits"
-
-
-def test_every_shipped_recipe_is_valid(paceline_here: Callable[..., Any]) -> None:
-    for row in strict_json(paceline_here("recipes", "--json").out):
-        assert paceline_here("recipes", "show", row["name"], "--json").code == 0
 
 
 def test_models(paceline_here: Callable[..., Any]) -> None:
@@ -401,7 +395,7 @@ def test_evaluate_by_class(paceline_here: Callable[..., Any], finished: Path) ->
     assert rows == [each["class"] for each in classes]
     assert f"{classes[0]['f1']:.2f} %" in told.out
     refused = paceline_here("evaluate", finished, "--per-class", "--sizes", "8")
-    assert (refused.code, "--per-class is for one evaluation" in refused.err) == (2, True)
+    assert (refused.code, "--per-class has no effect" in refused.err) == (2, True)
 
 
 def test_evaluate_the_best(paceline_here: Callable[..., Any], finished: Path) -> None:
@@ -429,7 +423,7 @@ def test_evaluate_at_several_sizes(
         (("--sizes", "8,12"), "held no training images out"),
         (("--sizes", "8,big"), "'big' is not a size in pixels"),
         (("--sizes", "8,0"), "'0' is not a size in pixels"),
-        (("--sizes", "8", "--predictions", "x.csv"), "--predictions is for one evaluation"),
+        (("--sizes", "8", "--predictions", "x.csv"), "--predictions has no effect"),
     ):
         done = paceline_here("evaluate", finished, *arguments)
         assert (done.code, done.out) == (2, "")

@@ -98,7 +98,7 @@ def test_zsh(here: Path) -> None:
         "COMP_CWORD": "3",
         "_PACELINE_COMPLETE": "zsh_complete",
     }
-    assert call("paceline", cwd=here, **asked) == "unfinished\nschedule.warmup_shape=\n_\n"
+    assert call("paceline", cwd=here, **asked) == "plain\nschedule.warmup_shape=\n_\n"
     asked |= {"COMP_WORDS": "paceline train dig", "COMP_CWORD": "2"}
     assert call("paceline", cwd=here, **asked).startswith("plain\ndigits\nHandwritten digits")
     if zsh is None:

@@ -30,7 +30,7 @@ def make(*arguments, num_classes, in_channels):
 # What stands for a run, a recipe, or weights among the arguments of commands; those with none of these open none.
 TAKES_RUN = {"recipe", "target", "targets", "source", "run", "run_dir", "runs", "a", "b"}
 TAKES_NONE = {"overrides", "sources", "destination", "pattern", "name", "arguments", "action", "shell", "number", "key"}
-TAKES_NONE |= {"folder", "file"}  # of labs, whose notebooks are one's own
+TAKES_NONE |= {"folder", "file", "trainer"}  # of labs, whose notebooks are one's own
 REQUIRED = {
     "--batch-sizes": "32",
     "--to": "top1_accuracy=90",

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from paceline.cli.import_recipe import command as import_command
+from paceline.cli.commands import command_of
 from paceline.cli.main import run
 from paceline.recipe.load import load_recipe
 
@@ -24,7 +24,7 @@ A3 = (
 
 def test_a_command_line_becomes_a_file_and_an_account(tmp_path: Path) -> None:
     output = tmp_path / "recipe.yaml"
-    done = CliRunner().invoke(import_command, ["timm", "--output", str(output), "--", *A3.split()])
+    done = CliRunner().invoke(command_of("import"), ["timm", "--output", str(output), "--", *A3.split()])
     assert done.exit_code == 0, done.output
     assert "Mapped: 17" in done.stdout
     assert "--opt lamb" in done.stdout
@@ -36,13 +36,13 @@ def test_a_command_line_becomes_a_file_and_an_account(tmp_path: Path) -> None:
 
 
 def test_without_output_standard_output_is_the_recipe_alone(tmp_path: Path) -> None:
-    done = CliRunner().invoke(import_command, ["timm", A3])
+    done = CliRunner().invoke(command_of("import"), ["timm", A3])
     assert yaml.safe_load(done.stdout)["optimizer"]["name"] == "lamb"
     assert "Mapped: 17" in done.stderr
 
 
 def test_json_is_one_document_with_everything() -> None:
-    done = CliRunner().invoke(import_command, ["timm", "--json", A3])
+    done = CliRunner().invoke(command_of("import"), ["timm", "--json", A3])
     document = json.loads(done.stdout)
     assert document["recipe"]["batch"] == {"global_size": 2048, "micro_size": 512}
     assert document["processes"] == 4
@@ -88,7 +88,7 @@ def test_a_file_is_not_written_over_unasked(tmp_path: Path, capsys: pytest.Captu
 def test_an_arguments_file_of_a_network_that_timm_does_not_have(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
     path.write_text("model: my_own_net\ndata_dir: /images\nbatch_size: 32\n")
-    done = CliRunner().invoke(import_command, ["timm", str(path), "--processes", "2"])
+    done = CliRunner().invoke(command_of("import"), ["timm", str(path), "--processes", "2"])
     assert "has no network my_own_net" in done.stderr
     assert yaml.safe_load(done.stdout)["batch"]["global_size"] == 64
 
@@ -100,7 +100,7 @@ def test_a_preset_becomes_a_recipe(tmp_path: Path) -> None:
         "  --mode convergence --platform DGXA100 /imagenet --epochs 90 --mixup 0.0 --workspace ${1:-./}\n"
     )
     output = tmp_path / "recipe.yaml"
-    done = CliRunner().invoke(import_command, ["nvidia", str(script), "--output", str(output)])
+    done = CliRunner().invoke(command_of("import"), ["nvidia", str(script), "--output", str(output)])
     assert done.exit_code == 0, done.output
     assert load_recipe(output).recipe.optimizer == load_recipe("resnet50").recipe.optimizer
     assert run(["import-nvidia", "--", "python", "main.py", "/d", "--evaluate"]) == 2

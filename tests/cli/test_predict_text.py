@@ -58,7 +58,7 @@ def test_hidden_tokens_are_found(paceline_here: Callable[..., Any], trained: Cal
     document = json.loads(paceline_here("predict", run_dir, "--prompt", "f<mask>r", "--json").out)
     assert len(document["guesses"][0]["texts"]) == 3
     refused = paceline_here("predict", run_dir, "--prompt", "f[MASK]r", "--seed", 1)
-    assert (refused.code, "--seed says how to write" in refused.err) == (2, True)
+    assert (refused.code, "--seed has no effect" in refused.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_hidden_tokens_are_found(paceline_here: Callable[..., Any], trained: Cal
     [
         ((), "a language model takes --prompt"),
         (("picture.png", "--prompt", "x"), "give one of them"),
-        (("picture.png", "--tokens", "3"), "--tokens says how to write, and without --prompt"),
+        (("picture.png", "--tokens", "3"), "--tokens has no effect here: it is for --prompt"),
     ],
 )
 def test_wrong_combinations_are_refused(

@@ -13,53 +13,59 @@ import pytest
 from paceline.cli.options import Processes, choose_processes, is_one_of_several, usable_gpus
 from paceline.recipe.load import load_recipe
 
-FOUR_AND_TWO = {"cuda": 4, "xpu": 2}
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``gpus(cuda=4)``: that many devices are here."""
+    import torch
+
+    def have(cuda: int = 0, xpu: int = 0) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        monkeypatch.setattr(torch.xpu, "device_count", lambda: xpu)
+
+    return have
 
 
 @pytest.mark.parametrize(
     ("asked", "present", "count"),
     [
-        ("auto", FOUR_AND_TWO, 4),
-        ("auto", {"cuda": 0, "xpu": 2}, 2),
-        ("auto", {"cuda": 0, "xpu": 0}, 0),
-        ("cuda", FOUR_AND_TWO, 4),
-        ("xpu", FOUR_AND_TWO, 2),
-        ("cpu", FOUR_AND_TWO, 0),
-        ("mps", FOUR_AND_TWO, 0),
+        ("auto", (4, 2), 4),
+        ("auto", (0, 2), 2),
+        ("auto", (0, 0), 0),
+        ("cuda", (4, 2), 4),
+        ("xpu", (4, 2), 2),
+        ("cpu", (4, 2), 0),
+        ("mps", (4, 2), 0),
     ],
 )
-def test_gpus_of_the_kind_that_is_asked_for_count(asked: str, present: dict[str, int], count: int) -> None:
-    assert usable_gpus(asked, present) == count
+def test_gpus_of_the_kind_that_is_asked_for_count(gpus: Any, asked: str, present: Any, count: int) -> None:
+    gpus(*present)
+    assert usable_gpus(asked) == count
 
 
-def test_what_is_asked_for_is_started() -> None:
-    digits = load_recipe("digits").recipe
-    assert choose_processes(3, 8, digits) == choose_processes(3, 8) == Processes(3)
+@pytest.mark.parametrize(("present", "count"), [(0, 1), (1, 1), (2, 2), (8, 8)])
+def test_a_rank_per_gpu_is_started_or_what_is_asked_for(gpus: Any, present: int, count: int) -> None:
+    gpus(present)
+    assert choose_processes(None, load_recipe("digits").recipe) == Processes(count)
+    assert choose_processes(3, load_recipe("digits").recipe) == Processes(3)
 
 
-@pytest.mark.parametrize(("gpus", "count"), [(0, 1), (1, 1), (2, 2), (8, 8)])
-def test_a_rank_per_gpu_is_started(gpus: int, count: int) -> None:
-    assert choose_processes(None, gpus, load_recipe("digits").recipe) == Processes(count)
-    assert choose_processes(None, gpus) == Processes(count)
-
-
-def test_gpus_that_cannot_share_the_batch_are_left_out_and_this_is_told() -> None:
-    six = choose_processes(None, 6, load_recipe("digits").recipe)
+def test_gpus_that_cannot_share_the_batch_are_left_out_and_this_is_told(gpus: Any) -> None:
+    gpus(6)
+    six = choose_processes(None, load_recipe("digits").recipe)
     assert six.count == 4
     assert six.notice == "4 of 6 GPUs are used: no more of them can share batch.global_size=64 evenly"
+    gpus(8)
     in_parts = load_recipe("digits", ["batch.micro_size=32"]).recipe
-    notice = choose_processes(None, 8, in_parts).notice
+    notice = choose_processes(None, in_parts).notice
     assert notice is not None
     assert notice.startswith("2 of 8 GPUs are used")
     assert "batch.global_size=64 in micro-batches of 32" in notice
 
 
-def test_scoring_needs_no_even_shares() -> None:
-    assert choose_processes(None, 7) == Processes(7)
-
-
-def test_one_gpu_is_enough_for_a_strategy_of_one() -> None:
-    assert choose_processes(None, 8, load_recipe("digits", ["parallel.strategy=single"]).recipe) == Processes(1)
+def test_one_gpu_is_enough_for_a_strategy_of_one(gpus: Any) -> None:
+    gpus(8)
+    assert choose_processes(None, load_recipe("digits", ["parallel.strategy=single"]).recipe) == Processes(1)
 
 
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,10 @@ _ADVISOR = "paceline_advisor.commands"
 _OURS = "paceline.cli"
 GROUPS: dict[str, dict[str, Listed]] = {
     "Train": {
-        "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:command"),
-        "resume": Listed("Resume a run as it was started, processes and all.", f"{_OURS}.resume:command"),
-        "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:command"),
-        "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:command"),
+        "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
+        "resume": Listed("Resume a run as it was started, processes and all.", f"{_OURS}.resume:Resume"),
+        "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
+        "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:Launch"),
     },
     "Use": {
         "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:Evaluate"),
@@ -48,10 +48,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "pack": Listed("Write images or text into a few files that are read fast.", f"{_OURS}.pack:Pack"),
     },
     "Before a run": {
-        "estimate": Listed(
-            "Estimate training memory on any GPU, whether or not you have it.",
-            f"{_ADVISOR}:Estimate",
-        ),
+        "estimate": Listed("Estimate training memory on any GPU, whether or not you have it.", f"{_ADVISOR}:Estimate"),
         "plan": Listed("Choose the number of GPUs for a deadline or a budget.", f"{_ADVISOR}:Plan"),
         "scale": Listed("Predict scaling over GPUs, and measure it where possible.", f"{_ADVISOR}:Scale"),
     },
@@ -63,45 +60,37 @@ GROUPS: dict[str, dict[str, Listed]] = {
     },
     "Verify": {
         "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.report:Audit"),
-        "prove": Listed(
-            "Prove that a recipe computes what it says, also with your own code.",
-            f"{_ADVISOR}:Prove",
-        ),
+        "prove": Listed("Prove that a recipe computes what it says, also with your own code.", f"{_ADVISOR}:Prove"),
         "drill": Listed("Kill and disturb runs of a recipe, and check that nothing is lost.", f"{_ADVISOR}:Drill"),
     },
     "Study": {
         "bench": Listed("Measure how fast a recipe trains or answers, and compare.", f"{_ADVISOR}:bench"),
         "roofline": Listed("Compare a training step with a device's limits, layer by layer.", f"{_ADVISOR}:Roofline"),
         "noise-scale": Listed(
-            "Measure the gradient noise scale: how large a batch still pays.",
-            f"{_ADVISOR}:NoiseScale",
+            "Measure the gradient noise scale: how large a batch still pays.", f"{_ADVISOR}:NoiseScale"
         ),
         "sweep-batch": Listed(
-            "Train to a target with several batch sizes; fit where larger ones stop paying.",
-            f"{_ADVISOR}:SweepBatch",
+            "Train to a target with several batch sizes; fit where larger ones stop paying.", f"{_ADVISOR}:SweepBatch"
         ),
-        "landscape": Listed(
-            "Plot the loss around a run's weights, and measure sharpness.",
-            f"{_ADVISOR}:Landscape",
-        ),
+        "landscape": Listed("Plot the loss around a run's weights, and measure sharpness.", f"{_ADVISOR}:Landscape"),
         "formulas": Listed(
             "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.", f"{_ADVISOR}:Formulas"
         ),
     },
     "More": {
-        "recipes": Listed("List the shipped recipes, or show one.", f"{_OURS}.available:recipes"),
-        "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:models"),
+        "recipes": Listed("List the shipped recipes, or show one.", f"{_OURS}.available:Recipes"),
+        "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:Models"),
         "explain": Listed("Explain a recipe key: values, default, effect, example.", f"{_OURS}.explain:Explain"),
         "import": Listed(
-            "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:command"
+            "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:Import"
         ),
         "labs": Listed(
             "Work through the course: start a lab, check exercises, mark the assessment.",
             "paceline_course.command:command",
         ),
-        "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:env"),
-        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:mlperf"),
-        "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:command"),
+        "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:Environment"),
+        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:MlperfLogs"),
+        "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:Completion"),
     },
 }
 COMMANDS = {name: listed for group in GROUPS.values() for name, listed in group.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -17,14 +18,14 @@ from click.shell_completion import (
     BashComplete,
     CompletionItem,
     FishComplete,
+    ShellComplete,
     ZshComplete,
     add_completion_class,
-    get_completion_class,
 )
 from click.shell_completion import split_arg_string as split
 
-from paceline.cli.options import json_option
-from paceline.cli.output import echo, print_json
+from paceline.command import Log, command
+from paceline.pages.shown import Document, Result, Shown
 
 VARIABLE = "_PACELINE_COMPLETE"
 
@@ -43,33 +44,6 @@ _BASH = r"""
         %(complete_var)s=bash_complete "$1")
 }
 complete -o nosort -F %(complete_func)s %(prog_name)s
-"""
-
-_ZSH = """\
-#compdef %(prog_name)s
-
-%(complete_func)s() {
-    local -a answer finished described unfinished
-    local kind value help
-    answer=("${(@f)$(COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) %(complete_var)s=zsh_complete ${words[1]})}")
-    for kind value help in $answer; do
-        case $kind in
-            dir) _path_files -/ ;;
-            file) _path_files ;;
-            unfinished) unfinished+=("$value") ;;
-            plain) if [[ $help == _ ]]; then finished+=("$value"); else described+=("$value:$help"); fi ;;
-        esac
-    done
-    (( $#described )) && _describe -V unsorted described -U
-    (( $#finished )) && compadd -U -V unsorted -a finished
-    (( $#unfinished )) && compadd -U -S '' -V unsorted -a unfinished
-}
-
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
-    %(complete_func)s "$@"
-else
-    compdef %(complete_func)s %(prog_name)s
-fi
 """
 
 
@@ -91,46 +65,50 @@ class _Bash(BashComplete):
 
 
 class _Zsh(ZshComplete):
-    """Zsh; a key before its value is followed by no space."""
+    """Zsh, which puts no space after a key and what else has no description."""
 
-    source_template = _ZSH
+    source_template = ZshComplete.source_template.replace("compadd -U", "compadd -U -S ''")
+
+    def format_completion(self, item: CompletionItem[Any]) -> str:
+        item.type = "plain" if item.type == UNFINISHED else item.type
+        return super().format_completion(item)
 
 
 class _Fish(FishComplete):
     """Fish, which by itself puts no space after ``=`` and ``/``."""
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
-        item.type = "plain" if item.type == "unfinished" else item.type
+        item.type = "plain" if item.type == UNFINISHED else item.type
         return super().format_completion(item)
+
+
+_SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
 
 
 def answer_shells() -> None:
     """Let click answer the shells with what is here."""
-    for kind in (_Bash, _Zsh, _Fish):
+    for kind in _SHELLS.values():
         add_completion_class(kind)
 
 
-@click.command("completion")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@json_option
-def command(shell: str, as_json: bool) -> None:
+@command("completion")
+@dataclass(frozen=True, kw_only=True)
+class Completion:
     """Print the script that lets SHELL finish commands, options, recipes, keys with their values, and run directories.
 
-    \b
     Examples:
       echo 'eval "$(paceline completion bash)"' >> ~/.bashrc
       paceline completion zsh > "${fpath[1]}/_paceline"
       paceline completion fish > ~/.config/fish/completions/paceline.fish
     """
-    answer_shells()
-    kind = get_completion_class(shell)
-    assert kind is not None  # click brings all three
-    group = click.get_current_context().find_root().command
-    script = kind(group, {}, "paceline", VARIABLE).source()
-    if as_json:
-        print_json({"shell": shell, "script": script})
-    else:
-        echo(script, nl=False)
+
+    shell: Literal["bash", "zsh", "fish"]
+
+    def run(self, _: Log) -> Result:
+        """Return the script."""
+        group = click.get_current_context().find_root().command
+        script = _SHELLS[self.shell](group, {}, "paceline", VARIABLE).source()
+        return Document(document={"shell": self.shell, "script": script}, shown=Shown(blocks=[script.rstrip("\n")]))
 
 
 Offer = Callable[[str], Iterator["CompletionItem[str]"]]
@@ -203,10 +181,6 @@ def targets(incomplete: str) -> Iterator[CompletionItem[str]]:
     yield from (item for item in _files(incomplete, suffix=".safetensors") if item.value.endswith(".safetensors"))
 
 
-def _action(_: str) -> Iterator[CompletionItem[str]]:
-    yield CompletionItem("show")
-
-
 def _recipe_or_run(incomplete: str) -> Iterator[CompletionItem[str]]:
     yield from _recipe_names(incomplete)
     yield from runs(incomplete)
@@ -222,7 +196,7 @@ _OFFERS: dict[tuple[str, str], Offer] = {
     ("", "target"): targets,
     ("mlperf", "targets"): runs,
     ("noise-scale", "target"): _recipe_or_run,
-    ("recipes", "action"): _action,
+    ("recipes", "action"): lambda _: iter([CompletionItem("show")]),
     ("recipes", "name"): _recipe_names,
 }
 

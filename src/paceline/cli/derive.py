@@ -19,25 +19,24 @@ import click
 from annotated_types import Ge, Gt, Le, Lt
 
 from paceline.cli.options import (
+    TRUST_CODE,
     FiniteRange,
     LocalPath,
+    Processes,
     WeightsPath,
     choose_processes,
     is_first_process,
     is_one_of_several,
     json_option,
     launch,
-    present_gpus,
     refuse_idle,
-    trust_code_option,
-    trust_recipe_option,
-    usable_gpus,
 )
 from paceline.cli.output import concluded, echo, open_console, print_json, print_pairs, print_table
 from paceline.cli.streams import ends_in_order
-from paceline.command import JoinedProcesses, Output, Processes, Shape, TrustCode
+from paceline.command import JoinedProcesses, Output, Shape, TrustCode
+from paceline.command import Processes as OwnProcesses
 from paceline.errors import PacelineError
-from paceline.pages.shown import Result, Shown, StreamedResult, write_result
+from paceline.pages.shown import Result, Shown, write_result
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import make_folder
 from paceline.units import Duration
@@ -59,7 +58,12 @@ _WIDTH = 120  # columns, where rich's tables go into a file
 
 
 def click_command(kind: type[Any]) -> click.Command:
-    """Derive the click command of a declared dataclass."""
+    """Derive the click command of a declared dataclass, or the group of several."""
+    # click keeps the lines of a paragraph apart after \b.
+    help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
+    if kind.__paceline_commands__:
+        inner = {each.__paceline_command__: click_command(each) for each in kind.__paceline_commands__}
+        return click.Group(kind.__paceline_command__, help=help_text, commands=inner)
     annotations = get_type_hints(kind, include_extras=True)
     parameters: list[click.Parameter] = [
         _parameter(each.name, annotations[each.name], MISSING if each.default is MISSING else each.default)
@@ -71,12 +75,9 @@ def click_command(kind: type[Any]) -> click.Command:
     def call(as_json: bool, **values: Any) -> int:
         return _run(kind, values, as_json=as_json)
 
-    call = json_option(call)
     if any(_parts(annotation)[2].recipe for annotation in annotations.values()):
-        call = trust_recipe_option(call)
-    # click keeps the lines of a paragraph apart after \b.
-    help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
-    made = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(call)
+        parameters.append(click.Option(["--trust-code"], expose_value=False, **TRUST_CODE))
+    made = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(json_option(call))
     made.params[:0] = parameters
     return made
 
@@ -84,8 +85,7 @@ def click_command(kind: type[Any]) -> click.Command:
 def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     """Derive an argument or option from a field."""
     if annotation == TrustCode:
-        trust: click.Parameter = trust_code_option(lambda: None).__click_params__[0]
-        return trust
+        return click.Option(["--trust-code"], **TRUST_CODE)
     kind, extras, shape = _parts(annotation)
     help_text = " ".join(each for each in extras if isinstance(each, str))
     if get_origin(kind) in (Union, UnionType):
@@ -94,13 +94,12 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     one = get_args(kind)[0] if get_origin(kind) is tuple else kind
     click_type = _click_type(one, extras, shape)
     if shape.argument or (default is MISSING and not shape.required):
-        nargs = -1 if is_list else 1
-        required = default is MISSING
-        return click.Argument([name], type=click_type, nargs=nargs, metavar=shape.metavar, required=required)
+        more: dict[str, Any] = {"nargs": -1} if is_list else {} if default is MISSING else {"default": default}
+        return click.Argument([name], type=click_type, metavar=shape.metavar, required=default is MISSING, **more)
     option = shape.name or f"--{name.replace('_', '-')}"
     if kind is bool:
-        return click.Option([option, name], is_flag=True, help=help_text, hidden=shape.hidden)
-    is_shown = default not in (MISSING, None, ())
+        return click.Option([option, name], is_flag=True, required=shape.required, help=help_text, hidden=shape.hidden)
+    is_shown = default not in (MISSING, None, (), "")
     return click.Option(
         [option, name],
         type=_CommaList(click_type) if is_list and not shape.repeatable else click_type,
@@ -187,16 +186,16 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     hints = get_type_hints(kind, include_extras=True)
     asked = kind(**values)
     _refuse_idle(hints, values)
+    if hasattr(asked, "stream"):
+        return int(asked.stream(as_json=as_json))
     output: Path | None = values["output"] if _FOLDER in get_args(hints.get("output")) else None
     if output is not None and is_first_process():
         make_folder(output, *kind.__paceline_files__)
-    if hints.get("processes") in (Processes, JoinedProcesses) and (code := _launched(asked, values)) is not None:
+    if hints.get("processes") in (OwnProcesses, JoinedProcesses) and (code := _launched(asked, values)) is not None:
         return code
     run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
     with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # a user's own code may print
-        result: Result | StreamedResult = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
-    if isinstance(result, StreamedResult):
-        return result.stream(as_json=as_json)
+        result: Result = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
     shown = result.__paceline__()
     code = concluded(passed=shown.ok is True)
     if is_first_process():
@@ -245,14 +244,13 @@ def _launched(asked: Any, values: dict[str, Any]) -> int | None:
         if "scratch" in values and values["scratch"] is None:
             raise click.UsageError(f"{context.info_name} starts its ranks itself: run it alone, with --processes N.")
         return None
+    named = values.get("target") or values.get("recipe")
     if hasattr(asked, "usable_gpus"):
-        count = choose_processes(asked.processes, asked.usable_gpus() if asked.processes is None else 0)
-    elif named := values.get("target") or values.get("recipe"):
-        recipe = load_recipe(named, values["overrides"]).recipe
-        gpus = usable_gpus(recipe.parallel.device, present_gpus()) if values["processes"] is None else 0
-        count = choose_processes(values["processes"], gpus, recipe)
+        count = Processes(asked.processes or max(1, asked.usable_gpus()))
+    elif named:
+        count = choose_processes(values["processes"], load_recipe(named, values["overrides"]).recipe)
     else:
-        count = choose_processes(values["processes"], 1)
+        count = Processes(values["processes"] or 1)
     if count.notice:
         echo(f"note: {count.notice}", err=True)
     words: list[str] = context.meta[_WORDS]

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
-
-from paceline.cli.options import present_gpus, usable_gpus
+from paceline.cli.options import usable_gpus
 from paceline.command import Best, JoinedProcesses, Log, Overrides, Shape, Target, TrustCode, Weights, command
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.escaping import one_line
@@ -57,12 +55,13 @@ class Evaluate:
     processes: JoinedProcesses = None
     predictions: Annotated[
         Path | None,
-        Shape(metavar="FILE"),
+        Shape(metavar="FILE", without=("sizes",)),
         "Write one line per sample (.jsonl or .csv): id, sample, and what the task says; of a class: prediction, "
         "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",
     ] = None
     per_class: Annotated[
         bool,
+        Shape(without=("sizes",)),
         "Also show precision, recall, F1 and the number of samples of each class, worst first; of any number of labels "
         "the average precision and the threshold of the highest F1 too.",
     ] = False
@@ -82,37 +81,24 @@ class Evaluate:
 
     def __post_init__(self) -> None:
         refuse_training_overrides(self.overrides)
-        for option, given in (("--predictions", self.predictions is not None), ("--per-class", self.per_class)):
-            if self.sizes and given:
-                raise click.UsageError(
-                    f"{option} is for one evaluation, and --sizes makes several; leave one of them out."
-                )
 
     def usable_gpus(self) -> int:
         """Count the GPUs of the kind that the weights' recipe or an override names."""
-        present = present_gpus()
-        if sum(present.values()) < 2:
+        if max(usable_gpus("cuda"), usable_gpus("xpu")) < 2:
             return 1  # whatever the recipe says, so it need not be read
         from paceline.checkpoint.weights import read_weights
 
         saved = read_weights(self.target, self.weights, best=self.best)
         recipe = stored_recipe(saved.described("recipe"), str(saved.path), self.overrides)
-        return usable_gpus(recipe.parallel.device, present)
+        return usable_gpus(recipe.parallel.device)
 
     def run(self, _: Log) -> Result:
         """Score the weights; a collective of all ranks."""
         with loading():
             from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target, sweep_sizes
 
-        request = EvaluationRequest(
-            target=self.target,
-            overrides=self.overrides,
-            weights=self.weights,
-            best=self.best,
-            trust_code=self.trust_code,
-            predictions=self.predictions,
-            on=self.on or ("holdout" if self.sizes else "validation"),
-        )
+        asked = {each.name: getattr(self, each.name) for each in dataclasses.fields(EvaluationRequest)}
+        request = EvaluationRequest(**asked | {"on": self.on or ("holdout" if self.sizes else "validation")})
         if self.sizes:
             return _of_sizes(sweep_sizes(request, self.sizes))
         return _of_one(evaluate_target(request), per_class=self.per_class)

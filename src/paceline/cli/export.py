@@ -62,29 +62,17 @@ class Export:
         tensors = f"{len(written.saved.plain)} tensors of the {written.saved.weights} weights, {size:.1f} MiB"
         lines = [f"{self.output}: {tensors}{f' in {self.quantize}' if self.quantize else ''}"]
         lines += [f"  {line}" for line in _checks(written, self.form)]
-        return Document(document=_document(written, self.output, self.form), shown=Shown(blocks=lines))
-
-
-def _document(written: Exported, output: Path, form: str) -> dict[str, Any]:
-    trial = written.trial
-    said: dict[str, Any] = (
-        {}
-        if trial is None
-        else {
-            "top1_accuracy_fp32": trial.before,
-            "top1_accuracy": trial.after,
-            "samples": trial.images,
-            "calibration_samples": trial.calibration_images,
+        document: dict[str, Any] = {
+            "output": str(self.output),
+            "format": self.form,
+            "weights": written.saved.weights,
+            "bytes": written.size_bytes,
+            "largest_difference": written.largest_difference,
         }
-    )
-    return {
-        "output": str(output),
-        "format": form,
-        "weights": written.saved.weights,
-        "bytes": written.size_bytes,
-        "largest_difference": written.largest_difference,
-        **said,
-    }
+        if (trial := written.trial) is not None:
+            document |= {"top1_accuracy_fp32": trial.before, "top1_accuracy": trial.after, "samples": trial.images}
+            document["calibration_samples"] = trial.calibration_images
+        return Document(document=document, shown=Shown(blocks=lines))
 
 
 def _checks(written: Exported, form: str) -> list[str]:

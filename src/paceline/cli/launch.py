@@ -2,295 +2,239 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
-import click
+from annotated_types import Ge, Le
 
-from paceline.cli.options import LocalPath, json_option, overrides_argument, recipe_argument
 from paceline.cli.output import echo, print_json
+from paceline.command import Log, Overrides, RecipeName, Shape, command
 from paceline.distributed.jobs.kubernetes import Workload, check, indexed_job, job_name, pytorch_job
-from paceline.distributed.jobs.slurm import Job, Shape, check_time, folder_name, job_script, split_sweep, submit
+from paceline.distributed.jobs.slurm import Job, check_time, folder_name, job_script, split_sweep, submit
+from paceline.distributed.jobs.slurm import Shape as JobShape
 from paceline.distributed.jobs.torchrun import torchrun_command
 from paceline.errors import LaunchError
+from paceline.pages.shown import Document, Result, Shown
 from paceline.recipe.load import LoadedRecipe, load_recipe
 
-if TYPE_CHECKING:
-    from paceline.recipe.schema import Recipe
-
-_AT_LEAST_ONE = click.IntRange(min=1)
-_run_dir_option: Callable[[Any], Any] = click.option(
-    "--run-dir",
-    required=True,
-    type=LocalPath(),
-    help="Run directory, on a file system that all nodes share.",
-)
-_dry_run_option: Callable[[Any], Any] = click.option(
-    "--dry-run", is_flag=True, help="Print what would be done, and do nothing."
-)
-_python_option: Callable[[Any], Any] = click.option(
-    "--python", metavar="PATH", help="Python that trains (default: the one that runs this command)."
-)
+JobName = Annotated[str | None, Shape(metavar="NAME"), "What the job is called (default: the recipe's name)."]
+Python = Annotated[str | None, Shape(metavar="PATH"), "Python that trains (default: the one that runs this command)."]
+DryRun = Annotated[bool, "Print what would be done, and do nothing."]
 
 
-@click.group("launch")
-def command() -> None:
-    """Start a run where others start its processes.
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    recipe: RecipeName
+    overrides: Overrides = ()
+    run_dir: Annotated[Path, Shape(required=True), "Run directory, on a file system that all nodes share."]
+    nodes: Annotated[int, Ge(1), "Number of nodes: hosts, or pods."] = 1
 
-    The recipe is read and planned for that number of processes first: a mistake is found before the job is queued.
-    """
+    def checked(self, log: Log, processes: int, gpus_each: int | None = None, more: Sequence[str] = ()) -> LoadedRecipe:
+        """Load and plan the recipe for the processes it will have.
+
+        Args:
+            log: Takes the notices.
+            processes: The world size.
+            gpus_each: GPUs that are asked for; None if they are those of the host.
+            more: Further overrides.
+
+        Raises:
+            PacelineError: For a mistake that would end the job as soon as it begins.
+        """
+        from paceline.distributed.device import is_available
+        from paceline.trainer.train import plan_only
+
+        loaded = load_recipe(self.recipe, (*self.overrides, *more))
+        here, device = loaded, loaded.recipe.parallel.device
+        if device in ("cuda", "xpu") and gpus_each == 0:
+            raise LaunchError(f"parallel.device={device} needs a GPU for each process, but none is asked for.")
+        if device in ("cuda", "xpu") and not is_available(device):  # the job will have them
+            parallel = replace(loaded.recipe.parallel, device="auto")
+            here = replace(loaded, recipe=replace(loaded.recipe, parallel=parallel))
+        plan = plan_only(here, world_size=processes, elsewhere=True)
+        checked = loaded.checked(plan.unused)
+        for notice in checked.notices:
+            log(f"note: {notice}")
+        return checked
 
 
-@command.command("slurm", short_help="Write a batch script and submit it.")
-@recipe_argument
-@overrides_argument
-@_run_dir_option
-@click.option("--nodes", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="N", help="Number of nodes.")
-@click.option(
-    "--tasks-per-node", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="M", help="Processes on each."
-)
-@click.option(
-    "--gpus-per-task", type=click.IntRange(0, 1), default=0, show_default=True, metavar="G", help="A GPU each, or none."
-)
-@click.option("--cpus-per-task", type=_AT_LEAST_ONE, metavar="C", help="Cores of each process.")
-@click.option("--time", metavar="T", help="Time limit, as Slurm writes it: 04:00:00, 1-12.")
-@click.option("--partition", metavar="P", help="Where to queue.")
-@click.option("--account", metavar="A", help="Who pays.")
-@click.option("--job-name", metavar="NAME", help="What the queue shows (default: the recipe's name).")
-@click.option("--setup", default="", metavar="COMMAND", help='What goes before, such as "module load cuda".')
-@click.option(
-    "--signal-before",
-    type=_AT_LEAST_ONE,
-    default=120,
-    show_default=True,
-    metavar="SECONDS",
-    help="When to stop before the time limit; a step, an evaluation and a save must fit in.",
-)
-@click.option("--array", metavar="KEY=V1,V2,...", help="A run for each value, in RUN_DIR/KEY=VALUE: an array job.")
-@click.option("--sbatch", "more", multiple=True, metavar="OPTION", help="Any option of sbatch, such as --mem=64G.")
-@_python_option
-@_dry_run_option
-@json_option
-def slurm(recipe: str, overrides: tuple[str, ...], run_dir: Path, dry_run: bool, as_json: bool, **asked: Any) -> int:
-    """Train RECIPE as a batch job that stops before its time limit, goes back into the queue, and goes on.
+@command("slurm")
+@dataclass(frozen=True, kw_only=True)
+class Slurm(_Job):
+    """Write a batch script that trains RECIPE, and submit it.
 
-    The script is RUN_DIR/slurm-job.sh. Submitted again, it goes on with the run.
+    The job stops before its time limit, goes back into the queue, and goes on. The script is RUN_DIR/slurm-job.sh.
+    Submitted again, it goes on with the run.
 
-    \b
     Examples:
       paceline launch slurm digits --run-dir runs/digits --tasks-per-node 2 --time 00:30:00 --dry-run
       paceline launch slurm resnet50 data.path=/data/imagenet --run-dir /shared/runs/r50 \\
           --nodes 2 --tasks-per-node 8 --gpus-per-task 1 --cpus-per-task 12 --time 1-00 --partition gpu
       paceline launch slurm digits --run-dir runs/rates --array optimizer.lr=0.05,0.1,0.2
     """
-    array, name, setup, python = (asked.pop(key) for key in ("array", "job_name", "setup", "python"))
-    shape = Shape(**asked)
-    check_time(shape)
-    folder = run_dir.expanduser().absolute()
-    runs = _runs(array, folder)
-    loaded = [_check(recipe, (*overrides, *override), shape.tasks, shape.gpus_per_task) for override, _ in runs]
-    script = job_script(
-        Job(
-            name=name or loaded[0].name,
-            shape=shape,
-            python=python or sys.executable,
-            arguments=["train", recipe, *overrides],
-            runs=[[*override, "--run-dir", str(directory)] for override, directory in runs],
-            is_array=array is not None,
-            folder=folder,
-            directory=Path.cwd(),
-            setup=setup,
+
+    tasks_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes on each."] = 1
+    gpus_per_task: Annotated[int, Ge(0), Le(1), Shape(metavar="G"), "A GPU each, or none."] = 0
+    cpus_per_task: Annotated[int | None, Ge(1), Shape(metavar="C"), "Cores of each process."] = None
+    time: Annotated[str | None, Shape(metavar="T"), "Time limit, as Slurm writes it: 04:00:00, 1-12."] = None
+    partition: Annotated[str | None, Shape(metavar="P"), "Where to queue."] = None
+    account: Annotated[str | None, Shape(metavar="A"), "Who pays."] = None
+    job_name: JobName = None
+    setup: Annotated[str, Shape(metavar="COMMAND"), 'What goes before, such as "module load cuda".'] = ""
+    signal_before: Annotated[
+        int,
+        Ge(1),
+        Shape(metavar="SECONDS"),
+        "When to stop before the time limit; a step, an evaluation and a save must fit in.",
+    ] = 120
+    array: Annotated[
+        str | None, Shape(metavar="KEY=V1,V2,..."), "A run for each value, in RUN_DIR/KEY=VALUE: an array job."
+    ] = None
+    more: Annotated[
+        tuple[str, ...],
+        Shape(name="--sbatch", metavar="OPTION", repeatable=True),
+        "Any option of sbatch, such as --mem=64G.",
+    ] = ()
+    python: Python = None
+    dry_run: DryRun = False
+
+    def run(self, log: Log) -> Result:
+        """Write the script, and submit it."""
+        shape = JobShape(**{each.name: getattr(self, each.name) for each in fields(JobShape)})
+        check_time(shape)
+        folder = self.run_dir.expanduser().absolute()
+        runs: list[tuple[tuple[str, ...], Path]] = [((), folder)]  # each one's own override and directory
+        if self.array is not None:
+            key, values = split_sweep(self.array)
+            runs = [((each,), folder / folder_name(each)) for each in (f"{key}={value}" for value in values)]
+        if len({directory for _, directory in runs}) < len(runs):
+            raise LaunchError(f"--array {self.array}: two values would have the same directory; start them one by one.")
+        loaded = [self.checked(log, shape.tasks, shape.gpus_per_task, override) for override, _ in runs]
+        script = job_script(
+            Job(
+                name=self.job_name or loaded[0].name,
+                shape=shape,
+                python=self.python or sys.executable,
+                arguments=["train", self.recipe, *self.overrides],
+                runs=[[*override, "--run-dir", str(directory)] for override, directory in runs],
+                is_array=self.array is not None,
+                folder=folder,
+                directory=Path.cwd(),
+                setup=self.setup,
+            )
         )
-    )
-    job_id = None if dry_run else _submit(folder, script)
-    if as_json:
-        facts = {"script": str(folder / "slurm-job.sh"), "text": script, "job_id": job_id}
-        print_json({**facts, "run_dirs": [str(directory) for _, directory in runs]})
-    elif job_id is None:
-        echo(script, nl=False)
-    else:
-        echo(f"Submitted job {job_id}: {folder / 'slurm-job.sh'}")
-    return 0
+        path, job_id = folder / "slurm-job.sh", None
+        if not self.dry_run:
+            from paceline.records.run_directory import write_text
+
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"--run-dir {folder} cannot be made: {error.strerror}; choose another.") from error
+            write_text(path, script)
+            job_id = submit(path)
+        directories = [str(directory) for _, directory in runs]
+        document = {"script": str(path), "text": script, "job_id": job_id, "run_dirs": directories}
+        said = script.removesuffix("\n") if job_id is None else f"Submitted job {job_id}: {path}"
+        return Document(document=document, shown=Shown(blocks=[said]))
 
 
-def _runs(array: str | None, folder: Path) -> list[tuple[tuple[str, ...], Path]]:
-    """Each run's own override and directory."""
-    if array is None:
-        return [((), folder)]
-    key, values = split_sweep(array)
-    settings = [f"{key}={value}" for value in values]
-    runs: list[tuple[tuple[str, ...], Path]] = [((each,), folder / folder_name(each)) for each in settings]
-    if len({directory for _, directory in runs}) < len(runs):
-        raise LaunchError(f"--array {array}: two values would have the same directory; start them one by one.")
-    return runs
+@command("torchrun")
+@dataclass(frozen=True, kw_only=True)
+class Torchrun(_Job):
+    """Start this host's processes of RECIPE with torchrun.
 
+    Give the same command on every host. This process becomes torchrun, whose exit code is 1 also after a stop
+    that was asked for: read `status` in summary.json.
 
-def _submit(folder: Path, script: str) -> str:
-    from paceline.records.run_directory import write_text
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"--run-dir {folder} cannot be made: {error.strerror}; choose another.") from error
-    path = folder / "slurm-job.sh"
-    write_text(path, script)
-    return submit(path)
-
-
-def _check(recipe: str, overrides: Sequence[str], processes: int, gpus_each: int | None = None) -> LoadedRecipe:
-    """Load and plan a recipe for the processes it will have.
-
-    Args:
-        recipe: Name or path.
-        overrides: ``KEY=VALUE``.
-        processes: The world size.
-        gpus_each: GPUs that are asked for; None if they are those of the host.
-
-    Raises:
-        PacelineError: For a mistake that would end the job as soon as it begins.
-    """
-    from paceline.trainer.train import plan_only
-
-    loaded = load_recipe(recipe, overrides)
-    device = loaded.recipe.parallel.device
-    if device in ("cuda", "xpu") and gpus_each == 0:
-        raise LaunchError(f"parallel.device={device} needs a GPU for each process, but none is asked for.")
-    here = dataclasses.replace(loaded, recipe=_as_planned_here(loaded.recipe))
-    plan = plan_only(here, world_size=processes, elsewhere=True)
-    checked = loaded.checked(plan.unused)
-    for notice in checked.notices:
-        echo(f"note: {notice}", err=True)
-    return checked
-
-
-def _as_planned_here(recipe: Recipe) -> Recipe:
-    """The recipe for this machine, which may lack the devices that the job will have."""
-    from paceline.distributed.device import is_available
-
-    if recipe.parallel.device not in ("cuda", "xpu") or is_available(recipe.parallel.device):
-        return recipe
-    return dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, device="auto"))
-
-
-@command.command("torchrun", short_help="Start this host's processes with torchrun.")
-@recipe_argument
-@overrides_argument
-@_run_dir_option
-@click.option("--nodes", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="N", help="Number of hosts.")
-@click.option(
-    "--processes-per-node", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="M", help="Processes on each."
-)
-@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where several hosts meet; the same on every host.")
-@click.option(
-    "--max-restarts", type=click.IntRange(min=0), default=3, show_default=True, metavar="K", help="After a failure."
-)
-@_python_option
-@_dry_run_option
-@json_option
-def torchrun(
-    recipe: str,
-    overrides: tuple[str, ...],
-    run_dir: Path,
-    python: str | None,
-    dry_run: bool,
-    as_json: bool,
-    **asked: Any,
-) -> int:
-    """Train RECIPE with torchrun: give the same command on every host.
-
-    This process becomes torchrun, whose exit code is 1 also after a stop that was asked for: read `status` in
-    summary.json.
-
-    \b
     Examples:
       paceline launch torchrun digits --run-dir runs/two --processes-per-node 2
       paceline launch torchrun resnet50 data.path=/data/imagenet --run-dir /shared/runs/r50 \\
           --nodes 2 --processes-per-node 8 --rdzv-endpoint host1:29500
     """
-    nodes, each = asked["nodes"], asked["processes_per_node"]
-    arguments = ["train", recipe, *overrides, "--run-dir", str(run_dir)]
-    words = torchrun_command(
-        python or sys.executable,
-        arguments,
-        nodes=nodes,
-        processes_per_node=each,
-        endpoint=asked["rdzv_endpoint"],
-        restarts=asked["max_restarts"],
-    )
-    _check(recipe, overrides, nodes * each)
-    if as_json:
-        print_json({"command": words})
-    elif dry_run:
-        echo(shlex.join(words))
-    if not dry_run:
-        sys.stdout.flush()
-        os.execvp(words[0], words)
-    return 0
+
+    processes_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes on each."] = 1
+    rdzv_endpoint: Annotated[
+        str | None, Shape(metavar="HOST:PORT"), "Where several hosts meet; the same on every host."
+    ] = None
+    max_restarts: Annotated[int, Ge(0), Shape(metavar="K"), "After a failure."] = 3
+    python: Python = None
+    dry_run: DryRun = False
+
+    def stream(self, *, as_json: bool) -> int:
+        """Print the command, and become it."""
+        words = torchrun_command(
+            self.python or sys.executable,
+            ["train", self.recipe, *self.overrides, "--run-dir", str(self.run_dir)],
+            nodes=self.nodes,
+            processes_per_node=self.processes_per_node,
+            endpoint=self.rdzv_endpoint,
+            restarts=self.max_restarts,
+        )
+        self.checked(lambda line: echo(line, err=True), self.nodes * self.processes_per_node)
+        if as_json:
+            print_json({"command": words})
+        elif self.dry_run:
+            echo(shlex.join(words))
+        if not self.dry_run:
+            sys.stdout.flush()
+            os.execvp(words[0], words)
+        return 0
 
 
-@command.command("kubernetes", short_help="Print a manifest.")
-@recipe_argument
-@overrides_argument
-@_run_dir_option
-@click.option("--image", required=True, metavar="IMAGE", help="Container image with Python, torch and Paceline.")
-@click.option("--volume-claim", "claim", required=True, metavar="NAME", help="Volume that all pods share.")
-@click.option(
-    "--mount", default="/runs", show_default=True, metavar="PATH", help="Where pods see it; the run directory is below."
-)
-@click.option("--nodes", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="N", help="Number of pods.")
-@click.option(
-    "--processes-per-node", type=_AT_LEAST_ONE, default=1, show_default=True, metavar="M", help="Processes in each."
-)
-@click.option(
-    "--gpus-per-node", type=click.IntRange(min=0), default=0, show_default=True, metavar="G", help="GPUs of each."
-)
-@click.option("--cpus-per-node", type=_AT_LEAST_ONE, metavar="C", help="Cores of each.")
-@click.option("--shared-memory", default="8Gi", show_default=True, metavar="SIZE", help="Size of /dev/shm.")
-@click.option(
-    "--grace",
-    "grace_seconds",
-    type=_AT_LEAST_ONE,
-    default=300,
-    show_default=True,
-    metavar="SECONDS",
-    help="From the request to stop to the kill; a step, an evaluation and a save must fit in.",
-)
-@click.option("--job-name", metavar="NAME", help="Name of the job (default: the recipe's name).")
-@click.option(
-    "--kind", type=click.Choice(["Job", "PyTorchJob"]), default="Job", show_default=True, help="Which object."
-)
-@click.option("--dry-run", is_flag=True, required=True, help="Print the manifest; nothing else is possible yet.")
-@json_option
-def kubernetes(recipe: str, overrides: tuple[str, ...], run_dir: Path, as_json: bool, **asked: Any) -> int:
+@command("kubernetes")
+@dataclass(frozen=True, kw_only=True)
+class Kubernetes(_Job):
     """Print a manifest that trains RECIPE, for `kubectl apply -f -`.
 
     The recipe is planned here, so it and its data must be here as they are in the pods.
 
-    \b
-    Example:
+    Examples:
       paceline launch kubernetes digits --run-dir /runs/digits --image registry/paceline:0.1 \\
           --volume-claim runs --nodes 2 --dry-run | kubectl apply -f -
     """
-    kind, name, mount = asked.pop("kind"), asked.pop("job_name"), PurePosixPath(asked.pop("mount"))
-    del asked["dry_run"]
-    arguments = ["train", recipe, *overrides, "--run-dir", str(run_dir)]
-    loaded = _check(recipe, overrides, asked["nodes"] * asked["processes_per_node"], asked["gpus_per_node"])
-    workload = Workload(
-        name=name or job_name(loaded.name),
-        arguments=arguments,
-        run_dir=PurePosixPath(run_dir),
-        mount=mount,
-        **asked,
-    )
-    check(workload)
-    text = indexed_job(workload) if kind == "Job" else pytorch_job(workload)
-    if as_json:
-        print_json({"manifest": text})
-    else:
-        echo(text, nl=False)
-    return 0
+
+    image: Annotated[str, Shape(required=True, metavar="IMAGE"), "Container image with Python, torch and Paceline."]
+    claim: Annotated[str, Shape(required=True, name="--volume-claim", metavar="NAME"), "Volume that all pods share."]
+    mount: Annotated[str, Shape(metavar="PATH"), "Where pods see it; the run directory is below."] = "/runs"
+    processes_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes in each."] = 1
+    gpus_per_node: Annotated[int, Ge(0), Shape(metavar="G"), "GPUs of each."] = 0
+    cpus_per_node: Annotated[int | None, Ge(1), Shape(metavar="C"), "Cores of each."] = None
+    shared_memory: Annotated[str, Shape(metavar="SIZE"), "Size of /dev/shm."] = "8Gi"
+    grace_seconds: Annotated[
+        int,
+        Ge(1),
+        Shape(name="--grace", metavar="SECONDS"),
+        "From the request to stop to the kill; a step, an evaluation and a save must fit in.",
+    ] = 300
+    job_name: JobName = None
+    kind: Annotated[Literal["Job", "PyTorchJob"], "Which object."] = "Job"
+    dry_run: Annotated[bool, Shape(required=True), "Print the manifest; nothing else is possible yet."]
+
+    def run(self, log: Log) -> Result:
+        """Return the manifest."""
+        loaded = self.checked(log, self.nodes * self.processes_per_node, self.gpus_per_node)
+        made: dict[str, Any] = {
+            "name": self.job_name or job_name(loaded.name),
+            "arguments": ["train", self.recipe, *self.overrides, "--run-dir", str(self.run_dir)],
+            "run_dir": PurePosixPath(self.run_dir),
+            "mount": PurePosixPath(self.mount),
+        }
+        given = {each.name: getattr(self, each.name) for each in fields(Workload) if each.name not in made}
+        workload = Workload(**made, **given)
+        check(workload)
+        text = indexed_job(workload) if self.kind == "Job" else pytorch_job(workload)
+        return Document(document={"manifest": text}, shown=Shown(blocks=[text.removesuffix("\n")]))
+
+
+@command("launch", commands=(Slurm, Torchrun, Kubernetes))
+class Launch:
+    """Start a run where others start its processes.
+
+    The recipe is read and planned for that number of processes first: a mistake is found before the job is queued.
+    """

@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 
 from paceline import __version__
 from paceline.cli.commands import ALIASES, COMMANDS, GROUPS, OPEN_GROUPS, added_commands, command_of
-from paceline.cli.output import echo, noted_exit_code
+from paceline.cli.output import EXIT_CODE, echo
 from paceline.cli.streams import hold_streams, lead_nowhere, with_output
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
@@ -80,7 +80,7 @@ class _LazyGroup(click.Group):
                 raise RuntimeError("a process that this one wrote to is gone") from error
             # The reader of standard output went away (`| head`): no more can be said.
             lead_nowhere(sys.stdout)
-            return noted_exit_code(ctx)
+            return int(ctx.meta.get(EXIT_CODE, 0))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         everything = ctx.meta.get(_EVERYTHING, False)

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 json_option: Callable[[Any], Any] = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on standard output and nothing else."
 )
-overrides_argument: Callable[[Any], Any] = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
 class LocalPath(click.Path):
@@ -82,45 +81,12 @@ def rank_count(text: str) -> int | Between:
     """Read ``N`` or ``MIN:MAX``.
 
     Raises:
-        click.BadParameter: If it is neither.
+        ValueError: If it is neither.
     """
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None or (match[2] and int(match[1]) > int(match[2])):
-        raise click.BadParameter(f"{text!r} is no number of ranks; give one of at least 1, or MIN:MAX.")
+        raise ValueError(f"{text!r} is no number of ranks; give one of at least 1, or MIN:MAX")
     return Between(int(match[1]), int(match[2])) if match[2] else int(match[1])
-
-
-changing_processes_option: Callable[[Any], Any] = click.option(
-    "--processes",
-    type=rank_count,
-    metavar="N|MIN:MAX",
-    help="Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch "
-    "evenly are left out). MIN:MAX starts MAX and goes on with fewer after a failure (see --max-restarts). Leave it "
-    "out under torchrun or Slurm.",
-)
-max_restarts_option: Callable[[Any], Any] = click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="K",
-    help="If a rank dies, start all again from the newest checkpoint, at most K times; needs --run-dir.",
-)
-
-
-def _remember_until(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    context.meta[_UNTIL] = value
-
-
-_UNTIL = "paceline.until"
-# Not among the command's arguments: it is another way to write an override.
-until_option: Callable[[Any], Any] = click.option(
-    "--until",
-    metavar="DURATION",
-    expose_value=False,
-    callback=_remember_until,
-    help="Stop there with a checkpoint, although the run is longer, with exit code 75: the same as train.until.",
-)
 
 
 def _trust(context: click.Context, _: click.Parameter, value: bool) -> bool:  # as click calls it
@@ -131,26 +97,12 @@ def _trust(context: click.Context, _: click.Parameter, value: bool) -> bool:  # 
 
 
 _TRUST = "paceline.trust_code"
-_TRUST_CODE: dict[str, Any] = {
+TRUST_CODE: dict[str, Any] = {
     "is_flag": True,
     "callback": _trust,
     "help": "Let the recipe inside a run or a weights file import code (package.module:factory).",
 }
-trust_code_option: Callable[[Any], Any] = click.option("--trust-code", **_TRUST_CODE)
-# Not among the command's arguments: it is acted on where a recipe is read.
-trust_recipe_option: Callable[[Any], Any] = click.option("--trust-code", expose_value=False, **_TRUST_CODE)
-
-
-def recipe_argument(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The argument RECIPE, and ``--trust-code`` for one that lies in a run directory."""
-    with_both: Callable[..., Any] = click.argument("recipe")(trust_recipe_option(command))
-    return with_both
-
-
-def until_override() -> tuple[str, ...]:
-    """What ``--until`` of the command at hand says, as overrides."""
-    value = click.get_current_context().meta.get(_UNTIL)
-    return () if value is None else (f"train.until={value}",)
+"""The option ``--trust-code``, which is acted on where a recipe is read."""
 
 
 def refuse_idle(context: click.Context, name: str, why: str) -> None:
@@ -189,60 +141,35 @@ class Processes:
     fewer: tuple[int, ...] = ()
 
 
-def usable_gpus(asked: str, present: Mapping[str, int]) -> int:
-    """GPUs that ``parallel.device`` can mean, 0 where it means none that several processes could share out.
+def usable_gpus(asked: str) -> int:
+    """GPUs here that a value of ``parallel.device`` can mean, 0 where it means none that processes could share out."""
+    import torch
 
-    Args:
-        asked: The recipe's value.
-        present: Number of devices by kind, ``cuda`` and ``xpu``; ``auto`` takes the first kind there is.
-    """
-    if asked == "auto":
-        return next((count for kind in ("cuda", "xpu") if (count := present.get(kind, 0))), 0)
-    return present.get(asked, 0)
+    present = {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
+    return next(filter(None, present.values()), 0) if asked == "auto" else present.get(asked, 0)
 
 
-def choose_processes(asked: int | Between | None, gpus: int, to_train: Recipe | None = None) -> Processes:
-    """As many ranks as asked for, else one per GPU.
+def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
+    """As many ranks as ``--processes`` asks for, else one per GPU; they must share the recipe's global batch evenly."""
+    from paceline.plan.batching import default_processes, usable_processes
 
-    Args:
-        asked: What ``--processes`` says, if it says anything.
-        gpus: What :func:`usable_gpus` found.
-        to_train: A recipe whose global batch the ranks must share evenly; None where they only score samples.
-    """
     if isinstance(asked, int):
         return Processes(asked)
     if isinstance(asked, Between):
-        assert to_train is not None  # a command that only scores samples offers no range
-        return _largest_between(asked, to_train)
-    if to_train is None:
-        return Processes(max(1, gpus))
-    from paceline.plan.batching import default_processes
-
-    recipe, count = to_train, default_processes(to_train, gpus)
+        usable = usable_processes(recipe, asked.lowest, asked.highest)
+        if not usable:
+            return Processes(asked.highest)  # which the plan refuses, and names those that fit
+        count, *fewer = usable
+        notice = f"{count} of {asked.highest} processes are started: no more of them can share the global batch evenly"
+        return Processes(count, None if count == asked.highest else notice, tuple(fewer))
+    gpus = usable_gpus(recipe.parallel.device)
+    count = default_processes(recipe, gpus)
     if count >= gpus or recipe.parallel.strategy == "single":
         return Processes(count)
     sizes = f"batch.global_size={recipe.batch.global_size}"
     if recipe.batch.micro_size != "auto":
         sizes += f" in micro-batches of {recipe.batch.micro_size}"
     return Processes(count, f"{count} of {gpus} GPUs are used: no more of them can share {sizes} evenly")
-
-
-def _largest_between(asked: Between, recipe: Recipe) -> Processes:
-    from paceline.plan.batching import usable_processes
-
-    usable = usable_processes(recipe, asked.lowest, asked.highest)
-    if not usable:
-        return Processes(asked.highest)  # which the plan refuses, and names those that fit
-    count, *fewer = usable
-    notice = f"{count} of {asked.highest} processes are started: no more of them can share the global batch evenly"
-    return Processes(count, None if count == asked.highest else notice, tuple(fewer))
-
-
-def present_gpus() -> dict[str, int]:
-    """Devices of the kinds that several processes can share out."""
-    import torch
-
-    return {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
 
 
 def is_one_of_several(processes: int | Between | None, max_restarts: int = 0) -> bool:

@@ -17,7 +17,8 @@ from paceline.escaping import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-_EXIT_CODE = "paceline.exit_code"
+EXIT_CODE = "paceline.exit_code"
+"""In the context's ``meta``: what the command is to end with if its reader leaves."""
 
 
 def program() -> str:
@@ -30,18 +31,13 @@ def program() -> str:
 
 def ends_with(code: int) -> int:
     """Note what the command under way is to end with, before it tells of it: its reader may leave (``| head``)."""
-    click.get_current_context().meta[_EXIT_CODE] = code
+    click.get_current_context().meta[EXIT_CODE] = code
     return code
 
 
 def concluded(*, passed: bool) -> int:
     """Note that the command under way is to end with 0 or 1, before it says why."""
     return ends_with(0 if passed else 1)
-
-
-def noted_exit_code(ctx: click.Context) -> int:
-    """What a command whose reader has left is to end with: nothing went wrong, unless it has noted something else."""
-    return int(ctx.meta.get(_EXIT_CODE, 0))
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:

@@ -17,7 +17,7 @@ from paceline.errors import DataError
 from paceline.files import LeftOut
 from paceline.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # As paceline.data.packing.origins has them, which would take its time to import for --help.
 Kind = Literal[
@@ -153,7 +153,7 @@ class Pack:
             from paceline.data.packing.pack import verify
 
             root = self.destination or Path(self.source)
-            damage = verify(root, self.workers or available_cores(), _Telling("read back", format_bytes, "", log))
+            damage = verify(root, self.workers or available_cores(), _telling("read back", format_bytes, "", log))
             document |= {"destination": str(root), "verified": not damage, "damage": damage}
         return Document(document=document, shown=Shown(blocks=_lines(document), ok=not damage or ""))
 
@@ -167,17 +167,12 @@ def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
         part = None if subset is None else check_part(int(subset) if subset.isdecimal() else subset)
     except ValueError as error:
         raise DataError(f"--subset: {error}.") from None
+    given = ("source", "kind", "mode", "max_side", "quality", "size", "skip_broken")
     request = Request(
-        source=asked.source,
+        **{name: getattr(asked, name) for name in given},
         destination=destination,
-        kind=asked.kind,
-        mode=asked.mode,
-        max_side=asked.max_side,
-        quality=asked.quality,
-        size=asked.size,
         shard_bytes=None if asked.shard_mebibytes is None else asked.shard_mebibytes * 2**20,
         workers=asked.workers or available_cores(),
-        skip_broken=asked.skip_broken,
         part=Data(
             image_column=asked.image_column,
             label_column=asked.label_column,
@@ -186,7 +181,7 @@ def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
             subset=part,
         ),
     )
-    manifest, found = pack(request, _Telling("packed", format_count, "images", log), log)
+    manifest, found = pack(request, _telling("packed", format_count, "images", log), log)
     return {
         "destination": str(destination),
         "kind": manifest.origin.kind,
@@ -218,8 +213,7 @@ def _packed_text(asked: Pack, destination: Path) -> Result:
     check_some_text(asked.source, train, validation)
     packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(asked.tokenizer), destination)
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
-    number = sum(packed.documents.values())
-    documents = f"{number:,} document{'s' * (number != 1)}"
+    documents = counted(sum(packed.documents.values()), "document")
     lines = [f"note: {sentence}" for sentence in left_out.told()]
     lines.append(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
     document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()}
@@ -235,7 +229,7 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
         had = "all of them before" if document["found"] >= total else f"in {format_seconds(document['seconds'])}"
         lines.append(
             f"{document['destination']}: {counts} images of {document['classes']:,} classes, "
-            f"{format_bytes(document['bytes'])} in {document['shards']} shard{'s' * (document['shards'] != 1)}, {had}"
+            f"{format_bytes(document['bytes'])} in {counted(document['shards'], 'shard')}, {had}"
         )
         lines += [f"left out: {each['name']} ({each['reason']})" for each in document["left_out"][:_NAMED]]
         if len(document["left_out"]) > _NAMED:
@@ -246,15 +240,14 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-class _Telling:
-    """Logs now and then how far it is."""
+def _telling(verb: str, spell: Callable[[float], str], unit: str, log: Log) -> Callable[[int, int], None]:
+    """Return what logs now and then how far it is."""
+    due = time.monotonic() + _EVERY_SECONDS
 
-    def __init__(self, verb: str, spell: Callable[[float], str], unit: str, log: Log) -> None:
-        self._verb, self._spell, self._unit, self._log = verb, spell, unit, log
-        self._next = time.monotonic() + _EVERY_SECONDS
+    def tell(done: int, total: int) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due and done < total:
+            due = now + _EVERY_SECONDS
+            log(f"{verb} {spell(done)} of {spell(total)} {unit}".rstrip())
 
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now >= self._next and done < total:
-            self._next = now + _EVERY_SECONDS
-            self._log(f"{self._verb} {self._spell(done)} of {self._spell(total)} {self._unit}".rstrip())
+    return tell

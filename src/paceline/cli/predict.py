@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from annotated_types import Ge
 
+from paceline.cli.options import refuse_idle
 from paceline.cli.output import concluded, echo, print_json
-from paceline.command import Best, Log, Shape, Target, TrustCode, Weights, command
+from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.escaping import one_line
 from paceline.loading import loading
 
@@ -61,14 +60,16 @@ class Predict:
     target: Target
     sources: Annotated[tuple[Path, ...], Shape(metavar="[SOURCE...]", argument=True, path="local")] = ()
     prompt: Annotated[str | None, Shape(metavar="TEXT"), "What a language model continues, or fills in."] = None
-    tokens: Annotated[int | None, Ge(1), "With --prompt: most to write (default: 200)."] = None
+    tokens: Annotated[int | None, Ge(1), Shape(only="prompt"), "With --prompt: most to write (default: 200)."] = None
     temperature: Annotated[
         float | None,
         Ge(0),
-        Shape(metavar="T"),
+        Shape(metavar="T", only="prompt"),
         "With --prompt: how freely to choose; 0 always takes the most probable token (default: 0.8).",
     ] = None
-    seed: Annotated[int | None, Ge(0), Shape(metavar="S"), "With --prompt: keys the draws (default: 0)."] = None
+    seed: Annotated[
+        int | None, Ge(0), Shape(metavar="S", only="prompt"), "With --prompt: keys the draws (default: 0)."
+    ] = None
     top_k: Annotated[
         int | None,
         Ge(1),
@@ -78,20 +79,24 @@ class Predict:
     ] = None
     draw: Annotated[
         Path | None,
-        Shape(metavar="DIR", path="folder"),
+        Shape(metavar="DIR", path="folder", without=("prompt",)),
         "Of a detector: draw what it finds. Of "
         "segmentation: write label maps, PNG files whose values are class indices.",
     ] = None
     output: Annotated[
         Path | None,
-        Shape(metavar="FILE", path="file"),
+        Shape(metavar="FILE", path="file", without=("prompt",)),
         "Write the answers to a new file: .jsonl, .csv (a line for each label, or a column for each number; of any "
         "number of labels, a column for these and one for each probability) or "
         ".parquet. It is there when it is "
         "whole; until then it is FILE.partial.",
     ] = None
-    batch_size: Annotated[int | None, Ge(1), "Images answered at once (default: 64)."] = None
-    stdin_image: Annotated[bool, "The source - is an image itself, not a list of paths."] = False
+    batch_size: Annotated[int | None, Ge(1), Shape(without=("prompt",)), "Images answered at once (default: 64)."] = (
+        None
+    )
+    stdin_image: Annotated[
+        bool, Shape(without=("prompt",)), "The source - is an image itself, not a list of paths."
+    ] = False
     weights: Weights = "auto"
     best: Best = False
     trust_code: TrustCode = False
@@ -102,12 +107,6 @@ class Predict:
         given = {"tokens": self.tokens, "temperature": self.temperature, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
 
-    @property
-    def of_images(self) -> list[str]:
-        """The options given that are for images."""
-        names = ("draw", "output", "batch_size", "stdin_image")
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
-
     def __post_init__(self) -> None:
         if self.prompt is None and not self.sources:
             raise click.UsageError(
@@ -116,16 +115,6 @@ class Predict:
             )
         if self.prompt is not None and self.sources:
             raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
-        if self.prompt is not None and (idle := self.of_images):
-            raise click.UsageError(f"{idle[0]} is for images, and --prompt is for language models: give one of them.")
-        if self.prompt is None and (writing := self.writing):
-            raise click.UsageError(
-                f"--{next(iter(writing))} says how to write, and without --prompt nothing is written."
-            )
-
-    def run(self, _: Log) -> Predict:
-        """Return itself: the answers are printed as they come."""
-        return self
 
     def stream(self, *, as_json: bool) -> int:
         """Answer, and print each answer as it comes; return 1 if an image or a line could not be read."""
@@ -149,10 +138,9 @@ class Predict:
 
             saved = read_weights(self.target, self.weights, best=self.best)
             if "table_rows" in saved.described("data"):
-                if idle := self.of_images:
-                    raise click.UsageError(
-                        f"{idle[0]} is for images, and these weights are about lines of samples: leave it out."
-                    )
+                for name in ("draw", "output", "batch_size", "stdin_image"):
+                    if getattr(self, name):
+                        refuse_idle(click.get_current_context(), name, "these weights are about lines of samples")
                 clicks = ClickPredictor(saved, where["device"], trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
         return _answer_images(self, where, as_json=as_json)
@@ -172,8 +160,8 @@ def _answer_prompt(asked: Predict, prompt: str, where: dict[str, Any], *, as_jso
         else:
             echo(text)
         return
-    if writing := asked.writing:
-        raise click.UsageError(f"--{next(iter(writing))} says how to write, and this model finds hidden tokens.")
+    for name in asked.writing:
+        refuse_idle(click.get_current_context(), name, "it says how to write, and this model finds hidden tokens")
     filled = predictor.fill(prompt, top_k=asked.top_k or _LABELS)
     if as_json:
         print_json({"prompt": prompt, **dataclasses.asdict(filled)})
@@ -268,21 +256,17 @@ def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
 
 
 def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
-    """Print a line for each image, or one JSON list, row by row: thousands of answers need no memory."""
-    from paceline.records.run_directory import encode_json
-
-    code, before = 0, "["
+    """Print a line for each image as its answer comes, or one JSON list."""
+    code, rows = 0, []
     for answer in answers:
         if answer.error is not None:
             code = concluded(passed=False)
-        if not as_json:
+        if as_json:
+            rows.append(answer.row())
+        else:
             echo(one_line(f"{answer.path}  {answer.described()}"))
-            continue
-        row = json.dumps(json.loads(encode_json(answer.row())), indent=2)
-        echo(f"{before}\n{textwrap.indent(row, '  ')}", nl=False)
-        before = ","
     if as_json:
-        echo("[]" if before == "[" else "\n]")
+        print_json(rows)
     return code
 
 

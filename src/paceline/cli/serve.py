@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
 from paceline.cli.output import echo
 from paceline.cli.streams import make_optional
-from paceline.command import Best, Log, Shape, Target, TrustCode, Weights, command
+from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.errors import PacelineError
 from paceline.loading import loading
 
@@ -59,17 +59,13 @@ class Serve:
     best: Best = False
     trust_code: TrustCode = False
 
-    def run(self, _: Log) -> Serve:
-        """Return itself: it serves while it streams."""
-        return self
-
     def stream(self, *, as_json: bool) -> int:
         """Serve until it is stopped."""
         make_optional(sys.stdout)
-        server = _library()
         with loading():
             from paceline.distributed.device import choose_device
             from paceline.inference.predict import open_predictor
+            from paceline.inference.serving import server
             from paceline.inference.serving.service import Limits
             from paceline.world import World
 
@@ -105,16 +101,3 @@ class Serve:
 
             server.serve(predictor, self.target, address, limits, say=lambda line: echo(line, err=True), ready=ready)
         return 0
-
-
-def _library() -> Any:
-    """What serves, where the extra is installed."""
-    try:
-        from paceline.inference.serving import server
-    except ImportError as error:
-        if error.name is None or error.name.startswith("paceline"):
-            raise
-        raise PacelineError(
-            f"paceline serve needs {error.name}, which is not installed; pip install 'paceline[serve]'."
-        ) from error
-    return server

@@ -6,44 +6,38 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
+from annotated_types import Ge
 
 from paceline.cli.options import (
     Between,
-    LocalPath,
     Processes,
-    changing_processes_option,
     choose_processes,
     is_first_process,
     is_one_of_several,
-    json_option,
     launch,
-    max_restarts_option,
-    overrides_argument,
-    present_gpus,
-    recipe_argument,
-    until_option,
-    until_override,
-    usable_gpus,
+    rank_count,
 )
 from paceline.cli.output import echo, ends_with, print_json, print_pairs, print_table, program
 from paceline.cli.streams import make_optional
+from paceline.command import Overrides, RecipeName, Shape, command
 from paceline.errors import PacelineError
 from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.named_code import named_code
+from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.references import trusting_code
 from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
     from paceline.distributed.local_launch import Restarts
-    from paceline.plan import Occasion, ParameterGroupFacts, Plan
-    from paceline.plan.epochs import BatchPhase
+    from paceline.plan import Occasion, Plan
     from paceline.recipe.schedule import Course
     from paceline.recipe.schema import Recipe
     from paceline.trainer.train import TrainResult
@@ -59,33 +53,29 @@ _CLIPS = {
 }
 
 
-@click.command("train")
-@recipe_argument
-@overrides_argument
-@click.option("--run-dir", type=LocalPath(), help="Run directory (default: a new one under runs/).")
-@changing_processes_option
-@max_restarts_option
-@click.option(
-    "--resume",
-    type=LocalPath(str),
-    default="auto",
-    show_default=True,
-    metavar="auto|never|CHECKPOINT",
-    help="Go on from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
-)
-@until_option
-@click.option("--plan-only", is_flag=True, help="Print every derived number and train nothing.")
-@json_option
-def command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    run_dir: Path | None,
-    processes: int | Between | None,
-    max_restarts: int,
-    resume: str,
-    plan_only: bool,
-    as_json: bool,
-) -> int:
+ChangingProcesses = Annotated[
+    int | Between | None,
+    Shape(metavar="N|MIN:MAX", parse=rank_count),
+    "Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch evenly "
+    "are left out). MIN:MAX starts MAX and goes on with fewer after a failure (see --max-restarts). Leave it out under "
+    "torchrun or Slurm.",
+]
+MaxRestarts = Annotated[
+    int,
+    Ge(0),
+    Shape(metavar="K"),
+    "If a rank dies, start all again from the newest checkpoint, at most K times; needs --run-dir.",
+]
+Until = Annotated[
+    str | None,
+    Shape(metavar="DURATION"),
+    "Stop there with a checkpoint, although the run is longer, with exit code 75: the same as train.until.",
+]
+
+
+@command("train")
+@dataclass(frozen=True, kw_only=True)
+class Train:
     """Train RECIPE: your images, a shipped name (see `paceline recipes`), a YAML file, or a run directory to repeat.
 
     For a folder of class folders, or a table of paths and labels (.csv, .tsv, .parquet), Paceline chooses a recipe by
@@ -95,84 +85,87 @@ def command(
     --run-dir goes on where the run stopped, as does `paceline resume RUN`; exit code 75 means it was stopped on request
     and can go on. For a run directory as RECIPE, name another --run-dir: that is a new run.
 
-    \b
     Examples:
       paceline train photos/
       paceline train digits
       paceline train cifar10 data.path=~/cifar10 --run-dir runs/cifar
       paceline train image_folder data.path=photos train.duration="30 epochs" --processes 2
     """
-    if not plan_only:
-        make_optional(sys.stdout)
-    overrides += until_override()
-    again = recipe not in shipped_recipes() and os.path.isfile(os.path.join(os.path.expanduser(recipe), "plan.json"))
-    if again and not plan_only and run_dir is None:
-        raise click.UsageError(
-            f"'{recipe}' is a run: go on with it by `paceline resume {recipe}`, or start a new run of its recipe by "
-            f"`paceline train {recipe} --run-dir DIR`."
+
+    recipe: RecipeName
+    overrides: Overrides = ()
+    run_dir: Annotated[Path | None, "Run directory (default: a new one under runs/)."] = None
+    processes: ChangingProcesses = None
+    max_restarts: MaxRestarts = 0
+    resume: Annotated[
+        str,
+        Shape(metavar="auto|never|CHECKPOINT", path="local"),
+        "Go on from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
+    ] = "auto"
+    until: Until = None
+    plan_only: Annotated[bool, "Print every derived number and train nothing."] = False
+
+    def stream(self, *, as_json: bool) -> int:
+        """Train, or print the plan."""
+        recipe, run_dir = self.recipe, self.run_dir
+        overrides = self.overrides if self.until is None else (*self.overrides, f"train.until={self.until}")
+        if not self.plan_only:
+            make_optional(sys.stdout)
+        again = recipe not in shipped_recipes() and os.path.isfile(
+            os.path.join(os.path.expanduser(recipe), "plan.json")
         )
-    # To train a recipe is to run what it names; its plan alone is read as other commands read it.
-    with contextlib.nullcontext() if plan_only else trusting_code():
-        if is_data(recipe):
-            with loading():
-                from paceline.trainer.first_recipe import recipe_for_data
-            recipe, overrides = recipe_for_data(recipe, overrides, run_dir, partial(echo, err=as_json))
-        loaded = load_recipe(recipe, overrides)
-    if plan_only:
-        _show_plan(loaded, processes, run_dir, as_json=as_json)
-        return 0
-    if not is_one_of_several(processes, max_restarts):
-        chosen = _processes(processes, loaded)
-        if chosen.notice:
-            echo(f"note: {chosen.notice}", err=as_json)
-        if again and run_dir is not None and not RunDirectory(run_dir).exists():
-            echo(f"This is a new run in {run_dir}, with the recipe of {recipe}.", err=as_json)
-        restarts = _restarts(
-            processes, chosen, max_restarts, run_dir, _arguments(recipe, overrides, run_dir, "auto", as_json)
-        )
-        if restarts is not None and resume != "auto":
+        if again and not self.plan_only and run_dir is None:
             raise click.UsageError(
-                f"--resume {resume} is for one start, and --max-restarts {max_restarts} may start the ranks again; run "
-                "it without --max-restarts first, and from then on without --resume."
+                f"'{recipe}' is a run: go on with it by `paceline resume {recipe}`, or start a new run of its recipe "
+                f"by `paceline train {recipe} --run-dir DIR`."
             )
-        launched = launch(chosen, _arguments(recipe, overrides, run_dir, resume, as_json), restarts)
-        if launched is not None:
-            return launched
-    return _train_here(loaded, run_dir, resume, as_json)
+        # To train a recipe is to run what it names; its plan alone is read as other commands read it.
+        with contextlib.nullcontext() if self.plan_only else trusting_code():
+            if is_data(recipe):
+                with loading():
+                    from paceline.trainer.first_recipe import recipe_for_data
+                recipe, overrides = recipe_for_data(recipe, overrides, run_dir, partial(echo, err=as_json))
+            loaded = load_recipe(recipe, overrides)
+        if self.plan_only:
+            _show_plan(loaded, self.processes, run_dir, as_json=as_json)
+            return 0
+        if not is_one_of_several(self.processes, self.max_restarts):
+            chosen = choose_processes(self.processes, loaded.recipe)
+            if chosen.notice:
+                echo(f"note: {chosen.notice}", err=as_json)
+            if again and run_dir is not None and not RunDirectory(run_dir).exists():
+                echo(f"This is a new run in {run_dir}, with the recipe of {recipe}.", err=as_json)
+            words = ["train", recipe, *overrides]
+            more = ([] if run_dir is None else ["--run-dir", str(run_dir)]) + ["--json"] * as_json
+            restarts = self._restarts(chosen, [*words, *more])
+            launched = launch(chosen, [*words, "--resume", self.resume, *more], restarts)
+            if launched is not None:
+                return launched
+        return _train_here(loaded, run_dir, self.resume, as_json)
 
+    def _restarts(self, chosen: Processes, arguments: list[str]) -> Restarts | None:
+        """What is to happen if a rank dies; None if nothing is."""
+        most = self.max_restarts
+        if isinstance(self.processes, Between) and not most:
+            raise click.UsageError(
+                f"--processes {self.processes.lowest}:{self.processes.highest} is for ranks that are started again "
+                "after a failure; add --max-restarts, or give one number."
+            )
+        if not most:
+            return None
+        if self.run_dir is None:
+            raise click.UsageError(
+                f"--max-restarts {most} goes on from a run's checkpoints, so it must be known where they are; name a "
+                "directory with --run-dir."
+            )
+        if self.resume != "auto":
+            raise click.UsageError(
+                f"--resume {self.resume} is for one start, and --max-restarts {most} may start the ranks again; run it "
+                "without --max-restarts first, and from then on without --resume."
+            )
+        from paceline.distributed.local_launch import Restarts
 
-def _restarts(
-    asked: int | Between | None, chosen: Processes, most: int, run_dir: Path | None, arguments: list[str]
-) -> Restarts | None:
-    """What is to happen if a rank dies; None if nothing is."""
-    if isinstance(asked, Between) and not most:
-        raise click.UsageError(
-            f"--processes {asked.lowest}:{asked.highest} is for ranks that are started again after a failure; add "
-            "--max-restarts, or give one number."
-        )
-    if not most:
-        return None
-    if run_dir is None:
-        raise click.UsageError(
-            f"--max-restarts {most} goes on from a run's checkpoints, so it must be known where they are; name a "
-            "directory with --run-dir."
-        )
-    from paceline.distributed.local_launch import Restarts
-
-    return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=run_dir, arguments=arguments)
-
-
-def _processes(asked: int | Between | None, loaded: LoadedRecipe) -> Processes:
-    """How many ranks train here, for a run and for its plan alike."""
-    gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked is None else 0
-    return choose_processes(asked, gpus, loaded.recipe)
-
-
-def _arguments(recipe: str, overrides: tuple[str, ...], run_dir: Path | None, resume: str, as_json: bool) -> list[str]:
-    arguments = ["train", recipe, *overrides, "--resume", resume]
-    if run_dir is not None:
-        arguments += ["--run-dir", str(run_dir)]
-    return [*arguments, "--json"] if as_json else arguments
+        return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
 
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
@@ -201,7 +194,9 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         echo(f"To train it longer, give a longer train.duration, for example {longer}.")
     echo()
     echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
-    plan, trust = _plan_of(result), " --trust-code" * names_code
+    plan, trust = {}, " --trust-code" * names_code
+    with contextlib.suppress(PacelineError):
+        plan = read_plan(RunDirectory(run_dir))
     print_pairs(_figures(result, plan))
     echo()
     if warning := summary.details.get("warning"):
@@ -222,41 +217,25 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
 
 
 def _figures(result: TrainResult, plan: Mapping[str, Any]) -> dict[str, Any]:
-    summary = result.summary
+    summary, metrics, report = result.summary, result.summary.metrics, result.run_dir / "report.html"
     figures: dict[str, Any] = {}
-    metrics = summary.metrics
     headline = plan.get("headline", "top1_accuracy")
     if headline != "loss" and metrics.get(headline) is not None:
         figure = format_metric(headline, metrics[headline])
         figures[metric_title(headline)] = f"{figure} ({metrics['weights']} weights, held-out samples)"
     if "loss" in metrics:
         figures["validation loss"] = f"{metrics['loss']:.4f}"
-    if summary.throughput_samples_per_second:
-        unit = plan.get("sample_name", "samples")
-        figures["throughput"] = f"{format_count(summary.throughput_samples_per_second)} {unit}/s"
-    if summary.throughput_tokens_per_second:
-        figures["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s, padding left out"
+    if rate := summary.throughput_samples_per_second:
+        figures["throughput"] = f"{format_count(rate)} {plan.get('sample_name', 'samples')}/s"
+    if rate := summary.throughput_tokens_per_second:
+        figures["tokens"] = f"{format_count(rate)}/s, padding left out"
     if summary.data_wait_fraction is not None:
         figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
-    figures["time"] = (
-        f"{format_seconds(summary.train_seconds)} of training, {format_seconds(summary.total_seconds)} in all"
-    )
+    spent, whole = format_seconds(summary.train_seconds), format_seconds(summary.total_seconds)
+    figures["time"] = f"{spent} of training, {whole} in all"
     if summary.peak_memory_bytes is not None:
         figures["peak memory"] = format_bytes(summary.peak_memory_bytes)
-    figures["run directory"] = result.run_dir
-    report = result.run_dir / "report.html"
-    if report.is_file():
-        figures["report"] = report
-    return figures
-
-
-def _plan_of(result: TrainResult) -> Mapping[str, Any]:
-    """What the run's plan says; nothing where it cannot be read."""
-    from paceline.records.reader import read_plan
-
-    with contextlib.suppress(PacelineError):
-        return read_plan(RunDirectory(result.run_dir))
-    return {}
+    return figures | {"run directory": result.run_dir} | ({"report": report} if report.is_file() else {})
 
 
 def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: Path | None, *, as_json: bool) -> None:
@@ -264,7 +243,7 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
 
     # Among several ranks the plan is that of their world, unless it is asked for another.
     in_world = processes is None and is_one_of_several(None)
-    chosen = None if in_world else _processes(processes, loaded)
+    chosen = None if in_world else choose_processes(processes, loaded.recipe)
     plan = plan_only(loaded, world_size=None if chosen is None else chosen.count, run_dir=run_dir)
     notices = [*loaded.checked(plan.unused).notices, *plan.left_out]
     if chosen is not None and chosen.notice:
@@ -287,25 +266,25 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
     print_table(("step", "rate", "phase"), rows)
     echo("\nParameters")
     columns = ("which", "tensors", "numbers", "rate factor", "weight decay", "from step", "to step")
+    groups = (
+        (
+            group.parameters,
+            format_count(group.tensors),
+            format_count(group.numbers),
+            f"{group.lr_factor:g}",
+            f"{group.weight_decay:g}",
+            format_count(group.first_step),
+            "the end" if group.last_step is None else format_count(group.last_step),
+        )
+        for group in plan.parameter_groups
+    )
     count = 7 if plan.freeze_after_steps else 6 if plan.unfreeze_steps else 5
-    print_table(columns[:count], (_group_row(group)[:count] for group in plan.parameter_groups))
+    print_table(columns[:count], (group[:count] for group in groups))
     if plan.reasons:
         echo("\nWhy")
         print_pairs(plan.reasons)
     for notice in notices:
         echo(f"note: {notice}")
-
-
-def _group_row(group: ParameterGroupFacts) -> tuple[str, ...]:
-    counts = (format_count(group.tensors), format_count(group.numbers))
-    return (
-        group.parameters,
-        *counts,
-        f"{group.lr_factor:g}",
-        f"{group.weight_decay:g}",
-        format_count(group.first_step),
-        "the end" if group.last_step is None else format_count(group.last_step),
-    )
 
 
 def _plan_lines(plan: Plan) -> dict[str, str]:
@@ -315,12 +294,25 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
             return f"after step {first}{', …' * (len(moments) > _TOLD)} ({len(moments)} in all)"
         return "off" if steps is None else "every step" if steps == 1 else f"every {format_count(steps)} steps"
 
+    def batch(size: int, micro_batches: int) -> str:
+        parts = (plan.world_size, "process"), (micro_batches, "micro-batch"), (plan.micro_batch_size, "sample")
+        return f"{format_count(size)} = {' x '.join(counted(count, noun) for count, noun in parts)}"
+
     evaluation = every("evaluate", plan.evaluate_every_steps)
     if plan.evaluate_every_steps is not None:
         evaluation += f", in batches of {plan.evaluation_batch_size}"
     if plan.evaluation_samples == 0:
         evaluation = "none: no samples are held out"
-    return {
+    checkpoint = every("checkpoint", plan.checkpoint_every_steps)
+    if plan.checkpoint_every_seconds is not None:
+        checkpoint = f"every {format_seconds(plan.checkpoint_every_seconds)}"
+    elif "checkpoint.every" in plan.reasons:
+        checkpoint = "auto: by the clock"
+    whole = batch(plan.global_batch_size, plan.accumulation_steps)
+    if plan.step_sizes[0] < plan.global_batch_size:
+        whole += f", cut to {counted(plan.step_sizes[0], 'sample')}"
+    before, last = plan.profile_steps or (0, 0)
+    lines: dict[str, str | None] = {
         "task": str(plan.data.get("task")),
         "processes": f"{plan.world_size} ({plan.strategy}), {counted(plan.threads_per_process, 'thread')} each",
         "device": f"{plan.device} ({plan.device_name})",
@@ -329,22 +321,26 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "training samples": format_count(plan.train_samples),
         "evaluation samples": format_count(plan.evaluation_samples),
         **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
-        "global batch": f"{format_count(plan.global_batch_size)} = {counted(plan.world_size, 'process')} x "
-        f"{counted(plan.accumulation_steps, 'micro-batch')} x {counted(plan.micro_batch_size, 'sample')}"
-        + (f", cut to {counted(plan.step_sizes[0], 'sample')}" if plan.step_sizes[0] < plan.global_batch_size else ""),
-        **{f"from epoch {p.first_epoch + 1}": _phase_line(plan, p) for p in plan.batch_phases[1:]},
+        "global batch": whole,
+        **{
+            f"from epoch {each.first_epoch + 1}": "global batch "
+            f"{batch(each.global_batch_size, each.logical_ranks // plan.world_size)}, "
+            f"{counted(each.steps_per_epoch, 'step')} per epoch"
+            for each in plan.batch_phases[1:]
+        },
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
         "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epoch{'s' * (plan.total_epochs != 1)}",
-        **({} if plan.until_step is None else {"until": f"after step {format_count(plan.until_step)} (train.until)"}),
+        "until": f"after step {format_count(plan.until_step)} (train.until)" if plan.until_step else None,
         "last step of an epoch": counted(plan.last_step_samples, "sample"),
         "warm-up": counted(plan.warmup_steps, "step"),
         "evaluation": evaluation,
-        "checkpoint": _checkpoint_line(plan, every("checkpoint", plan.checkpoint_every_steps)),
+        "checkpoint": checkpoint,
         "step record": every("log", plan.log_every_steps),
-        **({"noise scale": every("noise_scale", each)} if (each := plan.noise_scale_every_steps) else {}),
-        **_profile_line(plan),
+        "noise scale": every("noise_scale", each) if (each := plan.noise_scale_every_steps) else None,
+        "profile": f"steps {format_count(before + 1)} to {format_count(last)}" if plan.profile_steps else None,
     }
+    return {name: line for name, line in lines.items() if line}
 
 
 def _optimizer_line(recipe: Recipe) -> str:
@@ -369,23 +365,6 @@ def _optimizer_line(recipe: Recipe) -> str:
     return ", ".join(told)
 
 
-def _profile_line(plan: Plan) -> dict[str, str]:
-    if plan.profile_steps is None:
-        return {}
-    before, last = plan.profile_steps
-    return {"profile": f"steps {format_count(before + 1)} to {format_count(last)}"}
-
-
-def _phase_line(plan: Plan, phase: BatchPhase) -> str:
-    parts = (
-        counted(plan.world_size, "process"),
-        counted(phase.logical_ranks // plan.world_size, "micro-batch"),
-        counted(plan.micro_batch_size, "sample"),
-    )
-    steps = counted(phase.steps_per_epoch, "step")
-    return f"global batch {format_count(phase.global_batch_size)} = {' x '.join(parts)}, {steps} per epoch"
-
-
 def _precision_line(plan: Plan) -> str:
     said = [plan.precision]
     if plan.fp8_layers:
@@ -402,9 +381,3 @@ def _compiled_line(plan: Plan) -> str:
         " and ".join(map(str, sizes)) or "none" for sizes in (plan.compiled_train_sizes, plan.compiled_evaluation_sizes)
     )
     return f"{plan.compile}: training batches of {trained}, evaluation batches of {evaluated}"
-
-
-def _checkpoint_line(plan: Plan, by_steps: str) -> str:
-    if plan.checkpoint_every_seconds is not None:
-        return f"every {format_seconds(plan.checkpoint_every_seconds)}"
-    return "auto: by the clock" if "checkpoint.every" in plan.reasons else by_steps

@@ -2,94 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import click
+from annotated_types import Ge
 
-from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import echo, open_console, print_json
+from paceline.command import Shape, command
 
 if TYPE_CHECKING:
     from paceline.report.watch import WatchedRun
 
 
-@click.command("watch")
-@click.argument("runs", nargs=-1, required=True, type=LocalPath(), metavar="RUN...")
-@click.option(
-    "--interval",
-    type=FiniteRange(min=0.1),
-    default=1.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time between two looks at the directory.",
-)
-@json_option
-def command(runs: tuple[Path, ...], interval: float, as_json: bool) -> int:
+@command("watch")
+@dataclass(frozen=True, kw_only=True)
+class Watch:
     """Watch the runs in the directories RUN: progress, the time left, curves, phases of a step, evaluations, incidents.
 
     Only reads, on this host or any other that shares the directory, and ends when the runs do. On a terminal, one run
     fills the screen and several are a table; elsewhere, one line per record. With --json, how they stand now.
 
-    \b
     Examples:
       paceline watch runs/mine
       paceline watch runs/*
       paceline watch runs/mine --json
     """
-    from paceline.report.watch import WatchedRun, ending_of
 
-    watched = [WatchedRun(run) for run in runs]
-    if as_json:
-        for run in watched:
-            run.look()
-        print_json({"runs": [run.to_json() for run in watched]})
-        return 0
-    try:
-        is_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        (_draw if is_screen else _print)(watched, interval)
-    except KeyboardInterrupt:
-        return 0  # the usual way to leave; the runs go on
-    for run in watched:
-        echo(ending_of(run))
-    return 0
+    runs: Annotated[tuple[Path, ...], Shape(metavar="RUN...", argument=True)]
+    interval: Annotated[float, Ge(0.1), Shape(metavar="SECONDS"), "Time between two looks at the directory."] = 1.0
 
+    def stream(self, *, as_json: bool) -> int:
+        """Show the runs until they are over."""
+        from paceline.report.watch import WatchedRun, ending_of
 
-def _until_over(watched: list[WatchedRun], interval: float, show: Callable[[], None]) -> None:
-    while True:
-        show()
-        if all(run.is_over for run in watched):
-            return
-        time.sleep(interval)
-
-
-def _print(watched: list[WatchedRun], interval: float) -> None:
-    from paceline.report.watch import line_of
-
-    def show() -> None:
-        for run in watched:
-            for event in run.look():
-                if (line := line_of(event, run)) is not None:
-                    echo(f"{run.name}  {line}" if len(watched) > 1 else line)
-
-    _until_over(watched, interval, show)
-
-
-def _draw(watched: list[WatchedRun], interval: float) -> None:
-    from rich.live import Live
-
-    from paceline.report.watch import screen, table
-
-    console = open_console(markup=False)
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-
-        def show() -> None:
+        watched = [WatchedRun(run) for run in self.runs]
+        if as_json:
             for run in watched:
                 run.look()
-            live.update(table(watched) if len(watched) > 1 else screen(watched[0], console), refresh=True)
+            print_json({"runs": [run.to_json() for run in watched]})
+            return 0
+        try:
+            self._follow(watched)
+        except KeyboardInterrupt:
+            return 0  # the usual way to leave; the runs go on
+        for run in watched:
+            echo(ending_of(run))
+        return 0
 
-        _until_over(watched, interval, show)
+    def _follow(self, watched: list[WatchedRun]) -> None:
+        """Draw the runs on a terminal, else print a line for each record, until all are over."""
+        from rich.live import Live
+
+        from paceline.report.watch import line_of, screen, table
+
+        console = open_console(markup=False)
+        is_screen = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        with live if is_screen else contextlib.nullcontext():
+            while True:
+                for run in watched:
+                    for event in run.look():
+                        if not is_screen and (line := line_of(event, run)) is not None:
+                            echo(f"{run.name}  {line}" if len(watched) > 1 else line)
+                if is_screen:
+                    live.update(table(watched) if len(watched) > 1 else screen(watched[0], console), refresh=True)
+                if all(run.is_over for run in watched):
+                    return
+                time.sleep(self.interval)

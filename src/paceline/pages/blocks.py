@@ -74,7 +74,8 @@ class Table:
         yield f'<div class="table" role="region" aria-label="{name}" tabindex="0"><table>'
         yield f"<caption{' class=hidden' * self.folded}>{html_text(self.caption)}</caption>"
         texts = [[cell_text(cell) for cell in row] for row in self.rows]
-        numeric = [_is_numeric(row[column] for row in texts) for column in range(len(self.columns))]
+        known = [[row[at] for row in texts if row[at] not in (_MISSING, "")] for at in range(len(self.columns))]
+        numeric = [bool(cells) and all(map(_NUMBER.match, cells)) for cells in known]
         yield "<thead><tr>"
         for heading, right in zip(self.columns, numeric, strict=True):
             yield f'<th scope="col"{_class(right)}>{html_text(heading)}</th>'
@@ -173,11 +174,6 @@ def cell_text(cell: object) -> str:
     if isinstance(cell, bool) or not isinstance(cell, (int, float)):
         return str(cell)
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.6g}"
-
-
-def _is_numeric(cells: Iterator[str]) -> bool:
-    found = [cell for cell in cells if cell not in (_MISSING, "")]
-    return bool(found) and all(_NUMBER.match(cell) for cell in found)
 
 
 def _class(right: bool) -> str:

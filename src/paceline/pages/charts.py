@@ -7,10 +7,8 @@ light and dark. Series differ in their dashes too, never by colour alone.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
 from paceline.escaping import html_text
@@ -30,8 +28,8 @@ _AXIS = {
     "title": {"standoff": 10, "font": {"size": 12.5}},
 }
 _SPACE_AXIS = {"gridcolor": "var(--grid)", "linecolor": "var(--line)", "backgroundcolor": "rgba(0,0,0,0)"}
+_HEIGHT = 320
 _LAYOUT: Mapping[str, Any] = {
-    "height": 320,
     "margin": {"l": 56, "r": 18, "t": 12, "b": 44},
     "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)",
@@ -45,9 +43,13 @@ _LAYOUT: Mapping[str, Any] = {
         "namelength": -1,
     },
     "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
-    "xaxis": {},
-    "yaxis": {},
+    "xaxis": _AXIS,
+    "yaxis": _AXIS,
+    "scene": dict.fromkeys(("xaxis", "yaxis", "zaxis"), _SPACE_AXIS),
 }
+# Plotly gives each series of lines the next one, in turn.
+_LINES = [{"line": {"width": 2, "dash": dash}} for dash in _DASHES]
+_TEMPLATE = {"layout": _LAYOUT, "data": {"scatter": _LINES}}
 _TEMPLATES = ("hovertemplate", "texttemplate")
 _MOST_ROWS, _MOST_COLUMNS = 200, 40
 
@@ -61,7 +63,6 @@ class Chart:
         traces: As Plotly takes them. Texts in them are plain: Plotly's markup works in templates alone.
         layout: As Plotly takes it, over the page's own; colours may be names: ``var(--series-2)``.
         description: One sentence for who cannot see it.
-        number: Of the figure; None counts on.
         wide: Over the whole width of the page, however wide that is.
         table: Beneath it instead of the traces' own figures.
     """
@@ -70,17 +71,12 @@ class Chart:
     traces: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any] = field(default_factory=dict)
     description: str = ""
-    number: int | None = None
     wide: bool = False
     table: Table | None = None
 
-    def html(self) -> Iterator[str]:
-        """The chart outside of a page's count, as its figure number or the first."""
-        yield from self.figure_html(self.number or 1)
-
-    def figure_html(self, number: int) -> Iterator[str]:
-        """The place that Plotly draws in, its caption, and the figures as a table."""
-        height = int(self.layout.get("height", _LAYOUT["height"]))
+    def html(self, number: int = 1) -> Iterator[str]:
+        """The place that Plotly draws in, its caption with the figure's number, and the figures as a table."""
+        height = int(self.layout.get("height", _HEIGHT))
         wide = " wide" if self.wide else ""
         yield f'<figure class="chart{wide}" aria-labelledby="chart-{number}-title">'
         title = html_text(self.title)
@@ -95,14 +91,8 @@ class Chart:
 
     def figure(self) -> dict[str, Any]:
         """What Plotly is given."""
-        layout = _merged(_LAYOUT, self.layout)
-        for name in layout:
-            if re.fullmatch(r"[xy]axis\d*", name):
-                layout[name] = _merged(_AXIS, layout[name])
-            elif re.fullmatch(r"scene\d*", name):
-                axes = {axis: _merged(_SPACE_AXIS, layout[name].get(axis, {})) for axis in ("xaxis", "yaxis", "zaxis")}
-                layout[name] = {**layout[name], **axes}
-        return {"data": [_plain(trace) for trace in _styled(self.traces)], "layout": _plain(layout)}
+        layout = {"height": _HEIGHT, "template": _TEMPLATE, **self.layout}
+        return {"data": [_plain(trace) for trace in self.traces], "layout": _plain(layout)}
 
 
 def figures_table(chart: Chart) -> Table:
@@ -116,16 +106,12 @@ def figures_table(chart: Chart) -> Table:
 
 
 def _grid(trace: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
-    """A row for each y of a heatmap, contour or surface, a column for each x."""
-    z = [list(row) for row in trace["z"]]
-    across = _spread(max((len(row) for row in z), default=0), _MOST_COLUMNS)
-    x, y = list(trace.get("x", ())), list(trace.get("y", ()))
-    columns = ["", *(_label(x[at]) if at < len(x) else str(at) for at in across)]
-    rows = [
-        [_label(y[at]) if at < len(y) else str(at), *(row[column] if column < len(row) else None for column in across)]
-        for at, row in enumerate(z)
-    ]
-    return columns, rows
+    """A row for each y of a heatmap or surface, a column for each x."""
+    z = trace["z"]
+    x, y = list(trace.get("x", range(len(z[0])))), trace.get("y", range(len(z)))
+    across = _spread(len(x), _MOST_COLUMNS)
+    rows = [[_label(at), *(row[column] for column in across)] for at, row in zip(y, z, strict=True)]
+    return ["", *(_label(x[column]) for column in across)], rows
 
 
 def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
@@ -133,36 +119,20 @@ def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
     told: dict[object, dict[int, object]] = {}
     columns = [_axis_title(chart.layout, "xaxis") or "x"]
     for trace in chart.traces:
-        xs, ys = _points(trace)
-        for values, name in ((ys, _name(trace, chart)), *_interval(trace, chart)):
-            for x, y in zip(xs, values, strict=False):
-                told.setdefault(x, {})[len(columns)] = y
-            columns.append(name)
+        ys = trace.get("y", ())
+        xs, axis, error = trace.get("x", range(len(ys))), "yaxis", trace.get("error_y", {})
+        if trace.get("orientation") == "h":
+            xs, ys, axis = ys, xs, "xaxis"
+        name = str(trace.get("name") or _axis_title(chart.layout, axis) or chart.title)
+        above = f"{name}, {'above' if 'arrayminus' in error else '±'}"
+        series = {name: ys, above: error.get("array"), f"{name}, below": error.get("arrayminus")}
+        for title, values in series.items():
+            if values is not None:
+                for x, y in zip(xs, values, strict=False):
+                    told.setdefault(x, {})[len(columns)] = y
+                columns.append(title)
     keys = sorted(told, key=_order)
     return columns, [[key, *(told[key].get(at) for at in range(1, len(columns)))] for key in keys]
-
-
-def _points(trace: Mapping[str, Any]) -> tuple[list[object], list[object]]:
-    """Where a series' figures lie, and the figures."""
-    if "values" in trace:
-        return list(trace.get("labels", ())), list(trace["values"])
-    ys = list(trace.get("y", ()))
-    xs = list(trace.get("x", range(len(ys))))
-    return (ys, xs) if trace.get("orientation") == "h" else (xs, ys)
-
-
-def _interval(trace: Mapping[str, Any], chart: Chart) -> Iterator[tuple[list[object], str]]:
-    error = trace.get("error_y", {})
-    name = _name(trace, chart)
-    if "array" in error:
-        yield list(error["array"]), f"{name}, {'above' if 'arrayminus' in error else '±'}"
-    if "arrayminus" in error:
-        yield list(error["arrayminus"]), f"{name}, below"
-
-
-def _name(trace: Mapping[str, Any], chart: Chart) -> str:
-    axis = "x" if trace.get("orientation") == "h" else "y"
-    return str(trace.get("name") or _axis_title(chart.layout, f"{axis}axis") or chart.title)
 
 
 def _axis_title(layout: Mapping[str, Any], axis: str) -> str:
@@ -186,30 +156,11 @@ def _spread(count: int, most: int) -> list[int]:
     return sorted({round(at * (count - 1) / (most - 1)) for at in range(most)})
 
 
-def _styled(traces: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Give lines their dashes, where they have none of their own."""
-    dashes = cycle(_DASHES)
-    for trace in traces:
-        if trace.get("type", "scatter") != "scatter" or "lines" not in trace.get("mode", "lines"):
-            yield dict(trace)
-            continue
-        line = {"width": 2, **trace.get("line", {})}
-        yield {**trace, "line": line if "dash" in line else {**line, "dash": next(dashes)}}
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, given in above.items():
-        # Plotly takes a title as an object only; a text is what one writes.
-        value = {"text": given} if key == "title" and isinstance(given, str) else given
-        ours = merged.get(key)
-        merged[key] = _merged(ours, value) if isinstance(ours, Mapping) and isinstance(value, Mapping) else value
-    return merged
-
-
 def _plain(value: Any, key: str = "") -> Any:
     """Copy a figure with its texts as Plotly shows them as they are, and no number that JSON has no word for."""
     match value:
+        case str() if key == "title":  # Plotly takes an object only; a text is what one writes
+            return {"text": html_text(value, quote=False)}
         case str():
             return value if key in _TEMPLATES else html_text(value, quote=False)
         case None | bool() | int():

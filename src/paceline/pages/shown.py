@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import PacelineError
 from paceline.pages.page import Block, Page, Section, Table, Text, write_page
@@ -44,14 +44,6 @@ class Result(Protocol):
 
     def to_json(self) -> Mapping[str, Any] | Sequence[Any]:
         """Return the result as one JSON document."""
-
-
-@runtime_checkable
-class StreamedResult(Protocol):
-    """The result of a command that prints answers as they come."""
-
-    def stream(self, *, as_json: bool) -> int:
-        """Print all answers, and return the exit code."""
 
 
 @dataclass(frozen=True, kw_only=True)

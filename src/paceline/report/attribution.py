@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from paceline.errors import RunDirectoryError
@@ -28,6 +28,8 @@ _SLOW_FACTOR, _SLOW_SHARE = 1.25, 0.75
 _VISIBLE = 1e-3
 # A host that takes this part of the device's time for launching its passes is what the device waits for.
 _LAUNCHING = 0.9
+Record = Mapping[str, Any]
+_STEPS = "steps"  # that a record is about; put into each
 _RANK_KEYS = ("minimum", "median", "maximum")
 _HIDDEN = {
     "communication": "communication cannot be told from computing where weights are spread over processes: it is in "
@@ -169,18 +171,6 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}" if seconds < 0.01 else f"{1e3 * seconds:.1f}"
 
 
-@dataclass(frozen=True)
-class _Weighted:
-    """A step record and the number of steps that it is about."""
-
-    steps: int
-    record: Mapping[str, Any]
-
-    @property
-    def seconds(self) -> float:
-        return float(self.record["step_seconds"])
-
-
 def attribute_run(run_dir: Path) -> Attribution:
     """Put together the step records of a run's last world size: with other processes, other things hold it back.
 
@@ -205,29 +195,29 @@ def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: M
             "telemetry.log_every."
         )
     phases = tuple(_phases(records))
-    mean = _mean(records, lambda record: record["step_seconds"])
+    mean = _mean(records, "step_seconds")
     rest = mean - sum(each.seconds for each in phases)
     waiting = _waiting(records)
     return Attribution(
         run_dir=run_dir,
         world_size=world_size,
         records=len(records),
-        steps=sum(each.steps for each in records),
+        steps=sum(each[_STEPS] for each in records),
         step_seconds=mean,
-        median_step_seconds=median(each.seconds for each in records),
+        median_step_seconds=median(each["step_seconds"] for each in records),
         phases=phases,
         rest_seconds=rest if rest > _VISIBLE * mean else 0.0,
         waiting=waiting,
-        bottleneck=find_bottleneck(_evidence(records, waiting, plan)),
-        notes=tuple(_notes(records)),
+        bottleneck=_bottleneck(records, waiting, plan),
+        notes=tuple(_notes(records[-1], records)),
     )
 
 
-def _records(events: Iterable[Mapping[str, Any]]) -> tuple[int, list[_Weighted]]:
+def _records(events: Iterable[Record]) -> tuple[int, list[Record]]:
     """The records of the launches of the last world size, each with its steps; and that size."""
     world_size, before, is_first = 1, 0, True
-    found: list[_Weighted] = []
-    only_warmup: list[_Weighted] = []
+    found: list[Record] = []
+    only_warmup: list[Record] = []
     for event in events:
         position = int(event.get("position", event["step"]))
         if event["event"] == "start":
@@ -239,45 +229,45 @@ def _records(events: Iterable[Mapping[str, Any]]) -> tuple[int, list[_Weighted]]
         if event.get("step_seconds") is None or steps < 1:
             continue
         if event.get("throughput_samples_per_second") is None:
-            only_warmup.append(_Weighted(steps, event))
+            only_warmup.append({**event, _STEPS: steps})
         else:
-            found.append(_Weighted(max(steps - WARMUP_STEPS * is_first, 1), event))
+            found.append({**event, _STEPS: max(steps - WARMUP_STEPS * is_first, 1)})
             is_first = False
     return world_size, found or only_warmup
 
 
-def _phases(records: Sequence[_Weighted]) -> Iterator[PhaseTime]:
-    whole = _mean(records, lambda record: record["step_seconds"])
+def _mean(records: Sequence[Record], key: str) -> float:
+    """The mean of a key over the steps, not over the records."""
+    return fmean([each[key] for each in records], [each[_STEPS] for each in records])
+
+
+def _phases(records: Sequence[Record]) -> Iterator[PhaseTime]:
+    whole = _mean(records, "step_seconds")
     for name in PHASES:
-        known = [each for each in records if each.record.get(f"{name}_seconds") is not None]
-        if len(known) < len(records):
+        if any(each.get(f"{name}_seconds") is None for each in records):
             continue
-        seconds = _mean(records, _key(f"{name}_seconds"))
-        launches = all(each.record.get(f"launch_{name}_seconds") is not None for each in records)
+        seconds = _mean(records, f"{name}_seconds")
+        launches = all(each.get(f"launch_{name}_seconds") is not None for each in records)
         yield PhaseTime(
             name=name,
             seconds=seconds,
             share=seconds / whole if whole else 0.0,
             over_ranks=_over_ranks(records, name),
-            launch_seconds=_mean(records, _key(f"launch_{name}_seconds")) if launches else None,
+            launch_seconds=_mean(records, f"launch_{name}_seconds") if launches else None,
         )
 
 
-def _over_ranks(records: Sequence[_Weighted], phase: str) -> OverRanks | None:
-    found = [
-        _Weighted(each.steps, each.record["rank_seconds"][phase])
-        for each in records
-        if phase in each.record.get("rank_seconds", {})
-    ]
-    if len(found) < len(records):
+def _over_ranks(records: Sequence[Record], phase: str) -> OverRanks | None:
+    if any(phase not in each.get("rank_seconds", {}) for each in records):
         return None
-    most = Counter(each.record["most_rank"] for each in found)
-    return OverRanks(**{key: _mean(found, _key(key)) for key in _RANK_KEYS}, most_rank=most.most_common(1)[0][0])
+    found = [{**each["rank_seconds"][phase], _STEPS: each[_STEPS]} for each in records]
+    most = Counter(each["most_rank"] for each in found)
+    return OverRanks(**{key: _mean(found, key) for key in _RANK_KEYS}, most_rank=most.most_common(1)[0][0])
 
 
-def _waiting(records: Sequence[_Weighted]) -> Waiting | None:
+def _waiting(records: Sequence[Record]) -> Waiting | None:
     """Who is waited for, if it is the same process in nearly all records, and clearly slower."""
-    slow = [each.record for each in records if each.record.get("slowest_rank") is not None]
+    slow = [each for each in records if each.get("slowest_rank") is not None]
     communication = _over_ranks(records, "communication")
     if not slow or communication is None:
         return None
@@ -291,49 +281,16 @@ def _waiting(records: Sequence[_Weighted]) -> Waiting | None:
         phase=Counter(record["slowest_phase"] for record in his).most_common(1)[0][0],
         factor=factor,
         waiting_rank=communication.most_rank,
-        waiting_share=communication.maximum / _mean(records, lambda record: record["step_seconds"]),
+        waiting_share=communication.maximum / _mean(records, "step_seconds"),
     )
 
 
-def _evidence(records: Sequence[_Weighted], waiting: Waiting | None, plan: Mapping[str, Any]) -> Evidence:
-    def shares(phase: str) -> list[float]:
-        values = [(each.record.get(f"{phase}_seconds"), each.seconds) for each in records]
-        return [value / whole for value, whole in values if value is not None and whole > 0]
-
-    def passes(record: Mapping[str, Any], prefix: str) -> float:
-        return sum(record.get(f"{prefix}{phase}_seconds") or 0.0 for phase in ("forward", "backward"))
-
-    # A host that has launched a pass long before the device is done with it is waited for by nobody, also where the two
-    # meet at the end of each step, as with a loss scaler: then the lag there says nothing.
-    lags = [
-        each.record.get("device_lag_seconds")
-        if passes(each.record, "launch_") >= _LAUNCHING * passes(each.record, "")
-        else each.seconds
-        for each in records
-    ]
-    return Evidence(
-        shares={phase: shares(phase) for phase in PHASES},
-        lags=[lag / each.seconds for lag, each in zip(lags, records, strict=True) if lag is not None and each.seconds],
-        waiting=waiting,
-        plan=plan,
-    )
-
-
-def _notes(records: Sequence[_Weighted]) -> Iterator[str]:
-    last = records[-1].record
+def _notes(last: Record, records: Sequence[Record]) -> Iterator[str]:
     for phase, sentence in _HIDDEN.items():
         if f"{phase}_seconds" in last and last[f"{phase}_seconds"] is None:
             yield sentence
-    if any(f"{phase}_seconds" not in each.record for each in records for phase in PHASES):
+    if any(f"{phase}_seconds" not in each for each in records for phase in PHASES):
         yield "these records are of an earlier version, which did not tell all phases apart."
-
-
-def _key(name: str) -> Callable[[Mapping[str, Any]], float]:
-    return lambda record: float(record[name])
-
-
-def _mean(records: Sequence[_Weighted], value: Callable[[Mapping[str, Any]], float]) -> float:
-    return sum(each.steps * value(each.record) for each in records) / sum(each.steps for each in records)
 
 
 # So many records must agree: of three in four, the share must be as large as this.
@@ -352,59 +309,57 @@ _COMPUTING = 0.75
 _NO_LAG = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What the records say.
-
-    Attributes:
-        shares: Of each phase, its share of the step in each record, in [0, 1]; no numbers where it was not told.
-        lags: In each record, how far the device was behind the host, in steps; no numbers on a CPU.
-        waiting: A process that the others wait for, if there is one.
-        plan: The run's.
-    """
-
-    shares: Mapping[str, Sequence[float]]
-    lags: Sequence[float]
-    waiting: Waiting | None
-    plan: Mapping[str, Any]
-
-
-def find_bottleneck(evidence: Evidence) -> str | None:
+def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mapping[str, Any]) -> str | None:
     """Say what a step is bound by: what a process is waited for, else the largest avoidable share, else computing."""
-    if max(len(shares) for shares in evidence.shares.values()) < _LEAST_RECORDS:
+    timed = [each for each in records if each["step_seconds"] > 0]
+    shares = {
+        phase: [value / each["step_seconds"] for each in timed if (value := each.get(f"{phase}_seconds")) is not None]
+        for phase in PHASES
+    }
+    if max(map(len, shares.values())) < _LEAST_RECORDS:
         return None
-    waiting = evidence.waiting
     if waiting is not None and waiting.waiting_share >= _CLEAR["communication"]:
         return (
             f"communication: {waiting.waiting_share:.0%} of a step of rank {waiting.waiting_rank} is spent waiting for "
             f"rank {waiting.rank}, which takes {waiting.factor:.1f} times as long as the others for its own part, most "
             f"of it in {waiting.phase}."
         )
-    clear = {phase: _typical(evidence, phase) for phase in _CLEAR if _at_least(evidence, phase) >= _CLEAR[phase]}
+    typical = {phase: median(each) if each else 0.0 for phase, each in shares.items()}
+    # Three in four records reach it.
+    clear = {phase: typical[phase] for phase in _CLEAR if _quartiles(shares[phase])[0] >= _CLEAR[phase]}
     if clear:
         worst = max(clear, key=lambda phase: clear[phase])
-        return _SENTENCES[worst](evidence.plan).format(share=clear[worst])
-    computing = _typical(evidence, "forward") + _typical(evidence, "backward")
-    if len(evidence.lags) >= _LEAST_RECORDS and quantiles(evidence.lags)[2] < _NO_LAG:
+        return _SENTENCES[worst](plan).format(share=clear[worst])
+    lags = [lag for each in timed if (lag := _lag(each)) is not None]
+    if len(lags) >= _LEAST_RECORDS and _quartiles(lags)[2] < _NO_LAG:
         return (
             "launching: the device is done with its work before the host has launched more; use a larger "
             "batch.micro_size, or model.compile=true."
         )
+    computing = typical["forward"] + typical["backward"]
     # Where communication cannot be told from them, waiting may be a part of the passes.
-    is_told = bool(evidence.shares["communication"]) or evidence.plan.get("strategy") == "single"
+    is_told = bool(shares["communication"]) or plan.get("strategy") == "single"
     if computing >= _COMPUTING and is_told:
         return f"computing: forward and backward passes take {computing:.0%} of a step; little else is left to gain."
     return None
 
 
-def _at_least(evidence: Evidence, phase: str) -> float:
-    """The share that three in four records reach."""
-    shares = evidence.shares[phase]
-    return quantiles(shares)[0] if len(shares) >= _LEAST_RECORDS else 0.0
+def _lag(record: Record) -> float | None:
+    """How far the device was behind the host, in steps; None on a CPU."""
+    passed, launched = (
+        sum(record.get(f"{prefix}{phase}_seconds") or 0.0 for phase in ("forward", "backward"))
+        for prefix in ("", "launch_")
+    )
+    # A host that has launched a pass long before the device is done with it is waited for by nobody, also where the two
+    # meet at the end of each step, as with a loss scaler: then the lag there says nothing.
+    if launched < _LAUNCHING * passed:
+        return 1.0
+    lag: float | None = record.get("device_lag_seconds")
+    return None if lag is None else lag / record["step_seconds"]
 
 
-def _typical(evidence: Evidence, phase: str) -> float:
-    return median(evidence.shares[phase]) if evidence.shares[phase] else 0.0
+def _quartiles(shares: Sequence[float]) -> list[float]:
+    return quantiles(shares) if len(shares) >= _LEAST_RECORDS else [0.0] * 3
 
 
 def _data(plan: Mapping[str, Any]) -> str:
@@ -420,26 +375,19 @@ def _data(plan: Mapping[str, Any]) -> str:
     return "data: {share:.0%} of a step waits for batches; " + advice + "."
 
 
-def _h2d(plan: Mapping[str, Any]) -> str:
-    if plan.get("device") == "cpu":
-        return "data: {share:.0%} of a step is spent on normalising and mixing batches; use a smaller data.image_size."
-    return (
-        "data: {share:.0%} of a step waits for its batch to be brought to the device; use a smaller data.image_size, "
-        "or see that nothing else takes the bus."
-    )
-
-
-def _communication(plan: Mapping[str, Any]) -> str:
-    advice = "use more samples per process and step (batch.global_size)"
-    if plan.get("strategy") == "ddp":
-        advice += ", or send less (parallel.gradient_compression)"
-    return "communication: {share:.0%} of a step waits for the exchange of gradients; " + advice + "."
-
-
 _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "data_wait": _data,
-    "h2d": _h2d,
-    "communication": _communication,
+    "h2d": lambda plan: (
+        "data: {share:.0%} of a step is spent on normalising and mixing batches; use a smaller data.image_size."
+        if plan.get("device") == "cpu"
+        else "data: {share:.0%} of a step waits for its batch to be brought to the device; use a smaller "
+        "data.image_size, or see that nothing else takes the bus."
+    ),
+    "communication": lambda plan: (
+        "communication: {share:.0%} of a step waits for the exchange of gradients; use more samples per process and "
+        "step (batch.global_size)"
+        + (", or send less (parallel.gradient_compression)." if plan.get("strategy") == "ddp" else ".")
+    ),
     "optimizer": lambda _: (
         "optimizer: {share:.0%} of a step goes into clipping and the update; use a larger batch.global_size, so that "
         "there are fewer of them."

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
 from paceline.plain_json import load_json
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
+from paceline.report.html.runs import flattened
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 
@@ -47,8 +48,7 @@ class Line:
 
     def to_json(self) -> dict[str, Any]:
         """The line as one JSON object."""
-        slower = None if self.slower is None else self.slower.to_json()
-        return {"name": self.name, "verdict": self.verdict, "slower": slower, "note": self.note}
+        return asdict(self) | {"slower": None if self.slower is None else self.slower.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,24 +81,20 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as one JSON object."""
-        return {
-            "regressed": self.regressed,
-            "undecided": self.undecided,
-            "tolerance": self.tolerance,
-            "confidence": self.confidence,
-            "lines": [line.to_json() for line in self.lines],
-            "differences": {name: list(pair) for name, pair in self.differences.items()},
-            "notes": list(self.notes),
-        }
+        lines = [line.to_json() for line in self.lines]
+        return asdict(self) | {"regressed": self.regressed, "undecided": self.undecided, "lines": lines}
+
+
+# Lists of seconds, one list for each launch; or why nothing was measured.
+_Measured = list[list[float]] | str
 
 
 @dataclass(frozen=True)
 class _Side:
-    """What is compared: for each name lists of seconds, one list for each launch."""
+    """What is compared."""
 
     kind: str
-    times: Mapping[str, list[list[float]]]
-    missing: Mapping[str, str]
+    measured: Mapping[str, _Measured]
     environment: Mapping[str, Any]
     recipe: Mapping[str, Any]
 
@@ -120,21 +116,25 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
         raise RunDirectoryError(
             f"'{a}' is of kind {one.kind} and '{b}' of kind {other.kind}; compare two of the same kind."
         )
-    shared = [name for name in one.times if name in other.times]
+    sides = (one.measured, other.measured)
+    shared = [name for name in one.measured if all(isinstance(side.get(name), list) for side in sides)]
     if not shared:
         raise RunDirectoryError(f"'{a}' and '{b}' have nothing in common that was measured in both.")
     # Of two sides, only one closes the gate.
     each = 1 - 2 * (1 - confidence) / len(shared)
-    lines = [_line(name, one.times[name], other.times[name], tolerance, each) for name in shared]
-    everything = dict.fromkeys([*one.times, *one.missing, *other.times, *other.missing])
-    lines += [_unshared(name, one, other) for name in everything if name not in shared]
-    launches = min(len(times) for side in (one, other) for times in (side.times[name] for name in shared))
+    names = dict.fromkeys([*shared, *one.measured, *other.measured])
+    lines = [_line(name, one.measured.get(name), other.measured.get(name), tolerance, each) for name in names]
+    launches = min(len(side[name]) for side in sides for name in shared)
     notes = []
     if launches < 2 and one.kind != "time_to_target":
         notes.append(
             "one of the two was measured by one launch only: what differs from launch to launch is in no interval, "
             "and only the tolerance allows for it"
         )
+    machines = [
+        {key: side.environment[key] for key in _OF_ENVIRONMENT if side.environment.get(key) is not None}
+        for side in (one, other)
+    ]
     recipes = _unlike(one.recipe, other.recipe)
     if recipes:
         notes.append(f"A and B are not of the same recipe: {', '.join(list(recipes)[:_TOLD])} differ")
@@ -142,54 +142,46 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
         lines=tuple(lines),
         tolerance=tolerance,
         confidence=confidence,
-        differences=_unlike(_of_machine(one.environment), _of_machine(other.environment)) | recipes,
+        differences=_unlike(*machines) | recipes,
         notes=tuple(notes),
     )
 
 
-def _line(name: str, a: list[list[float]], b: list[list[float]], tolerance: float, confidence: float) -> Line:
-    several = len(a) > 1 and len(b) > 1
-    times = [_of_launches(each) if several else [value for launch in each for value in launch] for each in (a, b)]
-    found = unpaired_ratio(times[1], times[0], confidence=max(confidence, 1e-9))
-    if found.low > 1 + tolerance:
+def _line(name: str, a: _Measured | None, b: _Measured | None, tolerance: float, confidence: float) -> Line:
+    for label, found in (("A", a), ("B", b)):
+        if isinstance(found, str):
+            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {found}")
+    if not isinstance(a, list) or not isinstance(b, list):
+        only = "B" if a is None else "A"
+        return Line(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
+    if len(a) > 1 and len(b) > 1:
+        times = [[math.exp(statistics.fmean(map(math.log, launch))) for launch in each] for each in (a, b)]
+    else:
+        times = [[value for launch in each for value in launch] for each in (a, b)]
+    ratio = unpaired_ratio(times[1], times[0], confidence=max(confidence, 1e-9))
+    if ratio.low > 1 + tolerance:
         verdict: Verdict = "slower"
-    elif found.high < 1:
+    elif ratio.high < 1:
         verdict = "faster"
-    elif found.high <= 1 + tolerance:
+    elif ratio.high <= 1 + tolerance:
         verdict = "no slower"
     else:
         verdict = "not enough evidence"
-    return Line(name=name, slower=found, verdict=verdict)
-
-
-def _of_launches(times: Sequence[Sequence[float]]) -> list[float]:
-    return [math.exp(statistics.fmean(map(math.log, each))) for each in times]
-
-
-def _unshared(name: str, one: _Side, other: _Side) -> Line:
-    for side, label in ((one, "A"), (other, "B")):
-        if name in side.missing:
-            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {side.missing[name]}")
-    only = "A" if name in one.times else "B"
-    return Line(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
+    return Line(name=name, slower=ratio, verdict=verdict)
 
 
 def _read(path: Path) -> _Side:
     if path.is_dir() and RunDirectory(path).exists():
         return _run(RunDirectory(path))
     document = read_result(path)
-    kind, times, missing = str(document["kind"]), {}, {}
+    kind, measured = str(document["kind"]), dict[str, _Measured]()
     try:
         for row in document["rows"]:
-            name = name_of_row(kind, row)
             found = [[float(value) for value in launch] for launch in row["times"] if launch]
-            if found:
-                times[name] = found
-            else:
-                missing[name] = row.get("trouble") or "nothing was measured"
+            measured[name_of_row(kind, row)] = found or row.get("trouble") or "nothing was measured"
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(f"'{path}' is no whole result of a benchmark ({error!r}); measure it anew.") from error
-    return _Side(kind, times, missing, document.get("environment", {}), {"recipe": document.get("recipe", {})})
+    return _Side(kind, measured, document.get("environment", {}), {"recipe": document.get("recipe", {})})
 
 
 def _run(run: RunDirectory) -> _Side:
@@ -199,30 +191,18 @@ def _run(run: RunDirectory) -> _Side:
         raise RunDirectoryError(
             f"the run in '{run.root}' has {len(seconds)} step record(s) with a throughput; at least two are needed."
         )
-    times = {"seconds per sample in training": [part_means(seconds)]}
-    return _Side("run", times, {}, read_environment(run), {"recipe": read_recipe(run)})
-
-
-def _of_machine(environment: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: environment[name] for name in _OF_ENVIRONMENT if environment.get(name) is not None}
+    measured: dict[str, _Measured] = {"seconds per sample in training": [part_means(seconds)]}
+    return _Side("run", measured, read_environment(run), {"recipe": read_recipe(run)})
 
 
 def _unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What of two trees is not the same, entry by entry."""
-    one, other = dict(_entries(a)), dict(_entries(b))
+    one, other = flattened(a), flattened(b)
     return {
         name: (one.get(name), other.get(name))
         for name in dict.fromkeys([*one, *other])
         if json.dumps(one.get(name)) != json.dumps(other.get(name))
     }
-
-
-def _entries(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _entries(value, f"{within}{name}.")
-        else:
-            yield f"{within}{name}", value
 
 
 FORMAT = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.cli.options import choose_processes, present_gpus, usable_gpus
+from paceline.cli.options import choose_processes
 from paceline.command import Log
 from paceline.devices import DEVICES, find_device
 from paceline.distributed.device import choose_device, describe_machine
@@ -390,8 +390,7 @@ def estimate(asked: Estimate, _: Log) -> MemoryEstimate:
     loaded = load_recipe(asked.recipe, asked.overrides)
     processes = 1
     if asked.processes is not None or asked.device is None:
-        gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked.processes is None else 0
-        processes = choose_processes(asked.processes, gpus, loaded.recipe).count
+        processes = choose_processes(asked.processes, loaded.recipe).count
     return estimate_memory(loaded, asked.device, processes, expandable=asked.expandable_segments)
 
 

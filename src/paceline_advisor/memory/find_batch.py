@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.cli.options import choose_processes, present_gpus, usable_gpus
+from paceline.cli.options import choose_processes
 from paceline.command import Log
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
@@ -319,8 +319,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
         PacelineError: For the mistakes that training would find before it begins.
     """
     loaded, memory = load_recipe(asked.recipe, asked.overrides), asked.memory
-    gpus = usable_gpus(loaded.recipe.parallel.device, present_gpus()) if asked.processes is None else 0
-    processes = choose_processes(asked.processes, gpus, loaded.recipe).count
+    processes = choose_processes(asked.processes, loaded.recipe).count
     check_alone("find-batch")
     recipe, assumed = with_stand_in_data(loaded.recipe)
     if assumed:

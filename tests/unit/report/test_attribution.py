@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.errors import RunDirectoryError
-from paceline.report.attribution import Evidence, attribute_run, find_bottleneck
+from paceline.report.attribution import attribute_run
 from paceline.telemetry.meter import PHASES
 
 PLAN = {"device": "cpu", "strategy": "single", "data": {"backend": "pytorch", "workers": 3}}
@@ -117,9 +117,18 @@ def test_nobody_is_blamed_without_evidence(tmp_path: Path, records: list[dict[st
     assert found.bottleneck.startswith("communication: 17% of a step waits for the exchange")
 
 
-def said_of(phases: Sequence[Mapping[str, float]], lags: Sequence[float] = (), plan: Any = PLAN) -> str | None:
-    shares = {phase: [each.get(phase, 0.0) for each in phases] for phase in PHASES}
-    return find_bottleneck(Evidence(shares=shares, lags=lags, waiting=None, plan=plan))
+@pytest.fixture
+def said_of(tmp_path: Path) -> Callable[..., str | None]:
+    """``said_of(phases, lags, plan)``: what steps of these phases are bound by."""
+
+    def say(phases: Sequence[Mapping[str, float]], lags: Sequence[float] = (), plan: Any = PLAN) -> str | None:
+        events = [start(0), *(record(10 * at, each) for at, each in enumerate(phases, 1))]
+        for event, lag in zip(events[1:], lags, strict=False):
+            launched = {f"launch_{phase}_seconds": event[f"{phase}_seconds"] for phase in PHASES}
+            event.update(launched, device_lag_seconds=lag * event["step_seconds"])
+        return attribute_run(write(tmp_path, events, plan)).bottleneck
+
+    return say
 
 
 @pytest.mark.parametrize(
@@ -138,36 +147,34 @@ def said_of(phases: Sequence[Mapping[str, float]], lags: Sequence[float] = (), p
         ({"forward": 0.3, "backward": 0.6, "host": 0.1}, "computing: forward and backward passes take 90%"),
     ],
 )
-def test_the_sentence_names_the_largest_avoidable_part(phases: dict[str, float], said: str) -> None:
+def test_the_sentence_names_the_largest_avoidable_part(said_of: Any, phases: dict[str, float], said: str) -> None:
     answer = said_of([phases] * 4)
     assert answer is not None
     assert answer.startswith(said)
     assert answer.endswith(".")
 
 
-def test_a_pipeline_of_ones_own_has_no_key_to_change() -> None:
+def test_a_pipeline_of_ones_own_has_no_key_to_change(said_of: Any) -> None:
     said = said_of([{"data_wait": 0.41, "forward": 0.59}] * 4, plan=PLAN | {"data": {}})
     assert said is not None
     assert "open_pipeline" in said
     assert "data.workers" not in said
 
 
-def test_no_sentence_without_clear_evidence() -> None:
-    slow, quick = {"data_wait": 0.5, "forward": 0.5}, {"data_wait": 0.02, "forward": 0.5, "optimizer": 0.25}
+def test_no_sentence_without_clear_evidence(said_of: Any) -> None:
+    slow, quick = {"data_wait": 0.5, "forward": 0.5}, {"data_wait": 0.02, "forward": 0.73, "optimizer": 0.25}
     assert said_of([slow] * 2) is None  # two records are none
     assert said_of([quick, quick, slow, slow]) is None
     assert said_of([quick] * 4) is None
 
 
-def test_a_device_that_is_never_behind_waits_for_launches() -> None:
+def test_a_device_that_is_never_behind_waits_for_launches(said_of: Any) -> None:
     computing = [{"forward": 0.4, "backward": 0.5}] * 4
     assert str(said_of(computing, lags=[0.01, 0.02, 0.0, 0.03])).startswith("launching: ")
     assert str(said_of(computing, lags=[0.8, 0.9, 0.0, 0.7])).startswith("computing: ")
     assert str(said_of([{"data_wait": 0.4, "forward": 0.6}] * 4, lags=[0.0] * 4)).startswith("data: ")
 
 
-def test_what_is_no_run_or_has_no_record_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no run"):
-        attribute_run(tmp_path)
+def test_a_run_without_a_record_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no step record yet"):
         attribute_run(write(tmp_path, [start(0)]))

@@ -164,12 +164,6 @@ def test_damaged_and_missing_files_are_told(tmp_path: Path, story: Any, write: A
     assert "summary.json' is damaged" in texts(page(folder))
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no run"):
-        write_report([tmp_path])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_runs_are_compared(tmp_path: Path, story: Any, write: Any, figures: Any, points: Any) -> None:
     one = write(tmp_path / "x" / "run", whole(story))
     recipe = {"task": "image_classification", "seed": 0, "model": {"name": "other"}, "optimizer": {"lr": 0.2}}

@@ -19,7 +19,7 @@ from paceline.report.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.report.html.speed import memory, scaling, speed
 from paceline.report.html.timeline import findings, happened, proof, steps_in_words
 from paceline.report.html.training import training
-from paceline.units import format_bytes, format_count, format_seconds, metric_title, metric_unit
+from paceline.units import counted, format_bytes, format_count, format_seconds, metric_title, metric_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,28 +80,19 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
     """
     if output is not None:
         refuse_odd_outputs(output)
-        _refuse_other_file(output)
+        try:
+            with output.open("rb") as file:
+                begins = file.read(len(_PAGE_START))
+        except FileNotFoundError:
+            begins = b""
+        except OSError as error:
+            raise cannot("read", output, error) from error
+        if begins and begins.lower() != _PAGE_START:
+            raise RunDirectoryError(f"'{output}' exists, is not an HTML page, and is not replaced: give another name.")
     runs = read_runs(run_dirs)
     if output is None:
         output = runs[0].path / "report.html" if len(runs) == 1 else Path("report.html")
     return Report(path=write_page(output, page_of(runs)), runs=runs)
-
-
-def _refuse_other_file(path: Path) -> None:
-    """Refuse to replace a file that is not a page.
-
-    Raises:
-        RunDirectoryError: If it is not empty and does not begin as a page does, or cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            begins = file.read(len(_PAGE_START))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise cannot("read", path, error) from error
-    if begins and begins.lower() != _PAGE_START:
-        raise RunDirectoryError(f"'{path}' exists, is not an HTML page, and is not replaced: give another name.")
 
 
 def page_of(runs: Sequence[RunRecord]) -> Page:
@@ -113,10 +104,15 @@ def page_of(runs: Sequence[RunRecord]) -> Page:
         order.insert(order.index("Events"), "Predictions")
         order[1] = "Recipe"
     sections = ((title, _blocks(_SECTIONS[title], runs)) for title in order)
+    title, subtitle = f"{len(runs)} runs compared", ", ".join(run.name for run in runs[:8]) + ", …" * (len(runs) > 8)
+    if len(runs) == 1:
+        run, title = runs[0], runs[0].name
+        network, data = run.recipe.get("model.name"), run.recipe.get("data.dataset")
+        subtitle = f"{network or 'A network'} on {data or 'its data'}, {steps_in_words(run)}, in {run.path}"
     return Page(
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
-        subtitle=_subtitle(runs),
-        sections=tuple(Section(title=title, blocks=blocks) for title, blocks in sections if blocks),
+        title=title,
+        subtitle=subtitle,
+        sections=tuple(Section(title=name, blocks=blocks) for name, blocks in sections if blocks),
     )
 
 
@@ -129,15 +125,6 @@ def _blocks(make: _SectionMaker, runs: Sequence[RunRecord]) -> tuple[Block, ...]
         return (Text(told, kind="bad"),)
 
 
-def _subtitle(runs: Sequence[RunRecord]) -> str:
-    if len(runs) > 1:
-        return ", ".join(run.name for run in runs[:8]) + ", …" * (len(runs) > 8)
-    run = runs[0]
-    network = run.recipe.get("model.name")
-    data = run.recipe.get("data.dataset")
-    return f"{network or 'A network'} on {data or 'its data'}, {steps_in_words(run)}, in {run.path}"
-
-
 def recipe(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """The recipe's keys, those that differ first."""
     yield from _side_by_side(runs, [run.recipe for run in runs], "recipe", folded=len(runs) > 1)
@@ -148,15 +135,10 @@ def recipe(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 def environment(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Machines and versions, those that differ first."""
-    yield from _side_by_side(runs, [_environment(run) for run in runs], "environment", folded=True)
-
-
-def _environment(run: RunRecord) -> dict[str, Any]:
-    told = flattened(run.environment)
-    told.pop("time", None)
-    return {
-        key: format_bytes(value) if key.endswith("memory_bytes") and value else value for key, value in told.items()
-    }
+    trees = [{key: value for key, value in flattened(run.environment).items() if key != "time"} for run in runs]
+    for tree in trees:
+        tree |= {key: format_bytes(value) for key, value in tree.items() if key.endswith("memory_bytes") and value}
+    yield from _side_by_side(runs, trees, "environment", folded=True)
 
 
 def _side_by_side(
@@ -168,20 +150,18 @@ def _side_by_side(
         return
     columns = ("key", *(run.name if len(runs) > 1 else "value" for run in runs))
     differing = [key for key in keys if len({repr(tree.get(key)) for tree in trees}) > 1]
+    rows = {}
+    for key in keys:  # what differs from the first is marked
+        values = [_written(tree[key]) if key in tree else "–" for tree in trees]
+        marked = (Marked(each) if key in differing and each != values[0] else each for each in values)
+        rows[key] = (key, *marked)
     if len(runs) > 1:
         if differing:
-            rows = [(key, *_values(trees, key, differs=True)) for key in differing]
-            yield Table(columns=columns, rows=rows, caption=f"Where the {what}s differ")
+            caption = f"Where the {what}s differ"
+            yield Table(columns=columns, rows=[rows[key] for key in differing], caption=caption)
         else:
             yield Text(f"The {what}s are the same.")
-    rows = [(key, *_values(trees, key, differs=key in differing)) for key in keys]
-    yield Table(columns=columns, rows=rows, caption=f"The whole {what}", folded=folded)
-
-
-def _values(trees: Sequence[Mapping[str, Any]], key: str, *, differs: bool) -> Iterator[str]:
-    """A value of each; what differs from the first is marked."""
-    values = [_written(tree[key]) if key in tree else "–" for tree in trees]
-    yield from (Marked(value) if differs and value != values[0] else value for value in values)
+    yield Table(columns=columns, rows=[*rows.values()], caption=f"The whole {what}", folded=folded)
 
 
 def _written(value: Any) -> str:
@@ -210,7 +190,8 @@ def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
     for run in runs:
         yield from _status(run, len(runs) > 1)
     if len(runs) == 1:
-        yield Tiles(tuple(_tiles(runs[0])))
+        told = ((label, *fact.partition(" · ")) for label, fact in _facts(runs[0]).items())
+        yield Tiles([Tile(label, value, note) for label, value, _, note in told])
         return
     facts = [_facts(run) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
@@ -223,14 +204,13 @@ def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 def facts_of(run: RunRecord) -> dict[str, Any]:
     """The outcome as JSON values."""
-    steps, evaluations = run.of("step"), run.of("evaluation")
     return {
         "run_dir": str(run.path),
         "name": run.name,
         "status": run.status,
         "step": run.step,
-        "records": len(steps),
-        "evaluations": len(evaluations),
+        "records": len(run.of("step")),
+        "evaluations": len(run.of("evaluation")),
         "incidents": len(run.of("incident")),
         "resumes": len(run.of("resume")),
     }
@@ -256,22 +236,14 @@ def _status(run: RunRecord, is_one_of_many: bool) -> Iterator[Block]:
         yield Text(f"{who}{complaint}", kind="warning")
 
 
-def _tiles(run: RunRecord) -> Iterator[Tile]:
-    total = run.total_steps
-    notes = {"status": _ending(run), "steps": f"of {format_count(total)}" if total else ""}
-    for label, fact in _facts(run).items():
-        value, _, note = fact.partition(" · ")
-        yield Tile(label, value, note or notes.get(label, ""))
-
-
-def _ending(run: RunRecord) -> str:
-    resumes = len(run.of("resume"))
-    return f"resumed {resumes} time{'s' * (resumes > 1)}" if resumes else ""
-
-
 def _facts(run: RunRecord) -> dict[str, str]:
     """By label a value, and after a dot a few more words."""
-    facts = {"status": _STATUS.get(run.status, run.status), **_headline(run), "steps": format_count(run.step)}
+    resumes, total = len(run.of("resume")), run.total_steps
+    facts = {
+        "status": _STATUS.get(run.status, run.status) + (f" · resumed {counted(resumes, 'time')}" if resumes else ""),
+        **_headline(run),
+        "steps": format_count(run.step) + (f" · of {format_count(total)}" if total else ""),
+    }
     steps, summary = run.of("step"), run.summary
     if steps:
         facts["samples"] = f"{format_count(steps[-1]['samples'])} · in training, with repeats"
@@ -293,7 +265,9 @@ def _facts(run: RunRecord) -> dict[str, str]:
             facts["peak memory"] = f"{format_bytes(summary.peak_memory_bytes)} · of the first process"
     if run.plan.get("parameters"):
         facts["parameters"] = f"{format_count(run.plan['parameters'])} · trainable"
-    return {**facts, "hardware": _hardware(run)}
+    name = run.plan.get("device_name") or run.environment.get("device") or "unknown"
+    where = f"{counted(run.world_size, 'process')}, {run.plan.get('precision', 'unknown precision')}"
+    return {**facts, "hardware": f"{name} · {where}"}
 
 
 def _headline(run: RunRecord) -> dict[str, str]:
@@ -317,13 +291,6 @@ def _headline(run: RunRecord) -> dict[str, str]:
 
 def _figure(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 10 else f"{value:.4f}"
-
-
-def _hardware(run: RunRecord) -> str:
-    count = run.world_size
-    name = run.plan.get("device_name") or run.environment.get("device") or "unknown"
-    processes = f"{count} process{'es' * (count > 1)}"
-    return f"{name} · {processes}, {run.plan.get('precision', 'unknown precision')}"
 
 
 _SectionMaker = Callable[[Sequence[RunRecord]], Iterator[Block]]

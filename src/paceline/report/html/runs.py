@@ -26,20 +26,72 @@ from paceline.report.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]
 
-_TIMED = ("start", "step")
 # What plans did not say at first, of the metrics that there were.
 _OF_OLD_RUNS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
 
 
+class Happened:
+    """A run as its plan and its events tell it.
+
+    Attributes:
+        events: In order.
+        plan: Empty where there is none yet.
+    """
+
+    events: Sequence[Event]
+    plan: Mapping[str, Any]
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind."""
+        return self._by_kind.get(kind, [])
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[Event]]:
+        kinds: dict[str, list[Event]] = {}
+        for event in self.events:
+            kinds.setdefault(event["event"], []).append(event)
+        return kinds
+
+    @property
+    def start(self) -> Event:
+        """The beginning of the last launch; empty before the first."""
+        return self.of("start")[-1] if self.of("start") else {}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the records know of."""
+        return int(self.events[-1]["step"]) if self.events else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that were planned."""
+        total: int | None = self.start.get("total_steps", self.plan.get("total_steps"))
+        return total
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of what evaluations measured."""
+        return list(dict.fromkeys(key for event in self.of("evaluation") for key in event if key not in NO_METRICS))
+
+    @property
+    def headline(self) -> str:
+        """The metric that one looks at first."""
+        # Plans did not say it at first; those runs were of images.
+        return str(self.plan.get("headline", "top1_accuracy"))
+
+    def higher_is_better(self, metric: str) -> bool | None:
+        """Which way a metric is better; None where nothing says so."""
+        told: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
+        return told.get(metric)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class RunRecord(Happened):
     """One run as its files tell it.
 
     Attributes:
         path: The run directory.
         name: What it is called in the report; no other run in it is called so.
-        events: In order.
-        plan: Empty where there is none yet.
         recipe: By dotted key.
         environment: Empty where there is none.
         last_summary: The outcome of its last stop, which may be of an earlier launch.
@@ -55,24 +107,12 @@ class RunRecord:
     last_summary: Summary | None
     complaints: tuple[str, ...] = field(default=())
 
-    def of(self, kind: str) -> list[Event]:
-        """The events of one kind."""
-        return self._by_kind.get(kind, [])
-
-    @cached_property
-    def _by_kind(self) -> dict[str, list[Event]]:
-        kinds: dict[str, list[Event]] = {}
-        for event in self.events:
-            kinds.setdefault(event["event"], []).append(event)
-        return kinds
-
     @cached_property
     def finish(self) -> Event | None:
         """The end of the last launch; None while it is under way, or where it was killed."""
-        for event in reversed(self.events):
-            if event["event"] in ("finish", "start"):
-                return event if event["event"] == "finish" else None
-        return None
+        ends = (event for event in reversed(self.events) if event["event"] in ("finish", "start"))
+        last = next(ends, None)
+        return last if last is not None and last["event"] == "finish" else None
 
     @property
     def summary(self) -> Summary | None:
@@ -87,48 +127,21 @@ class RunRecord:
         return "unfinished" if self.events else "not begun"
 
     @property
-    def step(self) -> int:
-        """Optimizer steps that the records know of."""
-        return int(self.events[-1]["step"]) if self.events else 0
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps that were planned."""
-        starts = self.of("start")
-        return int(starts[-1]["total_steps"]) if starts else self.plan.get("total_steps")
-
-    @property
     def world_size(self) -> int:
         """Processes of the last launch."""
-        starts = self.of("start")
-        return int(starts[-1]["world_size"]) if starts else int(self.plan.get("world_size", 1))
-
-    @cached_property
-    def metrics(self) -> list[str]:
-        """Names of what evaluations measured."""
-        return list(dict.fromkeys(key for event in self.of("evaluation") for key in event if key not in NO_METRICS))
-
-    @property
-    def headline(self) -> str:
-        """The metric that one looks at first."""
-        # Plans did not say it at first; those runs were of images.
-        return str(self.plan.get("headline", "top1_accuracy"))
+        return int(self.start.get("world_size", self.plan.get("world_size", 1)))
 
     @property
     def weight_unit(self) -> str:
         """What samples count for in the mean loss: ``tokens``, say."""
         return str(self.plan.get("weight_unit", "samples"))
 
-    def higher_is_better(self, metric: str) -> bool | None:
-        """Which way a metric is better; None where nothing says so."""
-        told: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
-        return told.get(metric)
-
     @cached_property
     def attribution(self) -> Attribution | None:
         """Where the time of its steps went; None without a step record that tells."""
         try:
-            return attribute_events(self.path, (each for each in self.events if each["event"] in _TIMED), self.plan)
+            timed = (each for each in self.events if each["event"] in ("start", "step"))
+            return attribute_events(self.path, timed, self.plan)
         except (RunDirectoryError, KeyError):
             return None
 
@@ -145,8 +158,12 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     Raises:
         RunDirectoryError: If one of them is no run, or its events cannot be read.
     """
-    unique = list({os.path.realpath(path): path for path in paths}.values())
-    return [_read(path, name) for path, name in zip(unique, _names(unique), strict=True)]
+    unique = {os.path.realpath(path): path for path in paths}
+    parts = [Path(each).parts for each in unique]
+    # The shortest ends of their paths that tell them apart.
+    ends = (["/".join(each[-length:]) for each in parts] for length in range(1, max(map(len, parts), default=1)))
+    names = next((each for each in ends if len(set(each)) == len(each)), list(unique))
+    return [_read(path, name) for path, name in zip(unique.values(), names, strict=True)]
 
 
 def _read(path: Path, name: str) -> RunRecord:
@@ -181,13 +198,3 @@ def flattened(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         else:
             flat[f"{path}{key}"] = value
     return flat
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of their paths that tell them apart."""
-    parts = [Path(os.path.realpath(path)).parts for path in paths]
-    for length in range(1, max((len(each) for each in parts), default=1)):
-        names = ["/".join(each[-length:]) for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Block, Chart, Table, Text
-from paceline.report.attribution import PhaseTime
 from paceline.report.html.runs import RunRecord
 from paceline.report.html.training import curves, look, of_runs
 from paceline.telemetry.meter import PHASES
@@ -16,6 +18,7 @@ from paceline.units import format_bytes
 
 _LEAST_SHARE = 0.01  # of a step: what is thinner cannot be seen in a bar
 _LEAST_RECORDS, _MOST_BINS = 20, 40
+_PATTERNS = ("", "/", ".", "x", "\\", "-", "|", "+", "")
 
 
 def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
@@ -25,36 +28,35 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
             yield Text(f"{_whose(run, runs)}Bound by {run.attribution.bottleneck}")
         elif run.attribution is not None:
             yield Text(f"{_whose(run, runs)}No single thing clearly holds the steps back.")
-    yield from _over_steps(
-        *(runs, "throughput_samples_per_second", "Throughput", "samples per second"),
-        "Over all processes, without each launch's first three steps.",
-    )
-    yield from _over_steps(
-        *(runs, "throughput_tokens_per_second", "Tokens", "tokens per second"),
-        "Over all processes, without padding.",
-    )
-    yield from _over_steps(
-        *(runs, "padding_fraction", "Padding", "share of what is computed"),
-        "Places in the batches that hold no token.",
-        tickformat="~%",
-    )
+    for key in ("throughput_samples_per_second", "throughput_tokens_per_second", "padding_fraction"):
+        yield from _over_steps(runs, key)
     yield from _attribution(runs)
-    yield from _over_steps(
-        *(runs, "data_wait_fraction", "Waiting for data", "share of a step"),
-        "Of the time of a step, on the first process.",
-        tickformat="~%",
-    )
+    yield from _over_steps(runs, "data_wait_fraction")
     yield from _step_times(runs)
     yield from curves("MFU", "share of the peak", of_runs(runs, "step", "mfu", "MFU"), runs, tickformat="~%")
     for run in runs:
         yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
 
 
-def _over_steps(
-    runs: Sequence[RunRecord], key: str, title: str, unit: str, description: str, **axis: Any
-) -> Iterator[Block]:
+# Keys of step records with the title of their chart, its unit, a sentence, and whether it is a share.
+_OVER_STEPS = {
+    "throughput_samples_per_second": (
+        "Throughput",
+        "samples per second",
+        "Over all processes, without each launch's first three steps.",
+        False,
+    ),
+    "throughput_tokens_per_second": ("Tokens", "tokens per second", "Over all processes, without padding.", False),
+    "padding_fraction": ("Padding", "share of what is computed", "Places in the batches that hold no token.", True),
+    "data_wait_fraction": ("Waiting for data", "share of a step", "Of the time of a step, on the first process.", True),
+}
+
+
+def _over_steps(runs: Sequence[RunRecord], key: str) -> Iterator[Block]:
     """A chart of one key of step records from zero; none for runs that do not record it."""
+    title, unit, description, is_share = _OVER_STEPS[key]
     lines = of_runs(runs, "step", key, title.lower())
+    axis = {"tickformat": "~%"} if is_share else {}
     yield from curves(title, unit, lines, runs, description, rangemode="tozero", **axis)
 
 
@@ -68,7 +70,23 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
         found = [next((each for each in one.phases if each.name == phase), None) for _, one in told]
         if all(each is None or each.share < _LEAST_SHARE for each in found):
             continue
-        traces.append(_bar(phase, style, [run.name for run, _ in told], found))
+        pattern = {"shape": _PATTERNS[style], "fillmode": "overlay", "fgcolor": "var(--surface)", "size": 8}
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": phase.replace("_", " "),
+                "y": [run.name for run, _ in told],
+                "x": [None if each is None else 1e3 * each.seconds for each in found],
+                "customdata": [None if each is None else each.share for each in found],
+                "hovertemplate": "%{fullData.name}: %{x:.3f} ms, %{customdata:.1%}<extra></extra>",
+                "marker": {
+                    "color": f"var(--series-{style + 1})" if style < SERIES else "var(--muted)",
+                    "line": {"color": "var(--surface)", "width": 1},
+                    "pattern": {**pattern, "solidity": 0.18},
+                },
+            }
+        )
     rows = [
         (*[run.name] * (len(runs) > 1), each.name, round(1e3 * each.seconds, 6), f"{each.share:.1%}")
         for run, one in told
@@ -93,33 +111,6 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
     )
 
 
-_PATTERNS = ("", "/", ".", "x", "\\", "-", "|", "+", "")
-
-
-def _bar(phase: str, style: int, names: Sequence[str], found: Sequence[PhaseTime | None]) -> dict[str, Any]:
-    colour = f"var(--series-{style + 1})" if style < SERIES else "var(--muted)"
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": phase.replace("_", " "),
-        "y": list(names),
-        "x": [None if each is None else 1e3 * each.seconds for each in found],
-        "customdata": [None if each is None else each.share for each in found],
-        "hovertemplate": "%{fullData.name}: %{x:.3f} ms, %{customdata:.1%}<extra></extra>",
-        "marker": {
-            "color": colour,
-            "line": {"color": "var(--surface)", "width": 1},
-            "pattern": {
-                "shape": _PATTERNS[style],
-                "fillmode": "overlay",
-                "fgcolor": "var(--surface)",
-                "size": 8,
-                "solidity": 0.18,
-            },
-        },
-    }
-
-
 def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """How the records' means of a step's time are distributed."""
     taken = [
@@ -133,27 +124,21 @@ def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
     known = [value for values in taken for value in values]
     if len(known) < _LEAST_RECORDS:
         return
-    low, high, bins = min(known), max(known), min(_MOST_BINS, math.isqrt(len(known)))
-    width = (high - low) / bins or max(high, 1e-9) / bins
-    edges = [low + width * (at + 0.5) for at in range(bins)]
-    traces = []
-    for style, (run, values) in enumerate(zip(runs, taken, strict=True)):
-        counts = [0] * bins
-        for value in values:
-            counts[min(bins - 1, int((value - low) / width))] += 1
-        lines = look(style)
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": run.name,
-                # Down to nothing at both ends, so that the shape is closed.
-                "x": [edges[0] - width, *edges, edges[-1] + width],
-                "y": [0, *counts, 0],
-                "line": {**lines["line"], "shape": "hvh"},
-                **({"fill": "tozeroy", "fillcolor": "var(--band)"} if len(runs) == 1 else {}),
-            }
-        )
+    edges = np.histogram_bin_edges(known, min(_MOST_BINS, math.isqrt(len(known))))
+    # Down to nothing at both ends, so that the shape is closed.
+    middles = [float(each) for each in np.append(edges, 2 * edges[-1] - edges[-2]) - (edges[1] - edges[0]) / 2]
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": run.name,
+            "x": middles,
+            "y": [0, *np.histogram(values, edges)[0].tolist(), 0],
+            "line": {**look(style)["line"], "shape": "hvh"},
+            **({"fill": "tozeroy", "fillcolor": "var(--band)"} if len(runs) == 1 else {}),
+        }
+        for style, (run, values) in enumerate(zip(runs, taken, strict=True))
+    ]
     yield Chart(
         title="How long steps took",
         traces=traces,
@@ -168,19 +153,16 @@ def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Measured peak memory compared with the estimate."""
-    rows = []
-    for run in runs:
-        estimate = run.extra("estimate.json")
-        peak = None if run.summary is None else run.summary.peak_memory_bytes
-        rows.append(
-            (
-                run.name,
-                _size(peak),
-                _size((estimate or {}).get("needed_bytes")),
-                _size(run.plan.get("device_memory_bytes")),
-                f"{run.plan.get('device_name', '–')}",
-            )
+    rows = [
+        (
+            run.name,
+            _size(None if run.summary is None else run.summary.peak_memory_bytes),
+            _size((run.extra("estimate.json") or {}).get("needed_bytes")),
+            _size(run.plan.get("device_memory_bytes")),
+            run.plan.get("device_name"),
         )
+        for run in runs
+    ]
     columns = ("run", "measured peak", "estimated", "of the device", "device")
     yield Table(columns=columns, rows=rows, caption="Memory of the first process, at its most")
     if any(run.plan.get("device") == "cpu" for run in runs):
@@ -193,31 +175,20 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
         causes, outside = (estimate.get("peak") or {}).get("causes"), estimate.get("outside_bytes")
         if isinstance(causes, Mapping) and causes:
             libraries = {"libraries and runtime": outside} if isinstance(outside, int | float) and outside else {}
-            yield _causes(run, {**causes, **libraries})
+            whole = {**causes, **libraries}
+            bars = {"type": "bar", "orientation": "h", "name": "MiB", "marker": {"color": "var(--series-1)"}}
+            names, sizes = [name.replace("_", " ") for name in whole], [each / 2**20 for each in whole.values()]
+            yield Chart(
+                title=f"Estimated memory of a step by cause, {run.name}",
+                traces=[{**bars, "y": names, "x": sizes}],
+                layout={"xaxis": {"title": "MiB"}, "yaxis": {"autorange": "reversed", "type": "category"}},
+                description="As paceline estimate found it, without a step being run.",
+            )
         elif len(runs) == 1:
             yield Text(
                 f"There is no estimate beside it: `paceline estimate {run.path} --json > {run.path}/estimate.json` "
                 "makes one, and the next report shows it."
             )
-
-
-def _causes(run: RunRecord, causes: Mapping[str, Any]) -> Chart:
-    names = list(causes)
-    return Chart(
-        title=f"Estimated memory of a step by cause, {run.name}",
-        traces=[
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": "MiB",
-                "y": [name.replace("_", " ") for name in names],
-                "x": [causes[name] / 2**20 for name in names],
-                "marker": {"color": "var(--series-1)"},
-            }
-        ],
-        layout={"xaxis": {"title": "MiB"}, "yaxis": {"autorange": "reversed", "type": "category"}},
-        description="As paceline estimate found it, without a step being run.",
-    )
 
 
 def _size(count: Any) -> str | None:
@@ -232,18 +203,28 @@ def scaling(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """The section's blocks; none where nothing is told of more than one world size."""
     yield from _measured(runs)
     for run in runs:
-        yield from _predicted(run)
+        # What `paceline scale` said, where its JSON lies in the run directory.
+        rows = [each for each in (run.extra("scale.json") or {}).get("rows", ()) if isinstance(each, Mapping)]
+        if rows:
+            columns = ("devices", "strategy", "samples/s", "between", "efficiency")
+            told = [(each.get("devices"), each.get("strategy"), *_prediction(each)) for each in rows]
+            yield Table(columns=columns, rows=told, caption=f"Scaling of {run.name}, predicted by paceline scale")
+
+
+def _prediction(row: Mapping[str, Any]) -> tuple[float | None, str | None, str | None]:
+    """A predicted rate, its range and its efficiency, as far as they are numbers."""
+    keys = ("samples_per_second", "samples_per_second_low", "samples_per_second_high", "efficiency")
+    rate, low, high, share = (each if isinstance(each := row.get(key), int | float) else None for key in keys)
+    return (
+        None if rate is None else round(rate, 1),
+        None if low is None or high is None else f"{low:,.0f} – {high:,.0f}",
+        None if share is None else f"{share:.1%}",
+    )
 
 
 def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    known = sorted(
-        (
-            (run.world_size, run.summary.throughput_samples_per_second, run)
-            for run in runs
-            if run.summary is not None and run.summary.throughput_samples_per_second
-        ),
-        key=lambda each: each[0],
-    )
+    rates = ((run.world_size, run.summary and run.summary.throughput_samples_per_second, run) for run in runs)
+    known = sorted(((size, rate, run) for size, rate, run in rates if rate), key=itemgetter(0))
     sizes = {size for size, _, _ in known}
     if len(sizes) < 2:
         return
@@ -273,32 +254,3 @@ def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
     )
     columns = ("run", "processes", "global batch", "samples/s", "speed-up", "efficiency")
     yield Table(columns=columns, rows=rows, caption="Scaling, measured")
-
-
-def _predicted(run: RunRecord) -> Iterator[Block]:
-    """What `paceline scale` said, where its JSON lies in the run directory."""
-    report = run.extra("scale.json")
-    rows = [each for each in (report or {}).get("rows", ()) if isinstance(each, Mapping)]
-    if not rows:
-        return
-    told = [
-        (
-            each.get("devices"),
-            each.get("strategy"),
-            _number(each.get("samples_per_second")),
-            _range(each),
-            f"{share:.1%}" if isinstance(share := each.get("efficiency"), int | float) else None,
-        )
-        for each in rows
-    ]
-    columns = ("devices", "strategy", "samples/s", "between", "efficiency")
-    yield Table(columns=columns, rows=told, caption=f"Scaling of {run.name}, predicted by paceline scale")
-
-
-def _number(value: Any) -> float | None:
-    return round(value, 1) if isinstance(value, (int, float)) else None
-
-
-def _range(row: Mapping[str, Any]) -> str | None:
-    low, high = _number(row.get("samples_per_second_low")), _number(row.get("samples_per_second_high"))
-    return None if low is None or high is None else f"{low:,.0f} – {high:,.0f}"

@@ -12,14 +12,15 @@ from paceline.report.html.runs import Event, RunRecord
 from paceline.units import format_count, format_seconds
 
 _ROWS = {
-    "evaluation": ("evaluation", "circle", "var(--series-1)"),
-    "checkpoint": ("checkpoint", "square", "var(--series-3)"),
-    "profile": ("profile", "star", "var(--series-6)"),
-    "resume": ("resume", "triangle-right", "var(--series-4)"),
-    "incident": ("incident", "x", "var(--bad)"),
-    "stop": ("stop", "diamond", "var(--series-5)"),
+    "evaluation": ("circle", "var(--series-1)"),
+    "checkpoint": ("square", "var(--series-3)"),
+    "profile": ("star", "var(--series-6)"),
+    "resume": ("triangle-right", "var(--series-4)"),
+    "incident": ("x", "var(--bad)"),
+    "stop": ("diamond", "var(--series-5)"),
 }
 _TOLD = ("resume", "incident", "stop", "finish", "start", "measurement")
+_YES = {True: "yes", False: "no"}
 _MOST_ROWS, _MOST_POINTS = 200, 1000
 
 
@@ -36,33 +37,42 @@ def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
     if not found:
         yield Text("Nothing is recorded yet.")
         return
-    shown = _with_room(found, rows)
+    shown = found
+    if len(found) > _MOST_ROWS:  # then the rare ones, and the last of the others
+        is_rare = [event["event"] not in ("incident", "measurement") for _, event in rows]
+        rare, many = ([at for at, which in enumerate(is_rare) if which is kind] for kind in (True, False))
+        shown = [found[place] for place in sorted([*rare[-_MOST_ROWS // 2 :], *many[-_MOST_ROWS // 2 :]])]
     some = f" ({len(shown)} of {len(found):,})" if len(shown) < len(found) else ""
     columns = (*["run"] * who, "event", "time (UTC)", "step", "what happened")
     yield Table(columns=columns, rows=shown, caption=f"Launches, resumes, incidents and stops{some}")
     incidents = Counter((run.name, event["incident"]) for run, event in rows if event["event"] == "incident")
     if sum(incidents.values()) > len(incidents):
-        many = [(*[name] * who, kind, count) for (name, kind), count in incidents.most_common()]
-        yield Table(columns=(*["run"] * who, "incident", "times"), rows=many, caption="Incidents by kind")
+        by_kind = [(*[name] * who, kind, count) for (name, kind), count in incidents.most_common()]
+        yield Table(columns=(*["run"] * who, "incident", "times"), rows=by_kind, caption="Incidents by kind")
 
 
 def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """What the ledger proves of each run."""
-    rows = []
-    for run in runs:
-        facts = None if run.summary is None else run.summary.ledger
-        if facts is not None:
-            is_whole = not (facts.duplicates or facts.missing)
-            rows.append((run.name, facts.epochs_complete, facts.duplicates, facts.missing, facts.broken, is_whole))
+    counts = [(run.name, None if run.summary is None else run.summary.ledger) for run in runs]
+    rows = [
+        (
+            name,
+            each.epochs_complete,
+            each.duplicates,
+            each.missing,
+            each.broken,
+            "no" if each.duplicates or each.missing else "yes",
+        )
+        for name, each in counts
+        if each is not None
+    ]
     if rows:
         columns = ("run", "epochs complete", "used twice", "missing", "broken", "each sample once per epoch")
-        told = [(*row[:-1], "yes" if row[-1] else "no") for row in rows]
-        yield Table(
-            columns=columns, rows=told, caption="Samples by the ledger, as counted when the run came to its end"
-        )
-    for run in runs:
-        if run.summary is None or run.summary.ledger is None:
-            yield Text(f"{run.name}: the ledger is counted when a run completes or is stopped, which it has not been.")
+        caption = "Samples by the ledger, as counted when the run came to its end"
+        yield Table(columns=columns, rows=rows, caption=caption)
+    for name, each in counts:
+        if each is None:
+            yield Text(f"{name}: the ledger is counted when a run completes or is stopped, which it has not been.")
     which = runs[0].path if len(runs) == 1 else "RUN"
     yield Text(
         f"`paceline audit {which}` counts it anew, and compares each step's samples with those that the recipe "
@@ -85,33 +95,18 @@ def findings(runs: Sequence[RunRecord]) -> Iterator[Block]:
         if not found:
             yield Text(f"{whose}The doctor found nothing.", kind="good")
             continue
-        rows = [
-            (each.get("name"), each.get("severity"), each.get("evidence"), _advice(each), _gain(each)) for each in found
-        ]
+        rows = [_finding(each) for each in found]
         columns = ("finding", "severity", "evidence", "what to change", "worth")
         yield Table(columns=columns, rows=rows, caption=f"{whose}What the doctor found")
 
 
-def _advice(finding: Mapping[str, Any]) -> Any:
-    advice = finding.get("advice")
-    return advice.get("words") if isinstance(advice, Mapping) else advice
-
-
-def _gain(finding: Mapping[str, Any]) -> Any:
-    gain = finding.get("gain")
+def _finding(found: Mapping[str, Any]) -> tuple[Any, ...]:
+    advice, gain = found.get("advice"), found.get("gain")
+    worth = found.get("expected")
     if isinstance(gain, Mapping) and isinstance(gain.get("middle"), (int, float)):
-        return f"{gain['middle']:.3f} times as fast, measured"
-    return finding.get("expected")
-
-
-def _with_room(rows: Sequence[tuple[object, ...]], found: Sequence[tuple[RunRecord, Event]]) -> list[Any]:
-    """All of them, or the rare ones and the last of the others."""
-    if len(rows) <= _MOST_ROWS:
-        return list(rows)
-    rare = [at for at, (_, event) in enumerate(found) if event["event"] not in ("incident", "measurement")]
-    many = [at for at in range(len(rows)) if at not in set(rare)]
-    kept = sorted({*rare[-_MOST_ROWS // 2 :], *many[-_MOST_ROWS // 2 :]})
-    return [rows[at] for at in kept]
+        worth = f"{gain['middle']:.3f} times as fast, measured"
+    words = advice.get("words") if isinstance(advice, Mapping) else advice
+    return (found.get("name"), found.get("severity"), found.get("evidence"), words, worth)
 
 
 def _words(event: Event) -> str:
@@ -150,9 +145,25 @@ def _timeline(run: RunRecord) -> Chart:
         "customdata": [format_seconds(last - first) for first, last in launches],
         "hovertemplate": "launch, %{customdata}<extra></extra>",
     }
-    marks = [_marks_of(kind, run.of(kind)) for kind in _ROWS if run.of(kind)]
-    rows = ["launch", *(trace["name"] for trace in marks)]
-    counts = [("launch", len(launches)), *((kind, len(run.of(kind))) for kind in _ROWS if run.of(kind))]
+    counts = {kind: len(run.of(kind)) for kind in _ROWS if run.of(kind)}
+    marks = []
+    for kind, count in counts.items():
+        symbol, colour = _ROWS[kind]
+        shown = run.of(kind)[:: -(-count // _MOST_POINTS)]
+        marks.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": kind,
+                "x": [_date(event["time"]) for event in shown],
+                "y": [kind] * len(shown),
+                "customdata": [[event["step"], _words(event)[:160]] for event in shown],
+                "hovertemplate": "%{fullData.name} after step %{customdata[0]:,}: %{customdata[1]}<extra></extra>",
+                "marker": {"symbol": symbol, "color": colour, "size": 10},
+            }
+        )
+    rows = ["launch", *counts]
+    counts = {"launch": len(launches), **counts}
     return Chart(
         title="The run by the clock",
         traces=[bars, *marks],
@@ -166,23 +177,8 @@ def _timeline(run: RunRecord) -> Chart:
         },
         description="Bars are launches; between two of them nothing trained.",
         wide=True,
-        table=Table(columns=("event", "times"), rows=counts, caption="Figures of this chart", folded=True),
+        table=Table(columns=("event", "times"), rows=[*counts.items()], caption="Figures of this chart", folded=True),
     )
-
-
-def _marks_of(kind: str, events: Sequence[Event]) -> dict[str, Any]:
-    name, symbol, colour = _ROWS[kind]
-    shown = events[:: -(-len(events) // _MOST_POINTS)]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": name,
-        "x": [_date(event["time"]) for event in shown],
-        "y": [name] * len(shown),
-        "customdata": [[event["step"], _words(event)[:160]] for event in shown],
-        "hovertemplate": "%{fullData.name} after step %{customdata[0]:,}: %{customdata[1]}<extra></extra>",
-        "marker": {"symbol": symbol, "color": colour, "size": 10},
-    }
 
 
 def _launches(events: Sequence[Event]) -> Iterator[tuple[float, float]]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from operator import itemgetter
-from typing import Any, TypeGuard
+from typing import Any
+
+import numpy as np
 
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Block, Chart, Table, Text
@@ -32,8 +35,17 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
             "something went wrong; the section Events names them."
         )
     title = "Training loss" if len(runs) > 1 else "Loss"
-    yield from curves(title, _unit_of_loss(runs), _losses(runs), runs, _told_of_loss(runs))
-    for metric in _metrics(runs):
+    weighted = " or ".join(dict.fromkeys(run.weight_unit for run in runs))
+    is_usual = all(run.headline == "top1_accuracy" for run in runs)
+    unit = "nats per sample" if is_usual else f"mean over {weighted}"
+    lines, told = of_runs(runs, "step", "loss", "training"), "In training, mean since the record before."
+    if len(runs) == 1:
+        lines += _evaluated(runs, "loss")
+        told = "Training: mean since the record before, with label smoothing if there is any. Held-out: without."
+    yield from curves(title, unit, lines, runs, told)
+    for metric in dict.fromkeys(metric for run in runs for metric in run.metrics):
+        if metric == "loss" and len(runs) == 1:
+            continue
         unit = metric_unit(metric)
         title = "held-out loss" if metric == "loss" else metric_title(metric)
         name = title if title[1:2].isupper() else title[:1].upper() + title[1:]
@@ -44,34 +56,8 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
         # A scale that is always 1 is none.
         if key == "grad_scale" and all(value in (1, None) for line in lines for value in line.y):
             continue
-        yield from curves(title, unit or _weight_units(runs), lines, runs, told)
+        yield from curves(title, unit or weighted, lines, runs, told)
     yield from _best(runs)
-
-
-def _losses(runs: Sequence[RunRecord]) -> list[Line]:
-    lines = of_runs(runs, "step", "loss", "training")
-    return [*lines, *_evaluated(runs, "loss")] if len(runs) == 1 else lines
-
-
-def _unit_of_loss(runs: Sequence[RunRecord]) -> str:
-    if all(run.headline == "top1_accuracy" for run in runs):
-        return "nats per sample"
-    return f"mean over {_weight_units(runs)}"
-
-
-def _weight_units(runs: Sequence[RunRecord]) -> str:
-    return " or ".join(dict.fromkeys(run.weight_unit for run in runs))
-
-
-def _told_of_loss(runs: Sequence[RunRecord]) -> str:
-    if len(runs) > 1:
-        return "In training, mean since the record before."
-    return "Training: mean since the record before, with label smoothing if there is any. Held-out: without."
-
-
-def _metrics(runs: Sequence[RunRecord]) -> list[str]:
-    found = dict.fromkeys(metric for run in runs for metric in run.metrics)
-    return [metric for metric in found if metric != "loss" or len(runs) > 1]
 
 
 def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[Line]:
@@ -92,20 +78,20 @@ def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[Line]:
 
 def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
     rows = []
-    for run in runs:
-        for weights in _WEIGHTS:
-            events = [event for event in run.of("evaluation") if event["weights"] == weights]
-            for metric in run.metrics:
-                known = [event for event in events if event.get(metric) is not None]
-                if not known:
-                    continue
-                who = [run.name] * (len(runs) > 1)
-                rows.append(
-                    (*who, f"{metric_title(metric)}, {weights}", known[-1][metric], *_best_of(run, metric, known))
-                )
-    who = ["run"] * (len(runs) > 1)
+    for run, weights in product(runs, _WEIGHTS):
+        events = [event for event in run.of("evaluation") if event["weights"] == weights]
+        for metric in run.metrics:
+            known = [event for event in events if event.get(metric) is not None]
+            if not known:
+                continue
+            is_higher = run.higher_is_better(metric)
+            best: tuple[object, ...] = ("", "")  # where the records do not say which way a metric is better
+            if is_higher is not None:
+                best = itemgetter(metric, "step")((max if is_higher else min)(known, key=itemgetter(metric)))
+            who = [run.name] * (len(runs) > 1)
+            rows.append((*who, f"{metric_title(metric)}, {weights}", known[-1][metric], *best))
     if rows:
-        columns = (*who, "metric, weights", "last", "best", "best after step")
+        columns = (*["run"] * (len(runs) > 1), "metric, weights", "last", "best", "best after step")
         is_usual = all(run.headline == "top1_accuracy" for run in runs)
         units = "accuracies in %, losses in nats" if is_usual else "accuracies in %, all else as the task gives it"
         yield Table(columns=columns, rows=rows, caption=f"Evaluations, {units}")
@@ -113,15 +99,6 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
         over = all(run.status in ("completed", "failed") for run in runs)
         when = "was not evaluated" if over else "was not evaluated yet"
         yield Text(f"The run {when}, or has no held-out samples: `evaluate.every` says when it is.")
-
-
-def _best_of(run: RunRecord, metric: str, known: Sequence[Event]) -> tuple[float, int] | tuple[str, str]:
-    """The best value and its step; nothing where the records do not say which way a metric is better."""
-    is_higher = run.higher_is_better(metric)
-    if is_higher is None:
-        return "", ""
-    best = (max if is_higher else min)(known, key=itemgetter(metric))
-    return best[metric], int(best["step"])
 
 
 # Of all lines of a chart together.
@@ -177,7 +154,14 @@ def curves(
         "showlegend": len(lines) > 1,
         "hovermode": "x unified" if len(lines) < SERIES else "closest",
     }
-    shown = [_trace(line, most) for line in lines]
+    shown = []
+    for line in lines:
+        places, style = thinned(line.y, most), look(line.style)
+        if len(places) > _MANY_POINTS:
+            style["line"]["width"] = 1.2
+        mode = "lines+markers" if len(places) <= _FEW_POINTS else "lines"
+        x, y = ([values[at] for at in places] for values in (line.x, line.y))
+        shown.append({"type": "scatter", "mode": mode, "name": line.name, "x": x, "y": y, **style})
     count = sum(len(line.x) for line in lines)
     if sum(len(trace["x"]) for trace in shown) < count:
         description += (
@@ -197,21 +181,6 @@ def look(style: int) -> dict[str, Any]:
     }
 
 
-def _trace(line: Line, most: int) -> dict[str, Any]:
-    places = thinned(line.y, most)
-    style = look(line.style)
-    if len(places) > _MANY_POINTS:
-        style["line"]["width"] = 1.2
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(places) <= _FEW_POINTS else "lines",
-        "name": line.name,
-        "x": [line.x[at] for at in places],
-        "y": [line.y[at] for at in places],
-        **style,
-    }
-
-
 def _marks(runs: Sequence[RunRecord]) -> Iterator[Mapping[str, Any]]:
     """Vertical lines where a run was resumed, dashed, and where something went wrong, dotted; of one run only."""
     if len(runs) != 1:
@@ -219,22 +188,11 @@ def _marks(runs: Sequence[RunRecord]) -> Iterator[Mapping[str, Any]]:
     for kind, dash, colour in (("resume", "dash", "var(--muted)"), ("incident", "dot", "var(--bad)")):
         steps = sorted({event["step"] for event in runs[0].of(kind)})
         for step in steps[:: -(-len(steps) // _MOST_MARKS) or 1]:
-            yield {
-                "type": "line",
-                "xref": "x",
-                "yref": "paper",
-                "x0": step,
-                "x1": step,
-                "y0": 0,
-                "y1": 1,
-                "line": {"color": colour, "width": 1.5, "dash": dash},
-            }
+            place = {"xref": "x", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1}
+            yield {"type": "line", **place, "line": {"color": colour, "width": 1.5, "dash": dash}}
 
 
-Number = float | int | None
-
-
-def thinned(values: Sequence[Number], most: int) -> list[int]:
+def thinned(values: Sequence[float | None], most: int) -> list[int]:
     """The places of points that show a curve: of each stretch its lowest and highest, its ends, and a gap in it.
 
     Every point shown is one of the curve's own; nothing is averaged.
@@ -246,23 +204,14 @@ def thinned(values: Sequence[Number], most: int) -> list[int]:
     count = len(values)
     if count <= most:
         return list(range(count))
-    # A stretch gives at most five points, mostly four.
-    stretches = max(2, most // 4)
+    numbers = np.array([math.nan if each is None else each for each in values], dtype=np.float64)
     places = {0, count - 1}
-    for index in range(stretches):
-        first, end = index * count // stretches, (index + 1) * count // stretches
-        if first < end:
-            places |= _telling(values, first, end)
+    # A stretch gives at most five points, mostly four.
+    for stretch in np.array_split(np.arange(count), max(2, most // 4)):
+        is_known = np.isfinite(numbers[stretch])
+        known, gaps = stretch[is_known], stretch[~is_known]
+        places.update(gaps[:1].tolist())
+        if known.size:
+            extremes = (known[numbers[known].argmin()], known[numbers[known].argmax()])
+            places.update(int(each) for each in (known[0], known[-1], *extremes))
     return sorted(places)
-
-
-def _telling(values: Sequence[Number], first: int, end: int) -> set[int]:
-    known = [(value, at) for at, value in enumerate(values[first:end], start=first) if _is_number(value)]
-    if not known:
-        return {first}
-    gaps = [at for at in range(first, end) if not _is_number(values[at])]
-    return {known[0][1], known[-1][1], min(known)[1], max(known)[1], *gaps[:1]}
-
-
-def _is_number(value: Number) -> TypeGuard[float]:
-    return value is not None and math.isfinite(value)
