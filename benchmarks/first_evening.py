@@ -59,7 +59,12 @@ def once(name: str, photos: Path, weights: Path, size: int, epochs: int) -> tupl
             command = [sys.executable, "-m", "paceline", "train", str(photos), *asked, "--run-dir", f"{folder}/run"]
         else:
             given = [str(size), str(epochs), str(weights) if from_weights else "-", str(out)]
-            command = [str(environments.python_of("fastai-timm" if who == "fastai" else who)), str(PEERS / f"evening_{who}.py"), str(photos), *given]
+            command = [
+                str(environments.python_of("fastai-timm" if who == "fastai" else who)),
+                str(PEERS / f"evening_{who}.py"),
+                str(photos),
+                *given,
+            ]
         variables = os.environ | {"YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false", "HF_HUB_OFFLINE": "1"}
         begun = time.perf_counter()
         subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=variables)

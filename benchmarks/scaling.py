@@ -23,9 +23,9 @@ from paceline_advisor.formulas.parallel_step import (
     Host,
     Network,
     OneDevice,
+    ParallelConfig,
     Prediction,
     Unit,
-    Way,
     predict,
 )
 from paceline_advisor.scaling.network import describe
@@ -72,7 +72,7 @@ def predicted(row: Published, **changed: float) -> Prediction:
     """What is predicted of a row by one GPU's rate and the cluster's datasheet, with constants changed if asked for."""
     cluster = CLUSTERS[row.cluster]
     device = None if cluster.device is None else find_device(cluster.device).multiprocessors
-    way = Way(strategy="ddp", micro_batch=row.batch, passes=row.passes, units_per_device=device)
+    way = ParallelConfig(strategy="ddp", micro_batch=row.batch, passes=row.passes, units_per_device=device)
     one = OneDevice(seconds=row.batch / row.one, samples=row.batch)
     host = host_of(row)
     if host.seconds_per_sample == 0:
@@ -143,7 +143,7 @@ def goyal() -> list[dict[str, float]]:
     """Efficiency beside one server of 8 GPUs, predicted and published."""
     cluster, network = CLUSTERS["big-basin"], network_of("resnet50")
     one = OneDevice(seconds=GOYAL_STEP_SECONDS, samples=32)
-    way = Way(strategy="ddp", micro_batch=32)
+    way = ParallelConfig(strategy="ddp", micro_batch=32)
 
     def step(gpus: int) -> float:
         return predict(network, one, fabric_of(cluster, gpus), Host(), way).seconds
