@@ -91,7 +91,7 @@ def nvidia(source: tuple[str, ...], processes: int | None, skipped: tuple[str, .
     """
     from paceline.recipe.imports.nvidia import convert_nvidia, read_nvidia
 
-    return _finish(convert_nvidia(read_nvidia(source), processes=processes, skipped=skipped), **asked)
+    return _finish(convert_nvidia(*read_nvidia(source), processes=processes, skipped=skipped), **asked)
 
 
 def _finish(conversion: Conversion, output: Path | None, *, overwrite: bool, as_json: bool) -> int:
