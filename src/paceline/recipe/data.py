@@ -32,13 +32,15 @@ from paceline.recipe.fields import (
 )
 
 
-def _ascending(value: tuple[float, float]) -> tuple[float, float]:
+def ascending(value: tuple[float, float]) -> tuple[float, float]:
+    """Refuse a range whose first number is the larger one."""
     if value[0] > value[1]:
         raise ValueError(f"found {list(value)}, but it must be a range: the smaller number, then the larger")
     return value
 
 
-def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+def each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a column that is named twice."""
     if len(set(value)) < len(value):
         raise ValueError(f"found {list(value)}, but each column is named once")
     return value
@@ -64,11 +66,11 @@ _ClassNumber = Annotated[int, Field(ge=0, strict=True)]
 _Columns = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    AfterValidator(_each_once),
+    AfterValidator(each_once),
 ]
 # Sorted: samples are numbered by set, and their order must not depend on that of the keys.
 _Ratios = Annotated[dict[str, PositiveFloat], AfterValidator(lambda ratios: dict(sorted(ratios.items())))]
-Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
+Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(ascending)]
 
 
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
