@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import call_factory, named_factory
+from paceline.models.factories import call_factory, named_factory, no_weights, unknown_model
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
@@ -117,17 +117,13 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     import timm
 
     if not timm.is_model(model.name):
-        known = [*OWN_MODELS, *timm.list_models()]
+        more = "It is small_resnet, a timm name, torchvision:NAME or package.module:factory; `paceline models PATTERN` "
+        raise unknown_model(model, "model", [*OWN_MODELS, *timm.list_models()], f"{more}lists them.")
+    if unset := [name for name, value in model.options.items() if value is None]:
         raise ModelError(
-            f"unknown model '{model.name}'.{did_you_mean(model.name, known)} It is small_resnet, a timm name, "
-            f"torchvision:NAME or package.module:factory; `paceline models PATTERN` lists them."
+            f"model.options.{unset[0]}=null has no effect: timm leaves out options without a value; give one, or "
+            "leave it out."
         )
-    for name, value in model.options.items():
-        if value is None:
-            raise ModelError(
-                f"model.options.{name}=null has no effect: timm leaves out options without a value; give one, or "
-                "leave it out."
-            )
     try:
         network: nn.Module = timm.create_model(
             model.name,
@@ -138,7 +134,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
         )
     except Exception as error:
         if model.pretrained and isinstance(error, OSError | RuntimeError):
-            raise _no_weights(model, error) from error
+            raise no_weights(model, error) from error
         if not model.options:
             raise
         # Whatever a network raises at values that are none for it; a folder of somebody else's may name them.
@@ -163,18 +159,11 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
         try:
             network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
         except (OSError, RuntimeError) as error:
-            raise _no_weights(model, error) from error
+            raise no_weights(model, error) from error
         _replace_head(network, num_classes, model.name)
     if in_channels != 3:
         _replace_stem(network, in_channels, model.name)
     return network
-
-
-def _no_weights(model: Model, error: Exception) -> ModelError:
-    return ModelError(
-        f"model.pretrained=true: the published weights of {model.name} could not be had "
-        f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local file."
-    )
 
 
 def _replace(network: nn.Module, path: str, new: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
 from paceline.plan import ParameterGroupFacts
-from paceline.recipe.optimizer import CLASSIFIER, Optimizer, ParameterGroup
+from paceline.recipe.optimizer import CLASSIFIER, Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,12 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
             decay_moves=decays,
         )
         asked = next((each for each, names in matched.items() if name in names), None)
-        found[name] = usual if asked is None else _as_asked(optimizer.groups[asked], usual, source[asked])
+        found[name] = usual
+        if asked is not None:
+            group = optimizer.groups[asked]
+            found[name] = replace(usual, source=source[asked], lr_factor=usual.lr_factor * group.lr_factor)
+            if group.weight_decay != "auto":
+                found[name] = replace(found[name], weight_decay=group.weight_decay, decay_moves=False)
         if is_scaled and found[name].weight_decay > 0:
             raise ModelError(
                 f"optimizer.groups: '{asked}' gives the filter {name} weight decay, which "
@@ -160,15 +165,6 @@ def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:
     if not optimizer.moves_rest_by_sgd:
         return what
     return "all but filters, by sgd" if what == "all" and is_rest else f"{what}, by sgd" if is_rest else "filters"
-
-
-def _as_asked(asked: ParameterGroup, usual: Treatment, source: str) -> Treatment:
-    return Treatment(
-        source=source,
-        lr_factor=usual.lr_factor * asked.lr_factor,
-        weight_decay=usual.weight_decay if asked.weight_decay == "auto" else asked.weight_decay,
-        decay_moves=usual.decay_moves and asked.weight_decay == "auto",
-    )
 
 
 def _layer_factors(model: nn.Module, layer_decay: float | None) -> Mapping[str, float]:

@@ -15,8 +15,8 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from paceline.recipe import data, running
-from paceline.recipe.fields import Off, plain
-from paceline.recipe.layers import applies_of, field_types, needs_of, subsection
+from paceline.recipe.fields import Applies, Needs, Off, plain
+from paceline.recipe.layers import field_types, mark, marks, subsection
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
 
@@ -132,10 +132,10 @@ def _number(value: float) -> str:
 def _used_with(section: type[Any], name: str, path: str) -> str:
     """Say under which other key's values a key has an effect, and which other keys it needs."""
     found = []
-    for needs in needs_of(section, name):
+    for needs in marks(section, name, Needs):
         conditions = [f"`{each.replace('!=', '` other than `')}`" for each in needs.any_of if "." in each]
         found += [" or ".join(conditions)] if conditions else []
-    if applies := applies_of(section, name):
+    if applies := mark(section, name, Applies):
         found.append(f"`{path}{applies.to}` = {_either([f'`{_written(value)}`' for value in applies.values])}")
     return "; ".join(found)
 
