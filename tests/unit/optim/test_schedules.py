@@ -117,21 +117,6 @@ def test_torchs_schedulers_give_the_same(name: str) -> None:
     assert [ours(step) for step in range(steps)] == pytest.approx(of_torch(kind, steps, **options), rel=CLOSE)
 
 
-@given(st.sampled_from(["constant", "cosine", "linear"]), st.integers(1, 400), st.integers(0, 400), st.integers(0, 500))
-def test_by_the_book(name: str, total: int, warmup: int, step: int) -> None:
-    warmup = min(warmup, total)
-    if step < warmup:
-        expected = PEAK * (step + 1) / warmup
-    else:
-        x = min((step - warmup) / max(total - warmup, 1), 1.0)
-        expected = {
-            "constant": PEAK,
-            "linear": PEAK * (1 - x) + END * x,
-            "cosine": END + (PEAK - END) * 0.5 * (1 + math.cos(math.pi * x)),
-        }[name]
-    assert rate(name, total, warmup)(step) == pytest.approx(expected, rel=1e-12)
-
-
 def test_the_plan_names_each_phase() -> None:
     points = rate("step", 100, 5, milestones=(30, 60)).phases()
     assert [(point.step, point.phase) for point in points] == [
@@ -143,12 +128,6 @@ def test_the_plan_names_each_phase() -> None:
     ]
     schedule = rate("step", 100, 5, milestones=(30, 60))
     assert all(point.learning_rate == schedule(point.step) for point in points)
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 3])
-def test_phases_of_the_shortest_runs(warmup: int) -> None:
-    points = rate("cosine", max(warmup, 1), warmup).phases()
-    assert points[-1].step == max(warmup, 1) - 1
 
 
 def test_a_recipe_and_its_plan_make_the_schedule() -> None:
@@ -321,6 +300,11 @@ MISTAKES = {
     "a decay from nothing": ({"schedule.weight_decay": {"name": "linear", "end": 0.1}}, "which is 0"),
     "a momentum that grows": ({"schedule.momentum": {"name": "linear", "end": 1.5}}, "a momentum is below 1"),
     "a stop after the end": ({"train.until": "10 steps"}, "longer than the run's 9"),
+    "nesterov's form of no momentum": (
+        {"optimizer.momentum": 0, "optimizer.nesterov": True},
+        "needs a momentum above 0",
+    ),
+    "two ways of clipping": ({"optimizer.clip_norm": 1, "optimizer.clip_value": 1}, "clipped in one way"),
     "a momentum without a peak": ({"schedule.momentum.name": "opposite"}, "only name=one_cycle"),
 }
 
@@ -345,12 +329,6 @@ def test_a_course_without_momentum_is_told_and_left_out() -> None:
     assert plan.unused["schedule.momentum.name"] == "adafactor has no momentum"
     optimizer = build_optimizer(torch.nn.Linear(3, 3), recipe.optimizer, torch.device("cpu"))
     apply_settings(optimizer, build_schedules(recipe, plan).at(3))
-
-
-def test_the_rule_scales_by_the_batch_that_there_is() -> None:
-    overrides = {"optimizer.lr": 0.2, "optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 256}
-    _, plan = planned({"batch.global_size": 8192, "train.duration": "9 steps", **overrides}, samples=1000)
-    assert plan.peak_lr == pytest.approx(0.2 * 1000 / 256)
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "polynomial", "trapezoid", "one_cycle"])
