@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.fields import Applies, Belongs, Names, plain
@@ -127,16 +127,16 @@ def _in_case(value: Any, section: type[Any], name: str) -> Any:
 def _choices(section: Hashable, name: str) -> dict[str, str]:
     """What a field's choices are in lower case, and what they are; empty where any text may stand."""
     assert isinstance(section, type)
-    texts = [each for each in named_choices(section, name) if isinstance(each, str)]
-    kinds, is_free = [field_types(section)[name]], False
-    while kinds:
-        kind = kinds.pop()
-        if get_origin(kind) is Literal:
-            texts += [each for each in get_args(kind) if isinstance(each, str)]
-        else:
-            is_free |= kind is str and not texts
-            kinds += get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
-    return {} if is_free else {each.lower(): each for each in texts}
+    named, parts = named_choices(section, name), list(_inside(field_types(section)[name]))
+    texts = [each for each in (*named, *parts) if isinstance(each, str)]
+    return {} if str in parts and not named else {each.lower(): each for each in texts}
+
+
+def _inside(kind: Any) -> Iterator[Any]:
+    """A type, and all that it is made of: the texts of a Literal, say."""
+    yield kind
+    for each in get_args(kind):
+        yield from _inside(each)
 
 
 def keys_for(word: str) -> list[str]:

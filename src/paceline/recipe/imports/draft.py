@@ -147,15 +147,6 @@ class Conversion:
             if place == "mapped" and dotted not in says.split(", "):
                 self._became[key] = ("mapped", f"{says}, {dotted}" if says else dotted)
 
-    def put_ending(self, end: str, warmup: str, source: str) -> None:
-        """End a run that is still warming up: its duration is the warm-up, and `train.until` its end."""
-        self.notices.append(
-            f"the run ends after {end}, while it warms up for {warmup}, and never reaches its peak rate: "
-            f"train.duration is the whole warm-up, and train.until={end} ends it"
-        )
-        self.put("train.until", end, "epochs", note="the run ends during its warm-up")
-        self.put("train.duration", warmup, source)
-
     def differ(self, key: str, says: str) -> None:
         """Say what is not identical to what an option does."""
         self._differences[self._options[key].shown, says] = None

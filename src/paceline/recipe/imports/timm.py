@@ -102,7 +102,13 @@ def convert_timm(
     for name, value in draft["model_kwargs"].items():
         draft.put(f"model.options.{name}", value, "model_kwargs")
     _put_source(draft)
-    _put_channels(draft)
+    if draft["input_size"]:
+        channels, *sides = draft["input_size"]
+        if channels not in (1, 3) or len(sides) != 2 or sides[0] != sides[1]:
+            draft.refuse("input_size", "images have 1 or 3 channels and are square: the same number twice")
+        else:
+            draft.put("data.channels", channels, "input_size")
+            draft.put("data.image_size", sides[0], "input_size")
     if draft["no_aug"]:
         if (crop := draft["crop_pct"] or settings.crop) != 1:
             draft.differ("no_aug", f"training images are cropped to {crop:g} of their side, as in evaluation")
@@ -157,23 +163,6 @@ def _put_source(draft: Conversion) -> None:
     if _repeats(draft) > 1:
         how = "an epoch shows this many views of every sample: lengths in epochs are divided by it"
         draft.put("data.augment.repeats", _repeats(draft), "aug_repeats", note=how)
-
-
-def _put_channels(draft: Conversion) -> None:
-    channels, key, mode = draft["in_chans"] or 3, "in_chans", draft["input_img_mode"]
-    if draft["input_size"]:
-        channels, *sides = draft["input_size"]
-        key = "input_size"
-        if len(sides) != 2 or sides[0] != sides[1]:
-            draft.refuse("input_size", "images are square: channels, and the same number twice")
-        else:
-            draft.put("data.image_size", sides[0], "input_size")
-    if channels not in (1, 3):
-        draft.refuse(key, "images have 1 or 3 channels")
-    elif mode and mode != {1: "L", 3: "RGB"}[channels]:
-        draft.refuse("input_img_mode", f"images of {channels} channels are read as {'RGB' if channels == 3 else 'L'}")
-    else:
-        draft.put("data.channels", channels, key, *(["input_img_mode"] if mode else []))
 
 
 def _put_augmentation(draft: Conversion) -> None:
@@ -322,10 +311,12 @@ def _put_warmup(draft: Conversion) -> None:
     length, first, peak = draft["warmup_epochs"], draft["warmup_lr"], draft.flat["optimizer.lr"]
     if not length:
         return
-    warmup = _epochs(draft, length)
-    draft.put("schedule.warmup", warmup, "warmup_epochs")
+    draft.put("schedule.warmup", _epochs(draft, length), "warmup_epochs")
     if not draft["warmup_prefix"] and length > draft["epochs"]:
-        draft.put_ending(draft.flat["train.duration"], warmup, "warmup_epochs")
+        key = "warmup_epochs" if "warmup_epochs" in draft.given else "epochs"
+        draft.refuse(
+            key, f"the run ends after {draft['epochs']} epochs, before {length} of warm-up reach the peak rate"
+        )
     if first > peak:
         key = "warmup_lr" if "warmup_lr" in draft.given else "warmup_epochs"
         draft.refuse(key, f"{first:g} is above the peak {peak:g}")
