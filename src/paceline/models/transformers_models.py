@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -74,7 +73,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     _fit_context(config, context, asked=set(keys), name=model.name)
     # What the recipe switches on and off may be whom a token sees.
     switches = tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
-    if objective == "causal" and _tried(kind, objective, switches).sees_ahead:
+    if objective == "causal" and _tried(kind, objective, switches)[0]:
         raise ModelError(
             f"model.name={model.name}: its answers depend on tokens that come later, so that it would be given "
             "what it is to predict; choose a decoder (gpt2, llama, …)."
@@ -92,7 +91,7 @@ def takes_documents(network: nn.Module, context: int) -> bool:
     if not isinstance(network, LanguageModel):
         return True
     window = _window(network.config)
-    return (window is None or window >= context) and _tried(network.config.model_type, network.objective).keeps_apart
+    return (window is None or window >= context) and _tried(network.config.model_type, network.objective)[1]
 
 
 def _window(config: Any) -> int | None:
@@ -302,23 +301,15 @@ def _positions_from(network: nn.Module) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Behaviour:
-    """What a kind of network does, as far as it could be tried.
-
-    Attributes:
-        sees_ahead: Whether its answers depend on later tokens.
-        keeps_apart: Whether documents of one row get the answers that each gets alone.
-    """
-
-    sees_ahead: bool = False
-    keeps_apart: bool = False
-
-
 @cache
 @torch.no_grad()
-def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> _Behaviour:
-    """Ask a tiny network of a kind: an architecture's name says neither whom it lets see what, nor what it ignores."""
+def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> tuple[bool, bool]:
+    """Ask a tiny network of a kind: an architecture's name says neither whom it lets see what, nor what it ignores.
+
+    Returns:
+        Whether its answers depend on later tokens, and whether documents of one row get the answers that each gets
+        alone; neither where it could not be tried.
+    """
     from transformers import AutoConfig
 
     with _quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -335,13 +326,12 @@ def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ..
             first, second = network(tokens[:, :5]), network(tokens[:, 5:])
             sees_ahead = not torch.allclose(network(tokens[:, :4]), first[:, :4], atol=1e-5)
         except Exception:  # noqa: BLE001  # what cannot be tried is not promised
-            return _Behaviour()
+            return False, False
         try:
             both = network(tokens, positions, documents)
         except Exception:  # noqa: BLE001  # it knows no such masks
-            return _Behaviour(sees_ahead=sees_ahead)
-        apart = torch.allclose(both, torch.cat([first, second], dim=1), atol=1e-5)
-        return _Behaviour(sees_ahead=sees_ahead, keeps_apart=apart)
+            return sees_ahead, False
+        return sees_ahead, torch.allclose(both, torch.cat([first, second], dim=1), atol=1e-5)
 
 
 @contextlib.contextmanager
