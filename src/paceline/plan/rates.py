@@ -111,12 +111,9 @@ def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str
     found["optimizer.betas"] = "optimizer.rest=sgd has none" if asked.moves_rest_by_sgd else published
     found["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
     found["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
-    if schedule.name == "one_cycle":
-        found["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins"
-    elif rates.warmup_steps:
-        found["schedule.warmup_from"] = "the first step of a straight rise from zero"
-    else:
-        found["schedule.warmup_from"] = "there is no warm-up"
+    begins = "the first step of a straight rise from zero" if rates.warmup_steps else "there is no warm-up"
+    is_cycle = schedule.name == "one_cycle"
+    found["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins" if is_cycle else begins
     return found
 
 
@@ -237,9 +234,6 @@ class LearningRate:
         if self.growth and at >= self.growth[0][0]:
             peak = next(peak for first, peak in reversed(self.growth) if at >= first)
             return replace(self, peak=peak, growth=())(step)
-        return self._from_peak(step)
-
-    def _from_peak(self, step: int) -> float:
         # The rise of one_cycle is a part of its shape.
         if step < self.warmup_steps and self.name != "one_cycle":
             return self._warming(step)
@@ -258,10 +252,6 @@ class LearningRate:
     def progress(self, step: int) -> float:
         """The part of the run after the warm-up that is done before a step, from 0 to 1."""
         return min((step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps), 1.0)
-
-    def height(self, step: int) -> float:
-        """How high above the end of its phase the rate of a one_cycle is, as a share of the way to the peak."""
-        return self.in_cycle(step)[1]
 
     def phases(self) -> tuple[LearningRatePoint, ...]:
         """The rate at each phase boundary, for the rates."""

@@ -93,15 +93,8 @@ _WITH_LOADERS = Needs(
     "the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)",
 )
 _LOADED = Needs(("loader processes",), "there are no loader processes (see data.workers)")
-_JITTERED = Needs(
-    (
-        "data.augment.jitter.brightness",
-        "data.augment.jitter.contrast",
-        "data.augment.jitter.saturation",
-        "data.augment.jitter.hue",
-    ),
-    "there is no jitter",
-)
+_STRENGTHS = ("brightness", "contrast", "saturation", "hue")
+_JITTERED = Needs(tuple(f"data.augment.jitter.{each}" for each in _STRENGTHS), "there is no jitter")
 _WITH_TARGETS = Applies("dataset", DatasetsUsing("target_columns"))
 _NUMBERS = Needs(("numbers to learn",), "only image_regression learns numbers")
 CLICK_DATASETS = ("criteo", "synthetic_clicks")
@@ -285,7 +278,7 @@ class GeneratedBoxes:
 class Boxes:
     """How pictures with boxes around their objects are read and shown."""
 
-    short_sides: Annotated[tuple[Pixels, ...] | None, Off] = (800,)
+    short_sides: Annotated[Annotated[tuple[Pixels, ...], Field(min_length=1)] | None, Off] = (800,)
     """Pixels of a picture's shorter side, its aspect ratio kept. Of several, training draws one for each picture, by
     (seed, epoch, sample), and evaluation takes the largest. `off`: pictures stay as large as they are."""
     long_side: Pixels = 1333
@@ -304,8 +297,6 @@ class Boxes:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.short_sides is not None and not self.short_sides:
-            raise ValueError("found short_sides=[], but it is one length or several, or off")
         if self.short_sides is not None and max(self.short_sides) > self.long_side:
             raise ValueError(
                 f"found short_sides={list(self.short_sides)} and long_side={self.long_side}, but the longer side must "

@@ -36,7 +36,7 @@ def _numbers(section: type[Any] = Recipe, path: str = "") -> Iterator[tuple[str,
     """Every field that holds a number, with its type and the choice under which it has an effect."""
     for name in layers.field_types(section):
         inner, applies = layers.subsection(section, name), layers.mark(section, name, Applies)
-        needs = {} if applies is None else {f"{path}{applies.to}": applies.values[0]}
+        needs = {} if applies is None else {f"{path}{applies.to}": next(iter(applies.values))}
         kind = repr(layers.field_types(section)[name])
         if inner is None and any(word in kind for word in EXTREMES):
             yield f"{path}{name}", kind, needs

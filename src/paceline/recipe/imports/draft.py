@@ -101,14 +101,15 @@ class Conversion:
                 plain = value.lower().replace("_", "") if isinstance(value, str) else value
                 key = value if value in option.values else plain
                 if key not in option.values:
-                    self.refuse(option.key, f"supported: {', '.join(str(each) for each in option.values if each)}")
+                    supported = f"supported: {', '.join(str(each) for each in option.values if each)}"
+                    self.refuse(option.key, option.instead or supported)
                     continue
                 value = option.values[key]
             elif option.conversion:
                 value = conversions[option.conversion](value)
             several = value if option.values is not None and isinstance(value, dict) else {option.target: value}
             for dotted, each in {**several, **option.also}.items():
-                self.put(dotted, each, option.key, note=note)
+                self.put(dotted, each, *filter(self.given.get, option.beside.split()), option.key, note=note)
             if option.differs:
                 self.differ(option.key, option.differs)
 
@@ -146,6 +147,15 @@ class Conversion:
             place, says = self._became.get(key, ("mapped", ""))
             if place == "mapped" and dotted not in says.split(", "):
                 self._became[key] = ("mapped", f"{says}, {dotted}" if says else dotted)
+
+    def put_ending(self, end: str, warmup: str, source: str) -> None:
+        """End a run that is still warming up: its duration is the warm-up, and `train.until` its end."""
+        self.notices.append(
+            f"the run ends after {end}, while it warms up for {warmup}, and never reaches its peak rate: "
+            f"train.duration is the whole warm-up, and train.until={end} ends it"
+        )
+        self.put("train.until", end, "epochs", note="the run ends during its warm-up")
+        self.put("train.duration", warmup, source)
 
     def differ(self, key: str, says: str) -> None:
         """Say what is not identical to what an option does."""

@@ -149,7 +149,7 @@ def _put_training(draft: Conversion, micro_batches: int) -> None:
     elif draft["lr_schedule"] == "step":
         draft.put("schedule.name", "constant", "lr_schedule", note="the run ends before the first fall")
     if draft["warmup"] > draft["epochs"]:
-        draft.refuse("warmup", f"the run ends after {draft['epochs']} epochs, before it reaches its peak rate")
+        draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup")
     if draft["use_ema"] is not None:
         decay = float(f"{draft['use_ema'] ** micro_batches:.12g}")
         note = f"per step: main.py averages after each of {micro_batches} passes" if micro_batches > 1 else ""

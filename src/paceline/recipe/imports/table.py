@@ -9,7 +9,8 @@ A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of th
     no_effect: WHY    has no equivalent and needs none
     unsupported: WHY  would change the result, and nothing here does that
 
-Further fields: `values` maps its values to ours, or to several keys with theirs; other values are unsupported. `also`
+Further fields: `values` maps its values to ours, or to several keys with theirs, or to none; other values are
+unsupported, for the reason `instead`. `beside` are options that its keys come from too, where they are given. `also`
 are keys that it sets besides, `conversion` names one of the importer's, `otherwise` the importer's value for an option
 without one. `needs` and `unless` are conditions on other options, without or with which it has no effect: `amp`,
 `sched=step`, alternatives with `|`, several with blanks. `differs` says what is not identical here, `least` is the
@@ -56,6 +57,8 @@ class Option:
     fate: Fate
     target: str
     values: Mapping[Any, Any] | None = None
+    instead: str = ""
+    beside: str = ""
     also: Mapping[str, Any] = field(default_factory=dict)
     conversion: str = ""
     otherwise: str = ""

@@ -25,7 +25,6 @@ _DATASETS = {"": "image_folder", "image_folder": "image_folder", "folder": "imag
 _DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
 _WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
 _OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
-_HELD_OUT = ("validation", "val", "test")
 _STRENGTH = 3  # strengths of RandAugment go to 10 in timm, and to 30 in torchvision's, which is ours
 _OWN_CLIP = 1.0  # timm's LAMB clips the whole gradient to this norm by itself
 _LONGEST = 20  # cycles of a schedule, and the factor on the length of each
@@ -148,15 +147,10 @@ def _put_source(draft: Conversion) -> None:
         draft.put("data.path", path, path_key)
     else:
         draft.notices.append("the folder of the images is not given: add data.path")
-    if draft["train_split"] != "train":
-        draft.refuse("train_split", "training images are in PATH/train, or in PATH")
-    split = draft["val_split"]
-    if split and split not in _HELD_OUT:
-        draft.refuse("val_split", f"held-out images are in PATH/val or PATH/test; it is {', '.join(_HELD_OUT)}")
-    elif split == "validation" and "val_split" in draft.given:
+    if draft.given.get("val_split") == "validation":
         draft.differ("val_split", "rename the folder PATH/validation to PATH/val")
-    every = _epochs(draft, draft["val_interval"]) if split else "off"
-    draft.put("evaluate.every", every, "val_interval" if split else "val_split")
+    if draft["val_split"]:
+        draft.put("evaluate.every", _epochs(draft, draft["val_interval"]), "val_interval")
     repeats = draft["aug_repeats"]
     if repeats and repeats != int(repeats):
         draft.refuse("aug_repeats", "data.augment.repeats is a whole number")
@@ -231,8 +225,6 @@ def _put_policy(draft: Conversion, policy: str) -> None:
 def _put_mixing(draft: Conversion) -> None:
     is_mixed = draft["mixup"] > 0 or draft["cutmix"] > 0
     if is_mixed:
-        if draft["mixup_mode"] != "batch":
-            draft.refuse("mixup_mode", "data.mix draws once for a step: batch")
         last, repeats = draft["mixup_off_epoch"], _repeats(draft)
         if last and last % repeats:
             draft.refuse("mixup_off_epoch", f"data.mix.epochs is whole, and an epoch here is {repeats} of train.py's")
@@ -302,8 +294,6 @@ def _put_schedule(draft: Conversion) -> None:
         draft.put("train.duration", _epochs(draft, draft["epochs"]), "epochs")
     else:
         _put_cycles(draft)
-    if name == "poly":
-        draft.put("schedule.power", draft["decay_rate"], "decay_rate")
     _put_warmup(draft)
 
 
@@ -313,10 +303,7 @@ def _put_warmup(draft: Conversion) -> None:
         return
     draft.put("schedule.warmup", _epochs(draft, length), "warmup_epochs")
     if not draft["warmup_prefix"] and length > draft["epochs"]:
-        key = "warmup_epochs" if "warmup_epochs" in draft.given else "epochs"
-        draft.refuse(
-            key, f"the run ends after {draft['epochs']} epochs, before {length} of warm-up reach the peak rate"
-        )
+        draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup_epochs")
     if first > peak:
         key = "warmup_lr" if "warmup_lr" in draft.given else "warmup_epochs"
         draft.refuse(key, f"{first:g} is above the peak {peak:g}")
@@ -384,17 +371,7 @@ def _put_falls(draft: Conversion, name: str) -> None:
 
 
 def _put_training(draft: Conversion) -> None:
-    amp = next((key for key in ("amp", "native_amp", "apex_amp") if draft[key]), None)
-    precision = {"float16": "fp16", "bfloat16": "bf16"}.get(draft["amp_dtype"])
-    if amp is None:
-        draft.put("train.precision", "fp32", "amp")
+    if draft.flat.get("train.precision") == "fp32":
         draft.differ("amp", "train.py multiplies fp32 numbers in TF32 on GPUs; train.float32_matmul=high does so here")
-    elif precision is None:
-        draft.refuse("amp_dtype", "supported: float16, bfloat16")
-    else:
-        draft.put("train.precision", precision, amp, "amp_dtype")
-    if draft["model_ema"]:
-        draft.put("train.ema", draft["model_ema_decay"], "model_ema", "model_ema_decay")
-        draft.differ("model_ema", "the average follows faster at first, by (1 + t) / (10 + t) after t steps")
     if draft.processes > 1 and draft["dist_bn"] != "broadcast":
         draft.differ("dist_bn", "the first process's BatchNorm statistics are evaluated and saved, not their mean")

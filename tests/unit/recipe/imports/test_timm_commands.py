@@ -293,7 +293,6 @@ def test_a_config_lies_below_the_command(tmp_path: Path) -> None:
         ("--in-chans 4", "--in-chans"),
         ("--val-split minival", "--val-split"),
         ("--lr 1e-6", "--warmup-epochs"),
-        ("--epochs 3", "--warmup-epochs"),
     ],
 )
 def test_a_value_that_nothing_here_does_is_refused_by_name(words: str, refused: str) -> None:
@@ -348,6 +347,13 @@ def test_whatever_is_given_ends_in_a_recipe_or_in_a_sentence(tmp_path: Path) -> 
             said.append(str(error))
     assert converted > 10
     assert all("found" in each for each in said), said
+
+
+def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
+    conversion = convert("train.py /d --epochs 2 --warmup-epochs 5")
+    told = "the run ends after 2 epochs, while it warms up for 5 epochs, and never reaches its peak rate"
+    assert told in " ".join(conversion.notices)
+    assert not any("peak rate" in each for each in convert("train.py /d --epochs 9 --warmup-epochs 5").notices)
 
 
 def test_where_a_script_sends_its_output_is_no_option(tmp_path: Path) -> None:
