@@ -197,7 +197,10 @@ class Transformer(nn.Module):
         else:
             turns = _turns(positions, self.shape.width // self.shape.heads, x.dtype)
         x = self.dropout(x)
-        mask = None if documents is None else _who_sees_whom(documents, causal=self.shape.causal)
+        mask = None
+        if documents is not None:  # who sees whom, [N, 1, T, T]: tokens of one document; padding sees padding
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            mask = same.tril() if self.shape.causal else same
         for block in self.blocks:
             x = block(x, mask, turns)
         logits: Tensor = self.head(self.norm(x))
@@ -240,12 +243,6 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Vectors [N, T, heads, size], turned by their position: number i with number i + size / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
-
-
-def _who_sees_whom(documents: Tensor, *, causal: bool) -> Tensor:
-    """Whether each token sees each other, bool [N, 1, T, T]: of its own document; padding sees padding."""
-    seen = documents[:, :, None] == documents[:, None, :]
-    return (seen.tril() if causal else seen)[:, None]
 
 
 OWN_LANGUAGE_MODELS = {"gpt": True, "bert": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -36,8 +36,6 @@ class Treatment:
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them."""
-_Span = tuple[Treatment, int, int | None]
-"""How a parameter is treated, after how many steps that begins, and after how many it ends."""
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
@@ -89,22 +87,20 @@ def describe_groups(
         passing: Parameters that are trained in the first so many steps only.
     """
     named = dict(model.named_parameters())
-    tensors, numbers = Counter[_Span](), Counter[_Span]()
+    numbers: dict[tuple[Treatment, int, int | None], list[int]] = defaultdict(list)
     for name, treatment in treatments(model, optimizer).items():
-        span = (treatment, late.get(name, 0), passing.get(name))
-        tensors[span] += 1
-        numbers[span] += named[name].numel()
+        numbers[treatment, late.get(name, 0), passing.get(name)].append(named[name].numel())
     return tuple(
         ParameterGroupFacts(
             parameters=each.source,
-            tensors=tensors[each, before, last],
-            numbers=numbers[each, before, last],
+            tensors=len(counts),
+            numbers=sum(counts),
             lr_factor=each.lr_factor,
             weight_decay=each.weight_decay,
             first_step=before + 1,
             last_step=last,
         )
-        for each, before, last in tensors
+        for (each, before, last), counts in numbers.items()
     )
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, reduce
+from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ _LONG = 5  # letters
 _ENDINGS = (".yaml", ".yml")
 TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that read them
 SHIPPED = Path(__file__).parent.parent / "recipes"
+_RECIPE: TypeAdapter[Recipe] = TypeAdapter(Recipe)
 Overrides = Mapping[str, Any] | Sequence[str]
 
 
@@ -360,14 +361,9 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
             raise RecipeError(f"override '{shown}': the value is not readable as YAML{_cause(error)}") from None
 
 
-@cache
-def _adapter() -> TypeAdapter[Recipe]:
-    return TypeAdapter(Recipe)
-
-
 def _validate(tree: layers.Tree, where: str) -> Recipe:
     try:
-        recipe = _adapter().validate_python(tree)
+        recipe = _RECIPE.validate_python(tree)
     except ValidationError as error:
         raise RecipeError(*_sentences(error, where)) from None
     layers.check_effective(tree, recipe, where)

@@ -161,10 +161,6 @@ class Conversion:
         """Say what is not identical to what an option does."""
         self._differences[self._options[key].shown, says] = None
 
-    def use(self, key: str, says: str, place: Place = "mapped") -> None:
-        """Say what became of an option that has no recipe key."""
-        self._became.setdefault(key, (place, says))
-
     def refuse(self, key: str, says: str) -> None:
         """Say that an option would change the result, and is unsupported."""
         self._became[key] = ("refused", says)

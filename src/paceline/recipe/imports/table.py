@@ -201,19 +201,20 @@ class Table:
         )
 
 
-def read_yaml(path: Path, option: str) -> Mapping[str, Any]:
-    """A file of names and values that an option names.
+def read_yaml(path: Path, option: str = "") -> Mapping[str, Any]:
+    """A file of names and values, which an option names.
 
     Raises:
         RecipeError: If it is not one.
     """
     refuse_odd_kinds(path)
+    said = f"{option} {path}".strip()
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{option} {path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+        raise RecipeError(f"{said}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{option} {path}: found no names with values in it.")
+        raise RecipeError(f"{said}: found no names with values in it, but a file of arguments has one on each line.")
     return tree
 
 

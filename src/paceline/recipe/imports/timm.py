@@ -167,7 +167,6 @@ def _put_augmentation(draft: Conversion) -> None:
     elif training in (*_INTERPOLATIONS, "random"):
         how = "drawn for each image" if training == "random" else training
         draft.differ("train_interpolation", f"training images are resized {ours} too; in train.py, {how}")
-        draft.use("train_interpolation", "training images are resized as evaluation images", "listed")
     else:
         draft.refuse("train_interpolation", "images are resized bilinear or bicubic")
     strengths = list(draft["color_jitter"] or [])

@@ -8,13 +8,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from converted_recipes import check_keys, load, plan_of
 
 from paceline.errors import RecipeError
-from paceline.plan import DataFacts, MachineFacts, Plan, make
 from paceline.recipe.imports.draft import Conversion, refusal
 from paceline.recipe.imports.nvidia import LAUNCH, PRESETS, convert_nvidia, read_nvidia
-from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.world import World
+from paceline.recipe.load import load_recipe
 
 ROOT = Path(__file__).parents[4]
 GUIDE = ROOT / "docs" / "migrate.md"
@@ -35,21 +34,6 @@ def convert(command: str, processes: int | None = None) -> Conversion:
 def launch(model: str, platform: str, precision: str, mode: str = "convergence", more: str = "") -> str:
     asked = f"--model {model} --precision {precision} --mode {mode} --platform {platform}"
     return f"python ./multiproc.py --nproc_per_node 8 ./launch.py {asked} /imagenet --raport-file raport.json {more}"
-
-
-def load(conversion: Conversion, folder: Path) -> LoadedRecipe:
-    path = folder / "recipe.yaml"
-    path.write_text(conversion.to_yaml(), encoding="utf-8")
-    return load_recipe(path)
-
-
-def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
-    data = DataFacts(train_samples=1281167, evaluation_samples=50000)
-    machine = MachineFacts(device="cuda", device_name="a GPU", fast_bf16=True, cores=8)
-    world = World(world_size=processes, local_world_size=processes)
-    plan = make(loaded.recipe, world=world, data=data, machine=machine)
-    assert loaded.checked(plan.unused).notices == ()
-    return plan
 
 
 @pytest.mark.parametrize(("model", "platform", "precision"), TRAINED_ON)
@@ -155,14 +139,7 @@ def test_beginnings_of_options_are_read_as_their_scripts_have_them(tmp_path: Pat
     ],
 )
 def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: Path) -> None:
-    conversion = convert(f"python main.py /d {words}")
-    assert conversion.refused == ()
-    for dotted, wanted in keys.items():
-        found: object = conversion.tree
-        for part in dotted.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        assert found == wanted, dotted
-    load(conversion, tmp_path)
+    check_keys(convert(f"python main.py /d {words}"), keys, tmp_path)
 
 
 @pytest.mark.parametrize(

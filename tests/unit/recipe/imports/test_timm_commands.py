@@ -6,13 +6,12 @@ import random
 from pathlib import Path
 
 import pytest
+from converted_recipes import check_keys, load, plan_of
 
 from paceline.errors import RecipeError
-from paceline.plan import DataFacts, MachineFacts, Plan, make
 from paceline.recipe.imports.draft import Conversion, refusal
 from paceline.recipe.imports.timm import TIMM, InputSettings, convert_timm, read_timm
-from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.world import World
+from paceline.recipe.load import load_recipe
 
 # Every option of train.py, as of August 2026 (huggingface/pytorch-image-models, aa4b5850).
 OPTIONS = """
@@ -125,22 +124,6 @@ A_RECENT_RESNET = InputSettings(crop=0.95)
 def convert(command: str, settings: InputSettings = A_RECENT_RESNET, **rest: object) -> Conversion:
     source, given = read_timm([command])
     return convert_timm(source, given, settings, **rest)  # type: ignore[arg-type]  # as it is called below
-
-
-def load(conversion: Conversion, folder: Path) -> LoadedRecipe:
-    path = folder / "recipe.yaml"
-    path.write_text(conversion.to_yaml(), encoding="utf-8")
-    return load_recipe(path)
-
-
-def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
-    """On ImageNet's numbers, on machines with as many GPUs."""
-    data = DataFacts(train_samples=1281167, evaluation_samples=50000)
-    machine = MachineFacts(device="cuda", device_name="a GPU", fast_bf16=True, cores=8)
-    world = World(world_size=processes, local_world_size=min(8, processes))
-    plan = make(loaded.recipe, world=world, data=data, machine=machine)
-    assert loaded.checked(plan.unused).notices == ()
-    return plan
 
 
 def test_every_option_of_train_py_is_in_exactly_one_class() -> None:
@@ -422,14 +405,7 @@ def test_what_is_left_out_must_be_an_option() -> None:
     ],
 )
 def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: Path) -> None:
-    conversion = convert(f"train.py /d {words}")
-    assert conversion.refused == ()
-    for dotted, wanted in keys.items():
-        found: object = conversion.tree
-        for part in dotted.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        assert found == wanted, dotted
-    load(conversion, tmp_path)
+    check_keys(convert(f"train.py /d {words}"), keys, tmp_path)
 
 
 @pytest.mark.parametrize("path", ["a b", "a\nseed: 3", "a: # b", "'a", "*a", "null", "1e3", "ä"])
