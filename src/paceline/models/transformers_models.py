@@ -27,16 +27,10 @@ Objective = Literal["causal", "masked"]
 
 # Sizes of a network that finds out in a few milliseconds what its kind does.
 _TINY = {
-    "hidden_size": 16,
-    "embedding_size": 16,
-    "intermediate_size": 16,
-    "ffn_dim": 16,
+    **dict.fromkeys(("hidden_size", "embedding_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim"), 16),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "rotary_dim"), 8),
     "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "word_embed_proj_dim": 16,
-    "rotary_dim": 8,
 }
 # Of a folder's description, what would be code, or belongs to the files it came with.
 _NOT_TAKEN = frozenset({"architectures", "transformers_version", "torch_dtype", "dtype", "model_type"})

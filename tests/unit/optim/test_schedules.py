@@ -41,7 +41,7 @@ def of_torch(kind: type[Any], steps: int, **options: Any) -> list[float]:
 
 
 def planned(overrides: dict[str, Any], samples: int = 20) -> tuple[Recipe, Plan]:
-    recipe = stored_recipe({}, "plain", overrides)
+    recipe = stored_recipe({}, "plain", {"batch.global_size": 10, "train.duration": "9 steps", **overrides})
     machine = MachineFacts(device="cpu", device_name="", fast_bf16=False, cores=1)
     facts = DataFacts(train_samples=samples, evaluation_samples=0)
     return recipe, make(recipe, world=World(), data=facts, machine=machine)
@@ -132,7 +132,6 @@ def test_the_plan_names_each_phase() -> None:
 
 def test_a_recipe_and_its_plan_make_the_schedule() -> None:
     overrides = {
-        "batch.global_size": 10,
         "train.duration": "20 epochs",
         "schedule.name": "step",
         "schedule.warmup": "5 epochs",
@@ -185,7 +184,6 @@ def test_one_cycle_with_momentum(anneal: str, rise: float) -> None:
         optimizer.step()
         theirs.step() if len(expected) < 200 else None
     overrides = {
-        "batch.global_size": 10,
         "train.duration": "200 steps",
         "optimizer.lr": PEAK,
         "optimizer.momentum": 0.95,
@@ -255,7 +253,6 @@ def test_gradual_warmup_begins_at_the_rate_before_scaling() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "lamb", "lion", "muon"])
 def test_momentum_and_weight_decay_move(name: str) -> None:
     overrides = {
-        "batch.global_size": 10,
         "train.duration": "100 steps",
         "optimizer.name": name,
         "optimizer.weight_decay": 0.04,
@@ -313,19 +310,19 @@ MISTAKES = {
 def test_mistakes(name: str) -> None:
     overrides, said = MISTAKES[name]
     with pytest.raises(RecipeError) as caught:
-        planned({"batch.global_size": 10, "train.duration": "9 steps", **overrides})
+        planned(overrides)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_what_a_warmup_has_is_unused_without_one() -> None:
-    _, plan = planned({"batch.global_size": 10, "train.duration": "9 steps", "schedule.warmup_from": 0.5})
+    _, plan = planned({"schedule.warmup_from": 0.5})
     assert plan.unused["schedule.warmup_from"] == "there is no warm-up (schedule.warmup)"
 
 
 def test_a_course_without_momentum_is_told_and_left_out() -> None:
     overrides = {"optimizer.name": "adafactor", "schedule.momentum": {"name": "linear", "end": 0.5}}
-    recipe, plan = planned({"batch.global_size": 10, "train.duration": "9 steps", **overrides})
+    recipe, plan = planned(overrides)
     assert plan.unused["schedule.momentum.name"] == "adafactor has no momentum"
     optimizer = build_optimizer(torch.nn.Linear(3, 3), recipe.optimizer, torch.device("cpu"))
     apply_settings(optimizer, build_schedules(recipe, plan).at(3))
