@@ -166,18 +166,13 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
     return network
 
 
-def _replace(network: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(network.get_submodule(parent), name, new)
-
-
 def _replace_head(network: nn.Module, num_classes: int, name: str) -> None:
     heads = [(path, m) for path, m in network.named_modules() if isinstance(m, nn.Linear) and m.out_features == 1000]
     if not heads:
         raise ModelError(f"model.name={name} has no linear classifier to replace; use the timm version of it.")
     path, head = heads[-1]
     if head.out_features != num_classes:
-        _replace(network, path, nn.Linear(head.in_features, num_classes, bias=head.bias is not None))
+        network.set_submodule(path, nn.Linear(head.in_features, num_classes, bias=head.bias is not None))
 
 
 def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
@@ -192,7 +187,7 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
         )
     same = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     options: dict[str, Any] = {each: getattr(stem, each) for each in same}
-    _replace(network, path, nn.Conv2d(in_channels, stem.out_channels, **options, bias=stem.bias is not None))
+    network.set_submodule(path, nn.Conv2d(in_channels, stem.out_channels, **options, bias=stem.bias is not None))
 
 
 def lay_out(network: nn.Module, *, channels_last: bool) -> nn.Module:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -158,7 +157,7 @@ def _require() -> None:
             f"model.name={PREFIX}… needs transformers 5 or later ({error}); install it with: "
             "pip install 'paceline[transformers]'."
         ) from error
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()  # what matters of its advice is said here
 
 
 def _described(model: Model) -> tuple[str, dict[str, Any]]:
@@ -202,23 +201,22 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
         raise ModelError(
             f"model.name={name}: '{kind}' is no {objective} language model of Transformers.{did_you_mean(kind, known)}"
         )
-    with _quiet():
-        usual = AutoConfig.for_model(kind)
-        names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
-        is_folder = Path(name.removeprefix(PREFIX)).expanduser().is_dir()
-        wrong = [] if is_folder else [key for key in keys if key not in names]
-        if wrong:
-            raise ModelError(
-                f"model.options: {wrong[0]} is no key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
-            )
-        # Token numbers of the vocabulary that the library's defaults were made for mean nothing here.
-        unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
-        if objective == "causal" and hasattr(usual, "is_decoder"):
-            unset["is_decoder"] = True  # type: ignore[assignment]  # a switch among numbers
-        try:
-            return AutoConfig.for_model(kind, **{**unset, **keys})
-        except Exception as error:  # whatever its checks raise
-            raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
+    usual = AutoConfig.for_model(kind)
+    names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
+    is_folder = Path(name.removeprefix(PREFIX)).expanduser().is_dir()
+    wrong = [] if is_folder else [key for key in keys if key not in names]
+    if wrong:
+        raise ModelError(
+            f"model.options: {wrong[0]} is no key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
+        )
+    # Token numbers of the vocabulary that the library's defaults were made for mean nothing here.
+    unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
+    if objective == "causal" and hasattr(usual, "is_decoder"):
+        unset["is_decoder"] = True  # type: ignore[assignment]  # a switch among numbers
+    try:
+        return AutoConfig.for_model(kind, **{**unset, **keys})
+    except Exception as error:  # whatever its checks raise
+        raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _fit_vocabulary(config: Any, vocabulary: int, *, asked: bool, name: str) -> None:
@@ -257,20 +255,19 @@ def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     factory: Any = AutoModelForCausalLM if objective == "causal" else AutoModelForMaskedLM
-    with _quiet():
-        try:
-            with no_init_weights():
-                try:
-                    network = factory.from_config(config, attn_implementation="sdpa")
-                except ValueError:  # not every architecture has it
-                    network = factory.from_config(config, attn_implementation="eager")
-            # Once, at the end: on torch's meta device the library would leave it out, and inside the constructor its
-            # order would be another.
-            network.initialize_weights()
-            network.tie_weights()
-        except Exception as error:  # whatever sizes that do not fit one another raise
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise ModelError(f"model.name={name} cannot be built with these model.options ({said}).") from error
+    try:
+        with no_init_weights():
+            try:
+                network = factory.from_config(config, attn_implementation="sdpa")
+            except ValueError:  # not every architecture has it
+                network = factory.from_config(config, attn_implementation="eager")
+        # Once, at the end: on torch's meta device the library would leave it out, and inside the constructor its
+        # order would be another.
+        network.initialize_weights()
+        network.tie_weights()
+    except Exception as error:  # whatever sizes that do not fit one another raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(f"model.name={name} cannot be built with these model.options ({said}).") from error
     built: nn.Module = network.train()
     return built
 
@@ -306,7 +303,7 @@ def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ..
     """
     from transformers import AutoConfig
 
-    with _quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         usual = AutoConfig.for_model(kind)
         sizes = {key: value for key, value in _TINY.items() if hasattr(usual, key)}
@@ -326,15 +323,3 @@ def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ..
         except Exception:  # noqa: BLE001  # it knows no such masks
             return sees_ahead, False
         return sees_ahead, torch.allclose(both, torch.cat([first, second], dim=1), atol=1e-5)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the library's advice to itself; what matters is said here."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
