@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 Part = Literal["", "input", "weight", "again"]
@@ -81,13 +82,7 @@ def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """All tensors in nested lists, tuples and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for each in values:
-            yield from tensors_in(each)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
+    return (each for each in tree_leaves(values) if isinstance(each, Tensor))
 
 
 def nbytes(values: Any) -> int:
