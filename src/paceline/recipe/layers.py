@@ -221,8 +221,10 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
     for key, value in tree.items():
         applies = mark(section, key, Applies)
         if applies is not None:
-            choice = getattr(recipe, applies.to)
-            if not has_effect(section, key, choice) and _is_known(section, applies.to, choice):
+            choice, known = getattr(recipe, applies.to), named_choices(section, applies.to)
+            # Where any name may be written, a misspelt one is refused by who opens it.
+            is_known = not known or choice in known or (isinstance(choice, str) and ":" in choice)
+            if is_known and not has_effect(section, key, choice):
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "
                     f"{path}{applies.to}={_either(applies.values)}. "
@@ -230,12 +232,6 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
                 )
         if subsection(section, key) is not None:
             check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
-
-
-def _is_known(section: type[Any], name: str, choice: object) -> bool:
-    """Whether a choice is one, where any name may be written: a misspelt data set is refused by who opens it."""
-    known = named_choices(section, name)
-    return not known or choice in known or (isinstance(choice, str) and ":" in choice)
 
 
 def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
