@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from itertools import chain
 from typing import Any
 
@@ -227,18 +228,16 @@ def published_settings(name: str) -> InputSettings | None:
 
     if not timm.is_model(name.partition(".")[0]):
         return None
-    usual = InputSettings()
     try:
         found: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
     except RuntimeError:  # it has no weights of that name
         return None
-    if found is None:
-        return usual
-    size = (found.input_size or (3, usual.image_size, usual.image_size))[-1]
+    data: Any = import_module("timm.data")  # whose types do not export what it exports
+    said = data.resolve_data_config({}, pretrained_cfg={} if found is None else found.to_dict())
     return InputSettings(
-        image_size=int(size),
-        interpolation=str(found.interpolation or usual.interpolation),
-        crop=float(found.crop_pct or usual.crop),
-        mean=tuple(map(float, found.mean or usual.mean)),
-        std=tuple(map(float, found.std or usual.std)),
+        image_size=int(said["input_size"][-1]),
+        interpolation=str(said["interpolation"]),
+        crop=float(said["crop_pct"]),
+        mean=tuple(map(float, said["mean"])),
+        std=tuple(map(float, said["std"])),
     )
