@@ -46,7 +46,7 @@ def unknown_model(model: Model, what: str, known: Iterable[str], more: str = "")
     return ModelError(f"unknown {what} '{model.name}'.{did_you_mean(model.name, known)} {more}")
 
 
-def no_weights(model: Model, error: Exception, of: str = "") -> ModelError:
+def no_weights(model: Model, error: object, of: str = "") -> ModelError:
     """The error for published weights that could not be had."""
     return ModelError(
         f"model.pretrained=true: the published weights of {of}{model.name} could not be had "

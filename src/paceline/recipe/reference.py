@@ -136,7 +136,7 @@ def _used_with(section: type[Any], name: str, path: str) -> str:
         conditions = [f"`{each.replace('!=', '` other than `')}`" for each in needs.any_of if "." in each]
         found += [" or ".join(conditions)] if conditions else []
     if applies := mark(section, name, Applies):
-        found.append(f"`{path}{applies.to}` = {_either([f'`{_written(value)}`' for value in applies.values])}")
+        found.append(f"`{path}{applies.to}` = {_either([f'`{_written(plain(value))}`' for value in applies.values])}")
     return "; ".join(found)
 
 
