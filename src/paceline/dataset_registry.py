@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 from paceline.errors import DataError
 from paceline.references import load_reference
@@ -88,7 +88,7 @@ def _load_ours() -> None:
         importlib.import_module(module.name)
 
 
-class DatasetsUsing(Sequence[str]):
+class DatasetsUsing(Collection[str]):
     """Names of the data sets that a key has an effect on; looked up when they are first asked for."""
 
     def __init__(self, key: str, *others: str) -> None:
@@ -110,11 +110,5 @@ class DatasetsUsing(Sequence[str]):
     def __len__(self) -> int:
         return len(self._names)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
-        return self._names[index]
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)

@@ -5,18 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 DurationUnit = Literal["epochs", "steps", "samples", "percent"]
 
 _DURATION = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%|percent)\s*$")
-_UNITS: dict[str, DurationUnit] = {
-    "epoch": "epochs",
-    "step": "steps",
-    "sample": "samples",
-    "%": "percent",
-    "percent": "percent",
-}
 DURATION_RULE = "a duration is a number with its unit: '3 epochs', '500 steps', '100000 samples' or '10%'"
 
 # Steps, samples or epochs; a sum of seconds that every clock and time-out can take.
@@ -25,12 +18,6 @@ _LONGEST, _LONGEST_SECONDS = 1e15, 1e9
 TimeUnit = Literal["seconds", "minutes", "hours", "days"]
 
 _TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|h|days?|d)\s*$")
-_TIME_UNITS: dict[str, TimeUnit] = {
-    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), "seconds"),
-    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), "minutes"),
-    **dict.fromkeys(("h", "hour", "hours"), "hours"),
-    **dict.fromkeys(("d", "day", "days"), "days"),
-}
 _SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 TIME_RULE = "a time is a number above zero with its unit: '90 seconds', '10 minutes' or '2 hours' (or s, m, h, d)"
 
@@ -55,7 +42,9 @@ class Duration:
         value = float(match[1])
         if value > _LONGEST:
             raise ValueError(f"found {text!r}, but no run is longer than {_LONGEST:g} of anything")
-        return cls(value, _UNITS[match[2].removesuffix("s")])
+        return cls(
+            value, next(unit for unit in get_args(DurationUnit) if unit.startswith(match[2].replace("%", "percent")))
+        )
 
     def to_steps(self, *, samples_per_epoch: int, global_batch_size: int, total_steps: int | None = None) -> int:
         """Convert to a whole number of optimizer steps: rounded to nearest; for samples, enough to use them all.
@@ -81,10 +70,7 @@ class Duration:
         return round(steps)
 
     def __str__(self) -> str:
-        number = str(int(self.value)) if float(self.value).is_integer() else repr(self.value)
-        if self.unit == "percent":
-            return f"{number}%"
-        return f"{number} {self.unit.removesuffix('s') if self.value == 1 else self.unit}"
+        return f"{_number(self.value)}%" if self.unit == "percent" else _with_unit(self.value, self.unit)
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,9 @@ class TimeSpan:
             ValueError: If the unit is missing or unknown, the text is no time at all, or the time is nothing.
         """
         match = _TIME.match(text) if isinstance(text, str) else None
-        span = None if match is None else cls(float(match[1]), _TIME_UNITS[match[2]])
+        span = (
+            None if match is None else cls(float(match[1]), next(unit for unit in _SECONDS if unit[0] == match[2][0]))
+        )
         if span is None or not 0 < span.seconds <= _LONGEST_SECONDS:
             longest = "" if span is None else f", and at most {_LONGEST_SECONDS:g} seconds"
             raise ValueError(f"found {text!r}, but {TIME_RULE}{longest}")
@@ -114,8 +102,15 @@ class TimeSpan:
         return self.value * _SECONDS[self.unit]
 
     def __str__(self) -> str:
-        number = str(int(self.value)) if float(self.value).is_integer() else repr(self.value)
-        return f"{number} {self.unit.removesuffix('s') if self.value == 1 else self.unit}"
+        return _with_unit(self.value, self.unit)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(value)
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{_number(value)} {unit.removesuffix('s') if value == 1 else unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,9 +36,12 @@ def test_what_is_no_length_is_refused_with_the_rule(found: object) -> None:
         Duration.parse(found)
 
 
-@given(st.integers(0, 10**6), st.sampled_from(["epochs", "steps", "samples", "percent"]))
-def test_what_is_written_is_read(value: int, unit: str) -> None:
-    length = Duration(value / 4 if value < 1000 else value // 1000, unit)  # type: ignore[arg-type]
+@given(
+    st.integers(0, 10**12).map(float) | st.floats(min_value=0, max_value=1e12, allow_nan=False),
+    st.sampled_from(["epochs", "steps", "samples", "percent"]),
+)
+def test_what_is_written_is_read(value: float, unit: str) -> None:
+    length = Duration(value, unit)  # type: ignore[arg-type]
     assert Duration.parse(str(length)) == length
 
 
@@ -56,6 +61,17 @@ def test_whole_steps(value: float, unit: str, steps: int) -> None:
     """90 samples in 6 steps an epoch, the last of 10; 200 steps in all."""
     length = Duration(value, unit)  # type: ignore[arg-type]
     assert length.to_steps(samples_per_epoch=90, global_batch_size=16, total_steps=200) == steps
+
+
+@given(samples=st.integers(1, 500), batch=st.integers(1, 64), wanted=st.integers(0, 2000))
+def test_samples_are_enough_steps_to_use_them_and_not_one_more(samples: int, batch: int, wanted: int) -> None:
+    def used(count: int) -> int:
+        per_epoch = math.ceil(samples / batch)
+        return count // per_epoch * samples + count % per_epoch * batch
+
+    count = Duration(wanted, "samples").to_steps(samples_per_epoch=samples, global_batch_size=batch)
+    assert used(count) >= wanted
+    assert count == 0 or used(count - 1) < wanted
 
 
 def test_a_share_of_an_unknown_whole_is_refused() -> None:

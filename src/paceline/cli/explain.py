@@ -14,11 +14,12 @@ from paceline.command import Log, Shape, command
 from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
 from paceline.plain_yaml import yaml_line
-from paceline.recipe import layers
+from paceline.recipe import layers, reference
 from paceline.recipe.fields import plain
 from paceline.recipe.load import load_recipe, shipped_recipes
 from paceline.recipe.other_names import with_new_names
-from paceline.recipe.reference import Key, Schema
+from paceline.recipe.reference import Key
+from paceline.recipe.schema import Recipe
 
 _MOST_RELATED = 8
 _WIDE = 60  # characters of a meaning in a list
@@ -44,27 +45,28 @@ class Explain:
         Raises:
             RecipeError: If there is none of that name; names the nearest.
         """
-        schema = Schema.read()
-        section, found = "Recipe", None
+        section: type[Any] | None = Recipe
+        found: Key | None = None
         if self.key:
             asked: Any = None
             for name in reversed(self.key.split(".")):
                 asked = {name: asked}
             layers.check_known(tree := with_new_names(asked), "explain")
-            while section and isinstance(tree, dict):
+            while section is not None and isinstance(tree, dict):
                 ((name, tree),) = tree.items()
                 path = f"{found.key}." if found else ""
-                found = next(each for each in schema.keys(section, path) if each.key == f"{path}{name}")
+                found = next(each for each in reference.keys(section, path) if each.key == f"{path}{name}")
                 section = found.section
-        if not section and found is not None:
-            return _of_key(found, list(_all(schema)))
-        keys = [_without_marks(each) for each in schema.keys(section, f"{found.key}." if found else "")]
+        if section is None:
+            assert found is not None
+            return _of_key(found, list(_all(Recipe, "")))
+        keys = [_without_marks(each) for each in reference.keys(section, f"{found.key}." if found else "")]
         rows = [
             (each.key, "section" if each.section else each.default, shorten(each.meaning, _WIDE, placeholder="…"))
             for each in keys
         ]
         table = Table(columns=("key", "default", "meaning"), rows=rows)
-        meaning = found.meaning if found else schema.summary(section)
+        meaning = found.meaning if found else reference.summary(section)
         return Document(
             shown=Shown(title=found.key if found else "", blocks=[meaning, table]),
             document={"section": found.key if found else "", "meaning": meaning, "keys": [*map(_as_json, keys)]},
@@ -87,7 +89,7 @@ def _of_key(found: Key, keys: list[Key]) -> Result:
 
 
 def _as_json(found: Key) -> dict[str, Any]:
-    return asdict(found) | {"section": bool(found.section)}
+    return asdict(found) | {"section": found.section is not None}
 
 
 def _without_marks(found: Key) -> Key:
@@ -95,11 +97,11 @@ def _without_marks(found: Key) -> Key:
     return replace(found, **texts)
 
 
-def _all(schema: Schema, section: str = "Recipe", path: str = "") -> Iterator[Key]:
-    for each in schema.keys(section, path):
+def _all(section: type[Any], path: str) -> Iterator[Key]:
+    for each in reference.keys(section, path):
         yield each
         if each.section:
-            yield from _all(schema, each.section, f"{each.key}.")
+            yield from _all(each.section, f"{each.key}.")
 
 
 def _related(found: Key, keys: list[Key]) -> list[str]:

@@ -57,7 +57,7 @@ class Import:
         if self.trainer == "nvidia":
             from paceline.recipe.imports.nvidia import convert_nvidia, read_nvidia
 
-            return convert_nvidia(read_nvidia(self.source), processes=self.processes, skipped=self.skip)
+            return convert_nvidia(*read_nvidia(self.source), processes=self.processes, skipped=self.skip)
         from paceline.models.build import published_settings
         from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from itertools import chain
 from typing import Any
 from urllib.error import HTTPError
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import call_factory, named_factory
+from paceline.models.factories import call_factory, named_factory, no_weights, unknown_model
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
@@ -150,19 +151,15 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     import timm
 
     if not timm.is_model(model.name):
-        known = [*OWN_MODELS, *timm.list_models()]
+        more = "It is small_resnet, a timm name, torchvision:NAME or package.module:factory; `paceline models PATTERN` "
+        raise unknown_model(model, "model", [*OWN_MODELS, *timm.list_models()], f"{more}lists them.")
+    if unset := [name for name, value in model.options.items() if value is None]:
         raise ModelError(
-            f"unknown model '{model.name}'.{did_you_mean(model.name, known)} It is small_resnet, a timm name, "
-            f"torchvision:NAME or package.module:factory; `paceline models PATTERN` lists them."
+            f"model.options.{unset[0]}=null has no effect: timm leaves out options without a value; give one, or "
+            "leave it out."
         )
-    for name, value in model.options.items():
-        if value is None:
-            raise ModelError(
-                f"model.options.{name}=null has no effect: timm leaves out options without a value; give one, or "
-                "leave it out."
-            )
     if model.pretrained and (why := why_no_weights(model.name)):
-        raise _no_weights(model, why)
+        raise no_weights(model, why, of="")
     try:
         network: nn.Module = timm.create_model(
             model.name,
@@ -173,7 +170,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
         )
     except Exception as error:
         if model.pretrained and isinstance(error, OSError | RuntimeError):
-            raise _no_weights(model, error) from error
+            raise no_weights(model, error) from error
         if not model.options:
             raise
         # Whatever a network raises at values that are none for it; a folder of somebody else's may name them.
@@ -200,23 +197,11 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
         try:
             network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
         except (OSError, RuntimeError) as error:
-            raise _no_weights(model, error) from error
+            raise no_weights(model, error) from error
         _replace_head(network, num_classes, model.name)
     if in_channels != 3:
         _replace_stem(network, in_channels, model.name)
     return network
-
-
-def _no_weights(model: Model, error: object) -> ModelError:
-    return ModelError(
-        f"model.pretrained=true: the published weights of {model.name} could not be had "
-        f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local file."
-    )
-
-
-def _replace(network: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(network.get_submodule(parent), name, new)
 
 
 def _replace_head(network: nn.Module, num_classes: int, name: str) -> None:
@@ -225,7 +210,7 @@ def _replace_head(network: nn.Module, num_classes: int, name: str) -> None:
         raise ModelError(f"model.name={name} has no linear classifier to replace; use the timm version of it.")
     path, head = heads[-1]
     if head.out_features != num_classes:
-        _replace(network, path, nn.Linear(head.in_features, num_classes, bias=head.bias is not None))
+        network.set_submodule(path, nn.Linear(head.in_features, num_classes, bias=head.bias is not None))
 
 
 def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
@@ -240,7 +225,7 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
         )
     same = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
     options: dict[str, Any] = {each: getattr(stem, each) for each in same}
-    _replace(network, path, nn.Conv2d(in_channels, stem.out_channels, **options, bias=stem.bias is not None))
+    network.set_submodule(path, nn.Conv2d(in_channels, stem.out_channels, **options, bias=stem.bias is not None))
 
 
 def lay_out(network: nn.Module, *, channels_last: bool) -> nn.Module:
@@ -280,18 +265,16 @@ def published_settings(name: str) -> InputSettings | None:
 
     if not timm.is_model(name.partition(".")[0]):
         return None
-    usual = InputSettings()
     try:
         found: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
     except RuntimeError:  # it has no weights of that name
         return None
-    if found is None:
-        return usual
-    size = (found.input_size or (3, usual.image_size, usual.image_size))[-1]
+    data: Any = import_module("timm.data")  # whose types do not export what it exports
+    said = data.resolve_data_config({}, pretrained_cfg={} if found is None else found.to_dict())
     return InputSettings(
-        image_size=int(size),
-        interpolation=str(found.interpolation or usual.interpolation),
-        crop=float(found.crop_pct or usual.crop),
-        mean=tuple(map(float, found.mean or usual.mean)),
-        std=tuple(map(float, found.std or usual.std)),
+        image_size=int(said["input_size"][-1]),
+        interpolation=str(said["interpolation"]),
+        crop=float(said["crop_pct"]),
+        mean=tuple(map(float, said["mean"])),
+        std=tuple(map(float, said["std"])),
     )

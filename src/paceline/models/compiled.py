@@ -170,8 +170,6 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
     A list has a tensor for each sample, of shapes that hardly ever come again: such a batch is not compiled for.
     """
-    if args and isinstance(args[0], Tensor):
-        return tuple(args[0].shape)
     if args and isinstance(args[0], list):
         return ()
     return next((tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)), ())

@@ -276,11 +276,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         reads = _storages(before)
         self.operations.append(
             _Operation(
-                operator=func,
-                args=before[0],
-                kwargs=before[1],
-                answer=after,
-                reads=reads,
+                func,
+                before[0],
+                before[1],
+                after,
+                reads,
                 writes=_written(func, *before),
                 makes=frozenset(each for each in _storages(after) - reads if each >= known),
                 draws=torch.Tag.nondeterministic_seeded in func.tags,
@@ -292,18 +292,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
     def draw(self, function: Any, tensor: Tensor, args: tuple[Any, ...]) -> None:
         """Take down that a function fills a tensor with random numbers."""
         place = self.place(tensor)
+        own, overwrites = frozenset({place.storage}), place.storage if _is_all(tensor) else None
         self.operations.append(
-            _Operation(
-                operator=function,
-                args=(place, *args),
-                kwargs={},
-                answer=place,
-                reads=frozenset({place.storage}),
-                writes=frozenset({place.storage}),
-                makes=frozenset(),
-                draws=True,
-                overwrites=place.storage if _is_all(tensor) else None,
-            )
+            _Operation(function, (place, *args), {}, place, own, own, frozenset(), draws=True, overwrites=overwrites)
         )
 
     def _taken(self, value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import check_options, check_types, named_factory
+from paceline.models.factories import call_factory, check_options, named_factory, no_weights, unknown_model
 from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
@@ -203,22 +203,13 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
             "data.detection.long_side, which say how large pictures are shown."
         )
     factory = named_factory(model, OWN_DETECTORS)
-    if factory is None and not model.name.startswith(TORCHVISION):
-        known = detector_names()
-        raise ModelError(
-            f"unknown detector '{model.name}'.{did_you_mean(model.name, known)} Detectors: {', '.join(known)}, or "
-            "package.module:factory of your own."
-        )
-    try:
-        if factory is None:
-            network = _torchvision(model, num_classes + 1)
-        else:
-            if model.name in OWN_DETECTORS:
-                check_types(model, factory)
-            network = factory(num_classes=num_classes + 1, **model.options)
-    except (TypeError, ValueError) as error:
-        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
-    if not isinstance(network, nn.Module) or not hasattr(network, "transform"):
+    if factory is not None:
+        network = call_factory(model, factory, num_classes=num_classes + 1)
+    elif model.name.removeprefix(TORCHVISION) in _published() and model.name.startswith(TORCHVISION):
+        network = build_published(model, num_classes + 1)
+    else:
+        raise unknown_model(model, "detector", detector_names())
+    if not hasattr(network, "transform"):
         raise ModelError(
             f"model.name={model.name} gave a {type(network).__name__}, which is no detector made of torchvision's "
             "parts (GeneralizedRCNN, RetinaNet, FCOS)."
@@ -247,39 +238,25 @@ def _published() -> list[str]:
     return [name for name in list_models(module=detection) if name.startswith(_FAMILIES)]
 
 
-def _torchvision(model: Model, classes: int) -> nn.Module:
-    name = model.name.removeprefix(TORCHVISION)
-    known = _published()
-    if name not in known:
-        raise ModelError(
-            f"unknown detector '{model.name}'.{did_you_mean(name, known)} Torchvision's are {', '.join(known)}."
-        )
-    return build_published(model, classes)
-
-
 def build_published(model: Model, classes: int) -> nn.Module:
     """Build a network of torchvision's; ``model.pretrained`` loads ImageNet's weights into its backbone.
 
     Raises:
-        ModelError: If these cannot be had.
+        ModelError: If these cannot be had, or options are not the network's.
     """
     from torchvision.models import get_model
 
     # Published are a whole network for COCO's classes and a backbone for ImageNet's; training begins with the latter.
     backbone = "DEFAULT" if model.pretrained else None
-    name = model.name.removeprefix(TORCHVISION)
+    sizes = {"weights": None, "weights_backbone": backbone, "num_classes": classes}
     try:
-        network: nn.Module = get_model(
-            name, weights=None, weights_backbone=backbone, num_classes=classes, **model.options
-        )
+        network: nn.Module = get_model(model.name.removeprefix(TORCHVISION), **sizes, **model.options)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
     except (OSError, RuntimeError) as error:
         if not model.pretrained:
             raise
-        raise ModelError(
-            f"model.pretrained=true: the published weights of the backbone of {model.name} could not be had "
-            f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local "
-            "file."
-        ) from error
+        raise no_weights(model, error, "the backbone of ") from error
     return network
 
 

@@ -32,6 +32,28 @@ def named_factory(model: Model, ours: Mapping[str, Callable[..., Any]]) -> Calla
     return factory
 
 
+def unknown_model(model: Model, what: str, known: Iterable[str], more: str = "") -> ModelError:
+    """The error for a name that no network of a kind has, with the nearest ones.
+
+    Args:
+        model: The recipe's section.
+        what: The kind of network.
+        known: Names of that kind.
+        more: What to say of them; by default all are named.
+    """
+    known = list(known)
+    more = more or f"It is {', '.join(known)}, or package.module:factory of your own."
+    return ModelError(f"unknown {what} '{model.name}'.{did_you_mean(model.name, known)} {more}")
+
+
+def no_weights(model: Model, error: object, of: str = "") -> ModelError:
+    """The error for published weights that could not be had."""
+    return ModelError(
+        f"model.pretrained=true: the published weights of {of}{model.name} could not be had "
+        f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local file."
+    )
+
+
 def check_options(network: str, rules: Iterable[tuple[str, object, object, str]]) -> None:
     """Refuse options of one of our networks that are out of range.
 

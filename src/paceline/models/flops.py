@@ -38,7 +38,7 @@ SUM_OF_GRADIENTS = "(sum of gradients)"
 _OF_MODEL = ("forward", "dgrad", "wgrad", "loss")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Work:
     """What one operator does in one layer and phase of a step, all its calls of one shape together.
 
@@ -47,24 +47,24 @@ class Work:
         phase: One of ``PHASES``: ``dgrad`` and ``wgrad`` are the backward pass's gradients of inputs and of weights.
         operator: Name of the operator.
         dtype: Of the numbers that it multiplies, or of its first floating-point tensor.
+        product: Its sizes as a matrix product, if it is one.
+        is_counted: False if it may compute products that are not counted.
         calls: How often it is called so.
         flops: Floating-point operations of its products.
         bytes_read: Bytes that it must read.
         bytes_written: Bytes that it must write.
-        product: Its sizes as a matrix product, if it is one.
-        is_counted: False if it may compute products that are not counted.
     """
 
     layer: str
     phase: str
     operator: str
     dtype: str
-    calls: int
-    flops: int
-    bytes_read: int
-    bytes_written: int
     product: Product | None
     is_counted: bool
+    calls: int = 0
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
 
     @property
     def bytes_moved(self) -> int:
@@ -202,7 +202,7 @@ class WorkCounter:
         self._parameters = dict(network.named_parameters())
         # Held weakly, so that no address is used again while it is in here.
         self._weights = {ref.cdata: ref for ref in (_reference(each) for each in self._parameters.values()) if ref}
-        self._found: dict[Work, list[int]] = {}
+        self._found: dict[tuple[Any, ...], list[int]] = {}
         self._numbered = 0
         self._hooks = contextlib.ExitStack()
         self._failure: Exception | None = None
@@ -210,12 +210,7 @@ class WorkCounter:
     @property
     def found(self) -> StepWork:
         """What was done up to now."""
-        return StepWork(
-            tuple(
-                replace(key, calls=calls, flops=flops, bytes_read=read, bytes_written=written)
-                for key, (calls, flops, read, written) in self._found.items()
-            )
-        )
+        return StepWork(tuple(Work(*key, *sums) for key, sums in self._found.items()))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -265,9 +260,11 @@ class WorkCounter:
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         given = list(tensors_in((args, kwargs)))
-        from_weights = [self._is_weight(each) for each in given]
+        from_weights = [(kept := _reference(each)) is not None and kept.cdata in self._weights for each in given]
         if given and all(from_weights):
-            self._follow(out)
+            # What is computed of weights alone, such as their copy in another type, stands for them.
+            for each in filter(None, map(_reference, tensors_in(out))):
+                self._weights.setdefault(each.cdata, each)
         node = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
         parts = list(operator_work(func, args, kwargs, out))
         if node is None or self._within or self._phase:
@@ -282,7 +279,10 @@ class WorkCounter:
         dtype = next((str(each.dtype).removeprefix("torch.") for each in given if each.is_floating_point()), "")
         name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
         for part, phase in zip(parts, phases, strict=True):
-            self._add(part, origin.layer, phase, (name, dtype))
+            key = (origin.layer, phase, name, dtype, part.product, part.is_known)
+            sums = self._found.setdefault(key, [0, 0, 0, 0])
+            for index, value in enumerate((1, part.flops, part.bytes_read, part.bytes_written)):
+                sums[index] += value
 
     def _forward_origin(self, *, again: bool, weights: tuple[bool, bool]) -> _Origin:
         layer = self._within[-1] if self._within and not self._phase else ""
@@ -303,33 +303,6 @@ class WorkCounter:
             name = next((name for name, each in self._parameters.items() if each is node.variable), "")
             return _Origin(name.rpartition(".")[0], "forward", uses_weights=True, is_of_weights=True)
         return self._origins.get(node._sequence_nr(), _NOWHERE)  # noqa: SLF001  # torch.fx asks so
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        reference = _address(tensor)
-        return reference is not None and reference in self._weights
-
-    def _follow(self, out: Any) -> None:
-        """What is computed of weights alone, such as their copy in another type, stands for them."""
-        for each in tensors_in(out):
-            if (reference := _reference(each)) is not None:
-                self._weights.setdefault(reference.cdata, reference)
-
-    def _add(self, part: OperatorWork, layer: str, phase: str, what: tuple[str, str]) -> None:
-        key = Work(
-            layer=layer,
-            phase=phase,
-            operator=what[0],
-            dtype=what[1],
-            calls=0,
-            flops=0,
-            bytes_read=0,
-            bytes_written=0,
-            product=part.product,
-            is_counted=part.is_known,
-        )
-        sums = self._found.setdefault(key, [0, 0, 0, 0])
-        for index, value in enumerate((1, part.flops, part.bytes_read, part.bytes_written)):
-            sums[index] += value
 
 
 def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, adds_up: bool) -> str:
@@ -367,13 +340,6 @@ def _sums_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], no
 def next_node_number() -> int:
     """What autograd will number the next operator's node of the backward graph with."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
-
-
-def _address(tensor: Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # what StorageWeakRef goes by
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 def _reference(tensor: Tensor) -> StorageWeakRef | None:

@@ -44,16 +44,13 @@ def groups_of(samples: int, group: int) -> int:
     return max(1, min(-(-samples // group), samples // 2))
 
 
-def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> int:
+def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> None:
     """Let a network's BatchNorm layers normalise by groups of so many samples in training.
 
     Args:
         network: The network; its state_dict is the same afterwards.
         samples: Samples in a group, at least 2.
         name: The network's, for messages.
-
-    Returns:
-        How many layers do so.
 
     Raises:
         ModelError: If it has no BatchNorm, or one whose statistics are the processes' in common.
@@ -70,4 +67,3 @@ def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> int:
             "the samples of all processes together; take one of the two out."
         )
     mix_in((module for _, module in norms), _Ghosts, _ghost_samples=samples)
-    return len(norms)

@@ -12,14 +12,14 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import call_factory, named_factory
+from paceline.errors import ModelError
+from paceline.models.factories import call_factory, check_options, named_factory, unknown_model
 from paceline.models.transformers_models import PREFIX, Objective, build_transformers_model
 from paceline.recipe.model import Model
 
@@ -70,14 +70,14 @@ class Shape:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in (("activation", Activation), ("norm", Norm), ("positions", Positions)):
-            known, found = get_args(kind), getattr(self, name)
-            if found not in known:
-                raise ModelError(f"model.options.{name}={found}, but it is one of {', '.join(known)}.")
-        for name in ("depth", "width", "heads", *(["hidden"] if self.hidden is not None else [])):
-            found, most = getattr(self, name), _MOST[name]
-            if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
-                raise ModelError(f"model.options.{name}={found!r}, but it must be a whole number from 1 to {most:,}.")
+        sizes = {
+            "depth": self.depth,
+            "width": self.width,
+            "heads": self.heads,
+            "hidden": 1 if self.hidden is None else self.hidden,
+        }
+        rules = [(name, size, 1 <= size <= _MOST[name], f"from 1 to {_MOST[name]:,}") for name, size in sizes.items()]
+        check_options("a transformer", [*rules, ("dropout", self.dropout, 0 <= self.dropout < 1, "in [0, 1)")])
         if self.width % self.heads:
             raise ModelError(f"model.options.width={self.width} cannot be divided among heads={self.heads}.")
         if self.positions == "rotary" and self.width // self.heads % 2:
@@ -85,8 +85,6 @@ class Shape:
                 f"model.options.width={self.width} gives each of heads={self.heads} an odd number of "
                 f"{self.width // self.heads}, which rotary positions turn in pairs; choose an even one."
             )
-        if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
-            raise ModelError(f"model.options.dropout={self.dropout!r}, but it must be in [0, 1).")
 
     @property
     def middle(self) -> int:
@@ -199,7 +197,10 @@ class Transformer(nn.Module):
         else:
             turns = _turns(positions, self.shape.width // self.shape.heads, x.dtype)
         x = self.dropout(x)
-        mask = None if documents is None else _who_sees_whom(documents, causal=self.shape.causal)
+        mask = None
+        if documents is not None:  # who sees whom, [N, 1, T, T]: tokens of one document; padding sees padding
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            mask = same.tril() if self.shape.causal else same
         for block in self.blocks:
             x = block(x, mask, turns)
         logits: Tensor = self.head(self.norm(x))
@@ -244,12 +245,6 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
 
 
-def _who_sees_whom(documents: Tensor, *, causal: bool) -> Tensor:
-    """Whether each token sees each other, bool [N, 1, T, T]: of its own document; padding sees padding."""
-    seen = documents[:, :, None] == documents[:, None, :]
-    return (seen.tril() if causal else seen)[:, None]
-
-
 OWN_LANGUAGE_MODELS = {"gpt": True, "bert": False}
 """Our own transformers, and whether each token sees only those before it."""
 
@@ -274,10 +269,7 @@ def build_language_model(model: Model, *, vocabulary: int, context: int, is_mask
         sizes["causal"] = OWN_LANGUAGE_MODELS[model.name]
     factory = named_factory(model, dict.fromkeys(OWN_LANGUAGE_MODELS, transformer))
     if factory is None:
-        raise ModelError(
-            f"unknown language model '{model.name}'.{did_you_mean(model.name, OWN_LANGUAGE_MODELS)} It is "
-            f"{', '.join(OWN_LANGUAGE_MODELS)}, transformers:NAME or package.module:factory."
-        )
+        raise unknown_model(model, "language model", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
     return call_factory(model, factory, **sizes)
 
 

@@ -8,13 +8,15 @@ move: each of its tensors once.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 Part = Literal["", "input", "weight", "again"]
@@ -80,13 +82,7 @@ def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """All tensors in nested lists, tuples and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for each in values:
-            yield from tensors_in(each)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
+    return (each for each in tree_leaves(values) if isinstance(each, Tensor))
 
 
 def nbytes(values: Any) -> int:
@@ -117,19 +113,8 @@ def _moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
         read = written + nbytes([each for each in tensors_in((args[1:], kwargs)) if not each.is_floating_point()])
     else:
         read = nbytes((args, kwargs))
-    return OperatorWork(0, read, written, "weight" if packet in _OF_WEIGHTS else "", is_known=_is_known(func))
-
-
-def _is_known(func: Any) -> bool:
-    packet, name = func.overloadpacket, func.overloadpacket.__name__
-    tags = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", torch.Tag.pointwise)}
-    return (
-        packet in _MOVING
-        or bool(tags & set(func.tags))
-        or name.startswith(("_foreach_", "_fused_", "_amp_", "upsample_", "_upsample_"))
-        or name.removesuffix("_backward") in _MOVING_NAMES
-        or name.removesuffix("_") in _MOVING_NAMES
-    )
+    is_known = func.namespace == "aten" and not _MULTIPLYING.search(packet.__name__)
+    return OperatorWork(0, read, written, "weight" if packet in _OF_WEIGHTS else "", is_known=is_known)
 
 
 def _matmul(first: int) -> Rule:
@@ -140,7 +125,7 @@ def _matmul(first: int) -> Rule:
         m = left.shape[-2] if left.ndim > 1 else 1
         n = right.shape[-1] if right.ndim > 1 else 1
         product = Product(m, n, left.shape[-1], math.prod(left.shape[:-2]))
-        yield _of_product(product, nbytes((args, kwargs)), nbytes(out))
+        yield OperatorWork(_flops(product), nbytes((args, kwargs)), nbytes(out), product=product)
 
     return rule
 
@@ -148,67 +133,50 @@ def _matmul(first: int) -> Rule:
 def _linear(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
     inputs, weight = args[:2]
     product = Product(math.prod(inputs.shape[:-1]), weight.shape[0], weight.shape[1])
-    yield _of_product(product, nbytes((args, kwargs)), nbytes(out))
+    yield OperatorWork(_flops(product), nbytes((args, kwargs)), nbytes(out), product=product)
 
 
-def _of_product(product: Product, read: int, written: int, part: Part = "") -> OperatorWork:
-    flops = 2 * product.m * product.n * product.k * product.count
-    return OperatorWork(flops, read, written, part, product)
+def _flops(product: Product) -> int:
+    return 2 * product.m * product.n * product.k * product.count
 
 
-@dataclass(frozen=True)
-class _Convolution:
-    """Sizes of a convolution; of a transposed one, with input and output exchanged."""
+def _as_product(inputs: torch.Size, weight: torch.Size, outputs: torch.Size, phase: str) -> tuple[int, Product]:
+    """Return a convolution's operations, and its sizes as NVIDIA's guide has them: a product for each group.
 
-    inputs: torch.Size
-    weight: torch.Size
-    outputs: torch.Size
-
-    @property
-    def groups(self) -> int:
-        return self.inputs[1] // self.weight[1]
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.outputs.numel() * self.weight[1:].numel()
-
-    def product(self, phase: str) -> Product:
-        """As NVIDIA's guide has it: an implicit matrix product for each group."""
-        groups, window = self.groups, self.weight[2:].numel()
-        filters, channels = self.weight[0] // groups, self.weight[1]
-        pixels = self.outputs[0] * self.outputs[2:].numel()
-        match phase:
-            case "forward":
-                sizes = pixels, filters, channels * window
-            case "input":
-                sizes = self.inputs[0] * self.inputs[2:].numel(), channels, filters * window
-            case _:
-                sizes = channels * window, filters, pixels
-        return Product(*sizes, groups, "convolution", window)
+    Of a transposed one, input and output are exchanged.
+    """
+    groups, window = inputs[1] // weight[1], weight[2:].numel()
+    filters, channels, pixels = weight[0] // groups, weight[1], outputs[0] * outputs[2:].numel()
+    sizes = {
+        "forward": (pixels, filters, channels * window),
+        "input": (inputs[0] * inputs[2:].numel(), channels, filters * window),
+        "weight": (channels * window, filters, pixels),
+    }
+    return 2 * outputs.numel() * weight[1:].numel(), Product(*sizes[phase], groups, "convolution", window)
 
 
 def _convolution(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
     inputs, weight = args[:2]
     if _is_transposed(args, at=6):
-        sizes = _Convolution(out.shape, weight.shape, inputs.shape)
-        product = sizes.product("input")
+        flops, product = _as_product(out.shape, weight.shape, inputs.shape, "input")
     else:
-        sizes = _Convolution(inputs.shape, weight.shape, out.shape)
-        product = sizes.product("forward")
-    yield OperatorWork(sizes.flops, nbytes((args, kwargs)), nbytes(out), product=product)
+        flops, product = _as_product(inputs.shape, weight.shape, out.shape, "forward")
+    yield OperatorWork(flops, nbytes((args, kwargs)), nbytes(out), product=product)
 
 
 def _convolution_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
     gradient, inputs, weight = args[:3]
     transposed = _is_transposed(args, at=7)
     outer, inner = (gradient, inputs) if transposed else (inputs, gradient)
-    sizes = _Convolution(outer.shape, weight.shape, inner.shape)
-    if out[0] is not None:
-        product = sizes.product("forward" if transposed else "input")
-        yield OperatorWork(sizes.flops, nbytes((gradient, weight)), nbytes(out[0]), "input", product)
-    if out[1] is not None:
-        product = sizes.product("weight")
-        yield OperatorWork(sizes.flops, nbytes((gradient, inputs)), nbytes(out[1:]), "weight", product)
+    parts: tuple[tuple[Part, str, Tensor, Any], ...] = (
+        ("input", "forward" if transposed else "input", weight, out[0]),
+        ("weight", "weight", inputs, out[1]),
+    )
+    for part, phase, other, found in parts:
+        if found is not None:
+            flops, product = _as_product(outer.shape, weight.shape, inner.shape, phase)
+            written = nbytes(out[1:] if part == "weight" else found)
+            yield OperatorWork(flops, nbytes((gradient, other)), written, part, product)
 
 
 def _is_transposed(args: tuple[Any, ...], *, at: int) -> bool:
@@ -216,29 +184,22 @@ def _is_transposed(args: tuple[Any, ...], *, at: int) -> bool:
 
 
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
-    query, key, value = args[:3]
-    scores, mixed = _attention_products(query, key, value)
-    flops = 2 * sum(each.m * each.n * each.k * each.count for each in (scores, mixed))
-    yield OperatorWork(flops, nbytes(args[:3]), nbytes(out[0]), product=scores)
+    scores, mixing = _attention_products(*args[:3])
+    yield OperatorWork(_flops(scores) + mixing, nbytes(args[:3]), nbytes(out[0]), product=scores)
 
 
 def _attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
-    query, key, value = args[1:4]
-    scores, mixed = _attention_products(query, key, value)
-    flops = 2 * scores.m * scores.n * scores.k * scores.count
+    scores, mixing = _attention_products(*args[1:4])
     # Of scores and of what they mix, the gradients of both factors; the scores were not kept, and come first.
-    again = OperatorWork(flops, part="again", product=scores)
-    both = 2 * flops + 4 * mixed.m * mixed.n * mixed.k * mixed.count
-    yield again
-    yield OperatorWork(both, nbytes(args[:5]), nbytes(out), "input", scores)
+    yield OperatorWork(_flops(scores), part="again", product=scores)
+    yield OperatorWork(2 * (_flops(scores) + mixing), nbytes(args[:5]), nbytes(out), "input", scores)
 
 
-def _attention_products(query: Tensor, key: Tensor, value: Tensor) -> tuple[Product, Product]:
+def _attention_products(query: Tensor, key: Tensor, value: Tensor) -> tuple[Product, int]:
+    """The product that the scores are, and the operations of mixing values by them."""
     count, rows, columns = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
-    return (
-        Product(rows, columns, query.shape[-1], count, "attention"),
-        Product(rows, value.shape[-1], columns, count, "attention"),
-    )
+    scores = Product(rows, columns, query.shape[-1], count, "attention")
+    return scores, _flops(replace(scores, n=value.shape[-1], k=columns))
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
@@ -297,27 +258,9 @@ _WRITING = _packets(
 # Of the first argument only what is picked is read.
 _PICKING = _packets("embedding index index_select gather take _unsafe_index")
 _OF_WEIGHTS = _packets("embedding_dense_backward")
-_MOVES = """
-    native_batch_norm _native_batch_norm_legit _batch_norm_with_update batch_norm cudnn_batch_norm native_layer_norm
-    native_group_norm _fused_rms_norm batch_norm_stats batch_norm_elemt miopen_batch_norm batch_norm_backward_reduce
-    batch_norm_backward_elemt batch_norm_gather_stats _softmax _log_softmax _safe_softmax nll_loss_forward
-    nll_loss2d_forward nll_loss nll_loss2d max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d
-    max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d native_dropout _softmax_data embedding embedding_dense
-    _embedding_bag _embedding_bag_dense constant_pad_nd cat stack reflection_pad2d replication_pad2d reflection_pad1d
-    replication_pad1d clone _to_copy copy index index_put _unsafe_index_put index_select index_add gather scatter
-    scatter_add masked_scatter slice select diagonal unfold as_strided_scatter fill zero zeros ones full arange
-    zeros_like ones_like full_like rand_like rand randn randint randperm randn_like uniform normal bernoulli random
-    scalar_tensor new_zeros new_ones new_full sum mean var var_mean std std_mean amax amin max min argmax argmin
-    linalg_vector_norm norm prod any all cumsum cumprod logsumexp topk sort roll flip repeat tril triu linspace eye
-    nonzero im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle _weight_norm_interface
-    _prelu_kernel glu rrelu_with_noise grid_sampler_2d equal bincount slice_scatter select_scatter select_backward
-    slice_backward split_with_sizes_copy one_hot _fused_dropout _thnn_fused_lstm_cell _thnn_fused_gru_cell
-    count_nonzero nan_to_num histc multi_margin_loss multilabel_margin_loss_forward lerp where isfinite isnan
-    unique_dim _softmax_backward_data _log_softmax_backward_data masked_fill _unsafe_index hardswish hardtanh
-    hardsigmoid silu gelu elu leaky_relu mish softplus celu relu6 log_sigmoid log_sigmoid_forward selu softshrink
-    hardshrink threshold binary_cross_entropy_with_logits binary_cross_entropy mse_loss smooth_l1_loss huber_loss
-    l1_loss kl_div soft_margin_loss _ctc_loss scaled_dot_product_mask cross_entropy_loss _foreach_norm
-    repeat_interleave searchsorted
-    """
-_MOVING_NAMES = frozenset(_MOVES.split())
-_MOVING = _packets(_MOVES)
+# Of torch's own operators, those that compute products by other rules than these: by parts of their names.
+_MULTIPLYING = re.compile(
+    r"(^|_)[a-z]*m[mv](_|$)|matmul|convolution|conv(_|[1-3]d)|(^|_)linear(_|$)|linalg_(?!vector_norm|cross|check|diagonal)|"
+    r"cholesky|solve|inverse|lstm(?!_cell)|gru(?!_cell)|rnn|attention|transformer|^_trilinear|dist_|euclidean|fft|ormqr|"
+    r"geqrf|(^|_)lu_|^_sparse|quantize"
+)

@@ -14,8 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import call_factory, named_factory
+from paceline.errors import ModelError
+from paceline.models.factories import call_factory, named_factory, unknown_model
 from paceline.plan.strategy import table_state_numbers
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
@@ -116,10 +116,7 @@ def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence
     """
     factory = named_factory(model, CLICK_MODELS)
     if factory is None:
-        raise ModelError(
-            f"model.name={model.name} is not a network for click data.{did_you_mean(model.name, CLICK_MODELS)} It is "
-            f"{', '.join(CLICK_MODELS)}, or package.module:factory of your own."
-        )
+        raise unknown_model(model, "network for click data", CLICK_MODELS)
     try:
         return call_factory(model, factory, dense_features=dense_features, table_rows=tuple(table_rows))
     except RuntimeError as error:  # torch's, of sizes that cannot be

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.errors import ModelError, did_you_mean
+from paceline.errors import ModelError
 from paceline.models.detectors import TORCHVISION, build_published
-from paceline.models.factories import call_factory, check_options, named_factory
+from paceline.models.factories import call_factory, check_options, named_factory, unknown_model
 from paceline.recipe.model import Model
 
 _MOST_STAGES, _WIDEST = 8, 16_384
@@ -102,11 +102,7 @@ def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
     name = model.name.removeprefix(TORCHVISION)
     known = _published()
     if not model.name.startswith(TORCHVISION) or name not in known:
-        names = segmenter_names()
-        raise ModelError(
-            f"unknown segmentation network '{model.name}'.{did_you_mean(model.name, names)} Known: "
-            f"{', '.join(names)}, or package.module:factory of your own."
-        )
+        raise unknown_model(model, "segmentation network", segmenter_names())
     from torchvision.models import get_model_builder
 
     taken = set(inspect.signature(get_model_builder(name)).parameters)

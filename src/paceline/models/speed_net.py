@@ -49,17 +49,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [N, in_channels, H, W] to [N, out_channels, H / 2, W / 2]; sides below four are not halved."""
-        x = first = self.activation(self.norms[0](_halved(self.convs[0](x))))
+        x = self.convs[0](x)
+        if min(x.shape[-2:]) >= _SMALLEST_POOLED_SIDE:
+            x = functional.max_pool2d(x, kernel_size=2)
+        x = first = self.activation(self.norms[0](x))
         for number in range(1, len(self.convs)):
             x = self.norms[number](self.convs[number](x))
             if number == _WITH_SHORTCUT - 1:
                 x = x + first
             x = self.activation(x)
         return x
-
-
-def _halved(x: Tensor) -> Tensor:
-    return functional.max_pool2d(x, kernel_size=2) if min(x.shape[-2:]) >= _SMALLEST_POOLED_SIDE else x
 
 
 class SpeedNet(nn.Module):

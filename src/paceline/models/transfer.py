@@ -185,28 +185,21 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def first_steps(network: nn.Module, model: Model, steps: Mapping[str, int]) -> dict[str, int]:
-    """For each parameter that is trained late, how many steps are done before.
-
-    Args:
-        network: The network.
-        model: The recipe's section.
-        steps: The same for each pattern of ``model.unfreeze``; of those that match, the earliest counts.
-    """
-    found = late_parameters(network, model)
-    return {name: min(steps[pattern] for pattern in patterns) for name, patterns in found.items()}
-
-
-def last_steps(network: nn.Module, model: Model, steps: Mapping[str, int]) -> dict[str, int]:
-    """For each parameter that is trained for a while only, how many steps train it.
+def trained_spans(
+    network: nn.Module, model: Model, unfreeze_steps: Mapping[str, int], freeze_after_steps: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """How many steps are done before a parameter is trained, and how many train one that is for a while only.
 
     Args:
         network: The network, in which all that will ever be trained needs a gradient.
         model: The recipe's section.
-        steps: The same for each pattern of ``model.freeze_after``; of those that match, the latest counts.
+        unfreeze_steps: For each pattern of ``model.unfreeze``; of those that match, the earliest counts.
+        freeze_after_steps: For each pattern of ``model.freeze_after``; of those that match, the latest counts.
     """
-    found = passing_parameters(network, model)
-    return {name: max(steps[pattern] for pattern in patterns) for name, patterns in found.items()}
+    late, passing = late_parameters(network, model), passing_parameters(network, model)
+    first = {name: min(unfreeze_steps[pattern] for pattern in patterns) for name, patterns in late.items()}
+    last = {name: max(freeze_after_steps[pattern] for pattern in patterns) for name, patterns in passing.items()}
+    return first, last
 
 
 class FreezeSchedule:
@@ -214,8 +207,8 @@ class FreezeSchedule:
 
     Args:
         network: The bare network, in which all that will ever be trained needs a gradient.
-        first_steps: Parameters that are trained late; see :func:`first_steps`.
-        last_steps: Parameters that are trained for a while only; see :func:`last_steps`.
+        first_steps: Parameters that are trained late; see :func:`trained_spans`.
+        last_steps: Parameters that are trained for a while only; see :func:`trained_spans`.
         changed: Called after a change of what needs a gradient.
     """
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -28,16 +26,10 @@ Objective = Literal["causal", "masked"]
 
 # Sizes of a network that finds out in a few milliseconds what its kind does.
 _TINY = {
-    "hidden_size": 16,
-    "embedding_size": 16,
-    "intermediate_size": 16,
-    "ffn_dim": 16,
+    **dict.fromkeys(("hidden_size", "embedding_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim"), 16),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "rotary_dim"), 8),
     "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "word_embed_proj_dim": 16,
-    "rotary_dim": 8,
 }
 # Of a folder's description, what would be code, or belongs to the files it came with.
 _NOT_TAKEN = frozenset({"architectures", "transformers_version", "torch_dtype", "dtype", "model_type"})
@@ -74,7 +66,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     _fit_context(config, context, asked=set(keys), name=model.name)
     # What the recipe switches on and off may be whom a token sees.
     switches = tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
-    if objective == "causal" and _tried(kind, objective, switches).sees_ahead:
+    if objective == "causal" and _tried(kind, objective, switches)[0]:
         raise ModelError(
             f"model.name={model.name}: its answers depend on tokens that come later, so that it would be given "
             "what it is to predict; choose a decoder (gpt2, llama, …)."
@@ -92,7 +84,7 @@ def takes_documents(network: nn.Module, context: int) -> bool:
     if not isinstance(network, LanguageModel):
         return True
     window = _window(network.config)
-    return (window is None or window >= context) and _tried(network.config.model_type, network.objective).keeps_apart
+    return (window is None or window >= context) and _tried(network.config.model_type, network.objective)[1]
 
 
 def _window(config: Any) -> int | None:
@@ -165,7 +157,7 @@ def _require() -> None:
             f"model.name={PREFIX}… needs transformers 5 or later ({error}); install it with: "
             "pip install 'paceline[transformers]'."
         ) from error
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()  # what matters of its advice is said here
 
 
 def _described(model: Model) -> tuple[str, dict[str, Any]]:
@@ -209,23 +201,22 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
         raise ModelError(
             f"model.name={name}: '{kind}' is no {objective} language model of Transformers.{did_you_mean(kind, known)}"
         )
-    with _quiet():
-        usual = AutoConfig.for_model(kind)
-        names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
-        is_folder = Path(name.removeprefix(PREFIX)).expanduser().is_dir()
-        wrong = [] if is_folder else [key for key in keys if key not in names]
-        if wrong:
-            raise ModelError(
-                f"model.options: {wrong[0]} is no key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
-            )
-        # Token numbers of the vocabulary that the library's defaults were made for mean nothing here.
-        unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
-        if objective == "causal" and hasattr(usual, "is_decoder"):
-            unset["is_decoder"] = True  # type: ignore[assignment]  # a switch among numbers
-        try:
-            return AutoConfig.for_model(kind, **{**unset, **keys})
-        except Exception as error:  # whatever its checks raise
-            raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
+    usual = AutoConfig.for_model(kind)
+    names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
+    is_folder = Path(name.removeprefix(PREFIX)).expanduser().is_dir()
+    wrong = [] if is_folder else [key for key in keys if key not in names]
+    if wrong:
+        raise ModelError(
+            f"model.options: {wrong[0]} is no key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
+        )
+    # Token numbers of the vocabulary that the library's defaults were made for mean nothing here.
+    unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
+    if objective == "causal" and hasattr(usual, "is_decoder"):
+        unset["is_decoder"] = True  # type: ignore[assignment]  # a switch among numbers
+    try:
+        return AutoConfig.for_model(kind, **{**unset, **keys})
+    except Exception as error:  # whatever its checks raise
+        raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _fit_vocabulary(config: Any, vocabulary: int, *, asked: bool, name: str) -> None:
@@ -264,20 +255,19 @@ def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     factory: Any = AutoModelForCausalLM if objective == "causal" else AutoModelForMaskedLM
-    with _quiet():
-        try:
-            with no_init_weights():
-                try:
-                    network = factory.from_config(config, attn_implementation="sdpa")
-                except ValueError:  # not every architecture has it
-                    network = factory.from_config(config, attn_implementation="eager")
-            # Once, at the end: on torch's meta device the library would leave it out, and inside the constructor its
-            # order would be another.
-            network.initialize_weights()
-            network.tie_weights()
-        except Exception as error:  # whatever sizes that do not fit one another raise
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            raise ModelError(f"model.name={name} cannot be built with these model.options ({said}).") from error
+    try:
+        with no_init_weights():
+            try:
+                network = factory.from_config(config, attn_implementation="sdpa")
+            except ValueError:  # not every architecture has it
+                network = factory.from_config(config, attn_implementation="eager")
+        # Once, at the end: on torch's meta device the library would leave it out, and inside the constructor its
+        # order would be another.
+        network.initialize_weights()
+        network.tie_weights()
+    except Exception as error:  # whatever sizes that do not fit one another raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(f"model.name={name} cannot be built with these model.options ({said}).") from error
     built: nn.Module = network.train()
     return built
 
@@ -302,26 +292,18 @@ def _positions_from(network: nn.Module) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Behaviour:
-    """What a kind of network does, as far as it could be tried.
-
-    Attributes:
-        sees_ahead: Whether its answers depend on later tokens.
-        keeps_apart: Whether documents of one row get the answers that each gets alone.
-    """
-
-    sees_ahead: bool = False
-    keeps_apart: bool = False
-
-
 @cache
 @torch.no_grad()
-def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> _Behaviour:
-    """Ask a tiny network of a kind: an architecture's name says neither whom it lets see what, nor what it ignores."""
+def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> tuple[bool, bool]:
+    """Ask a tiny network of a kind: an architecture's name says neither whom it lets see what, nor what it ignores.
+
+    Returns:
+        Whether its answers depend on later tokens, and whether documents of one row get the answers that each gets
+        alone; neither where it could not be tried.
+    """
     from transformers import AutoConfig
 
-    with _quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         usual = AutoConfig.for_model(kind)
         sizes = {key: value for key, value in _TINY.items() if hasattr(usual, key)}
@@ -335,22 +317,9 @@ def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ..
             first, second = network(tokens[:, :5]), network(tokens[:, 5:])
             sees_ahead = not torch.allclose(network(tokens[:, :4]), first[:, :4], atol=1e-5)
         except Exception:  # noqa: BLE001  # what cannot be tried is not promised
-            return _Behaviour()
+            return False, False
         try:
             both = network(tokens, positions, documents)
         except Exception:  # noqa: BLE001  # it knows no such masks
-            return _Behaviour(sees_ahead=sees_ahead)
-        apart = torch.allclose(both, torch.cat([first, second], dim=1), atol=1e-5)
-        return _Behaviour(sees_ahead=sees_ahead, keeps_apart=apart)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the library's advice to itself; what matters is said here."""
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+            return sees_ahead, False
+        return sees_ahead, torch.allclose(both, torch.cat([first, second], dim=1), atol=1e-5)

@@ -41,16 +41,12 @@ def eager(kind: type[_Kind]) -> type[_Kind]:
     if any(getattr(kind, name) is not getattr(torch.optim.Optimizer, name) for name in _METHODS):
         return kind
     if kind not in _made:
-        _made[kind] = _subclass(kind)
+        body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        if kind.__module__.startswith("torch.optim."):
+            body["step"] = _as_it_is(inspect.unwrap(kind.step))
+        _made[kind] = type(kind.__name__, (EagerOptimizer, kind), body)
     made: type[_Kind] = _made[kind]
     return made
-
-
-def _subclass(kind: type[torch.optim.Optimizer]) -> Any:
-    body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    if kind.__module__.startswith("torch.optim."):
-        body["step"] = _as_it_is(inspect.unwrap(kind.step))
-    return type(kind.__name__, (EagerOptimizer, kind), body)
 
 
 def _as_it_is(step: Any) -> Any:

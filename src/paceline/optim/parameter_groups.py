@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
 from paceline.plan import ParameterGroupFacts
-from paceline.recipe.optimizer import CLASSIFIER, Optimizer, ParameterGroup
+from paceline.recipe.optimizer import CLASSIFIER, Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,6 @@ class Treatment:
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them."""
-_Span = tuple[Treatment, int, int | None]
-"""How a parameter is treated, after how many steps that begins, and after how many it ends."""
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
@@ -89,22 +87,20 @@ def describe_groups(
         passing: Parameters that are trained in the first so many steps only.
     """
     named = dict(model.named_parameters())
-    tensors, numbers = Counter[_Span](), Counter[_Span]()
+    numbers: dict[tuple[Treatment, int, int | None], list[int]] = defaultdict(list)
     for name, treatment in treatments(model, optimizer).items():
-        span = (treatment, late.get(name, 0), passing.get(name))
-        tensors[span] += 1
-        numbers[span] += named[name].numel()
+        numbers[treatment, late.get(name, 0), passing.get(name)].append(named[name].numel())
     return tuple(
         ParameterGroupFacts(
             parameters=each.source,
-            tensors=tensors[each, before, last],
-            numbers=numbers[each, before, last],
+            tensors=len(counts),
+            numbers=sum(counts),
             lr_factor=each.lr_factor,
             weight_decay=each.weight_decay,
             first_step=before + 1,
             last_step=last,
         )
-        for each, before, last in tensors
+        for (each, before, last), counts in numbers.items()
     )
 
 
@@ -145,7 +141,12 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
             decay_moves=decays,
         )
         asked = next((each for each, names in matched.items() if name in names), None)
-        found[name] = usual if asked is None else _as_asked(optimizer.groups[asked], usual, source[asked])
+        found[name] = usual
+        if asked is not None:
+            group = optimizer.groups[asked]
+            found[name] = replace(usual, source=source[asked], lr_factor=usual.lr_factor * group.lr_factor)
+            if group.weight_decay != "auto":
+                found[name] = replace(found[name], weight_decay=group.weight_decay, decay_moves=False)
         if is_scaled and found[name].weight_decay > 0:
             raise ModelError(
                 f"optimizer.groups: '{asked}' gives the filter {name} weight decay, which "
@@ -160,15 +161,6 @@ def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:
     if not optimizer.moves_rest_by_sgd:
         return what
     return "all but filters, by sgd" if what == "all" and is_rest else f"{what}, by sgd" if is_rest else "filters"
-
-
-def _as_asked(asked: ParameterGroup, usual: Treatment, source: str) -> Treatment:
-    return Treatment(
-        source=source,
-        lr_factor=usual.lr_factor * asked.lr_factor,
-        weight_decay=usual.weight_decay if asked.weight_decay == "auto" else asked.weight_decay,
-        decay_moves=usual.decay_moves and asked.weight_decay == "auto",
-    )
 
 
 def _layer_factors(model: nn.Module, layer_decay: float | None) -> Mapping[str, float]:

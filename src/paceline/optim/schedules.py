@@ -101,5 +101,5 @@ def _on_course(course: Course, start: float, step: int, rate: LearningRate) -> f
         case "cosine":
             return course.end + (start - course.end) * fall("cosine", x)
         case "opposite":
-            return start + (course.end - start) * rate.height(step)
+            return start + (course.end - start) * rate.in_cycle(step)[1]
     return start

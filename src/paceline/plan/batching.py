@@ -23,10 +23,13 @@ def micro_batch_size(recipe: Recipe, world_size: int) -> int:
     fixed = fixed_logical_ranks(recipe)
     shared = _shared_parts(recipe, fixed)
     if shared % world_size:
+        misfit = f"is no whole number of parallel.logical_ranks={fixed}"
+        if recipe.batch.micro_size != "auto":
+            misfit = f"batch.micro_size={recipe.batch.micro_size} does not divide"
         key, size = next(each for each in named_sizes(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size)
         raise RecipeError(
             f"{key}={size} over {world_size} processes gives {size / world_size:g} samples each, which "
-            f"{_misfit(recipe, fixed)}; the global batch is never changed silently, so run it on "
+            f"{'is not whole' if fixed is None else misfit}; the global batch is never changed silently, so run it on "
             f"{', '.join(_fitting(shared))} processes or change {key}."
         )
     micro = math.gcd(*recipe.batch.sizes().values()) // world_size if fixed is None else batch // fixed
@@ -161,14 +164,6 @@ def usable_processes(recipe: Recipe, lowest: int, highest: int) -> list[int]:
     except RecipeError:  # which the plan will raise, in a world of any size
         return []
     return [count for count in range(highest, lowest - 1, -1) if parts % count == 0]
-
-
-def _misfit(recipe: Recipe, fixed: int | None) -> str:
-    if fixed is None:
-        return "is not whole"
-    if recipe.batch.micro_size != "auto":
-        return f"batch.micro_size={recipe.batch.micro_size} does not divide"
-    return f"is no whole number of parallel.logical_ranks={fixed}"
 
 
 def _fitting(parts: int) -> list[str]:

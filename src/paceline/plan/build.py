@@ -27,7 +27,7 @@ from paceline.plan.compute import (
     resolve_precision,
     resolve_threads,
 )
-from paceline.plan.epochs import Epochs, Lengths
+from paceline.plan.epochs import Epochs
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
 from paceline.plan.mlperf import check_mlperf
 from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
@@ -177,10 +177,9 @@ def make(
     _check_facts(recipe, data, machine)
     micro = micro_batch_size(recipe, world.world_size)
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
-    lengths = Lengths(epochs)
-    total = lengths.total(recipe.train.duration)
+    total = epochs.total(recipe.train.duration)
     _check_growth(epochs, total)
-    rates = plan_schedule(recipe, lengths, total)
+    rates = plan_schedule(recipe, epochs, total)
     parts = [each.logical_ranks for each in epochs.phases]
     strategy, why_strategy = choose_strategy(recipe, world.world_size, parts, network, machine.memory_bytes)
     threads, why_threads = resolve_threads(recipe, machine, world.local_world_size)
@@ -218,7 +217,7 @@ def make(
         learning_rates=LearningRate.of(recipe.schedule, rates).phases(),
         **vars(rates),
         **vars(plan_compilation(recipe, machine, data, parts, world.world_size)),
-        **_in_steps(recipe, lengths, total, machine.device),
+        **_in_steps(recipe, epochs, total, machine.device),
         **vars(task),
         parameters=None if network is None else network.parameters.trained,
         parameter_groups=() if network is None else network.groups,
@@ -315,9 +314,9 @@ def unused_in_data(data: DataFacts) -> dict[str, str]:
     return {key: reasons[key] for key in _SAID_BY_DATA if key in reasons}
 
 
-def _in_steps(recipe: Recipe, lengths: Lengths, total: int, device: str) -> dict[str, Any]:
+def _in_steps(recipe: Recipe, epochs: Epochs, total: int, device: str) -> dict[str, Any]:
     """The fields of a plan that say how long something takes, or how often it is done."""
-    epochs, train, every = lengths.epochs, recipe.train, recipe.checkpoint.every
+    train, every = recipe.train, recipe.checkpoint.every
     asked: dict[Occasion, tuple[str, Duration | None]] = {
         "evaluate": ("evaluate.every", recipe.evaluate.every),
         "checkpoint": ("checkpoint.every", every if isinstance(every, Duration) else None),
@@ -329,16 +328,16 @@ def _in_steps(recipe: Recipe, lengths: Lengths, total: int, device: str) -> dict
         "steps_per_epoch": epochs.phases[0].steps_per_epoch,
         "last_step_samples": epochs.last_step_samples(epochs.phases[0]),
         "total_epochs": epochs.length(total),
-        "until_step": None if train.until is None else lengths.within("train.until", train.until, total),
-        **{f"{name}_every_steps": lengths.interval(key, each, total) for name, (key, each) in asked.items()},
+        "until_step": None if train.until is None else epochs.within("train.until", train.until, total),
+        **{f"{name}_every_steps": epochs.interval(key, each, total) for name, (key, each) in asked.items()},
         "checkpoint_every_seconds": every.seconds if isinstance(every, TimeSpan) else None,
         "moments": {name: at for name, (_, each) in asked.items() if each and (at := epochs.moments(each, total))},
-        **{f"{key}_steps": _turns(recipe, key, patterns, lengths, total) for key, patterns in turning.items()},
-        "profile_steps": _profiled(recipe.telemetry.profile, lengths, total, device),
+        **{f"{key}_steps": _turns(recipe, key, patterns, epochs, total) for key, patterns in turning.items()},
+        "profile_steps": _profiled(recipe.telemetry.profile, epochs, total, device),
     }
 
 
-def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], lengths: Lengths, total: int) -> dict[str, int]:
+def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], epochs: Epochs, total: int) -> dict[str, int]:
     if asked and recipe.model.compile:
         raise RecipeError(
             f"model.{key} does not go with model.compile=true, which settles at the start what has a gradient; "
@@ -346,7 +345,7 @@ def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], lengths: Len
         )
     found = {}
     for pattern, length in asked.items():
-        found[pattern] = steps = lengths.steps(length, total)
+        found[pattern] = steps = epochs.steps_in(length, total)
         if not 0 < steps < total:
             stays = "stays frozen" if key == "unfreeze" else "is trained"
             raise RecipeError(
@@ -414,7 +413,7 @@ def _is_open(recipe: Recipe, key: str) -> bool:
     return dict(effective_items(section)).get(name) == "auto"
 
 
-def _profiled(profile: Profile, lengths: Lengths, total: int, device: str) -> tuple[int, int] | None:
+def _profiled(profile: Profile, epochs: Epochs, total: int, device: str) -> tuple[int, int] | None:
     """The global batches, from 0, that are profiled: the first, and the one after the last; None if none is.
 
     Raises:
@@ -427,7 +426,7 @@ def _profiled(profile: Profile, lengths: Lengths, total: int, device: str) -> tu
             f"telemetry.profile.tool=nsys marks steps for NVIDIA's Nsight Systems, and this run is on {device}; use "
             "telemetry.profile.tool=torch."
         )
-    first = lengths.steps(profile.after, total)
+    first = epochs.steps_in(profile.after, total)
     if first < 1:
         raise RecipeError(
             f"telemetry.profile.after='{profile.after}' leaves the profiler no step to warm up in; give at least "

@@ -99,29 +99,22 @@ def _worth_compiling(sizes: Mapping[int, int]) -> tuple[int, ...]:
 def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
     """Refuse CUDA graphs where there are none, or where they would overwrite what is still needed."""
     mode = recipe.model.compile_mode
-    if mode not in WITH_GRAPHS:
-        return
+    objections = {
+        f"which need a CUDA device, and this run is on {device}": (device != "cuda", ""),
+        f"and each replay writes its gradients where the last one's are: those of {accumulation_steps} micro-batches "
+        "per step cannot be added up": (accumulation_steps > 1, ", or a larger batch.micro_size"),
+        "each of which holds memory for one size of image, and data.progressive has several": (
+            recipe.data.progressive.start_size is not None,
+            ", or data.progressive.start_size=off",
+        ),
+        "and parallel.exact collects each gradient in memory of its own": (recipe.parallel.exact, ""),
+    }
     instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
-    said = f"model.compile_mode={mode} records CUDA graphs, "
-    if device != "cuda":
-        raise RecipeError(
-            f"{said}which need a CUDA device, and this run is on {device}; use model.compile_mode={instead}."
-        )
-    if accumulation_steps > 1:
-        raise RecipeError(
-            f"{said}and each replay writes its gradients where the last one's are: those of {accumulation_steps} "
-            f"micro-batches per step cannot be added up; use model.compile_mode={instead}, or a larger "
-            "batch.micro_size."
-        )
-    if recipe.data.progressive.start_size is not None:
-        raise RecipeError(
-            f"{said}each of which holds memory for one size of image, and data.progressive has several; use "
-            f"model.compile_mode={instead}, or data.progressive.start_size=off."
-        )
-    if recipe.parallel.exact:
-        raise RecipeError(
-            f"{said}and parallel.exact collects each gradient in memory of its own; use model.compile_mode={instead}."
-        )
+    for why, (holds, or_else) in objections.items():
+        if holds and mode in WITH_GRAPHS:
+            raise RecipeError(
+                f"model.compile_mode={mode} records CUDA graphs, {why}; use model.compile_mode={instead}{or_else}."
+            )
 
 
 def resolve_precision(recipe: Recipe, machine: MachineFacts) -> str:

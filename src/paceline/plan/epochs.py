@@ -10,7 +10,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count, takewhile
 
 from paceline.errors import RecipeError
@@ -68,11 +67,11 @@ class Epochs:
 
     def phase_at(self, step: int) -> BatchPhase:
         """The phase of the step numbered ``step``, from 0."""
-        return self.phases[bisect_right(self._first_steps, step) - 1]
+        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.first_step) - 1]
 
     def phase_of_epoch(self, epoch: int) -> BatchPhase:
         """The phase of the epoch numbered ``epoch``, from 0."""
-        return self.phases[bisect_right(self._first_epochs, epoch) - 1]
+        return self.phases[bisect_right(self.phases, epoch, key=lambda phase: phase.first_epoch) - 1]
 
     def place(self, step: int) -> tuple[int, int]:
         """(epoch, step within it) of the step numbered ``step``; all from 0."""
@@ -152,45 +151,27 @@ class Epochs:
         multiples = (self.steps_in(Duration(every.value * times, every.unit), None) for times in count(1))
         return tuple(dict.fromkeys(takewhile(lambda step: step <= total, multiples)))
 
-    @cached_property
-    def _first_steps(self) -> list[int]:
-        return [phase.first_step for phase in self.phases]
-
-    @cached_property
-    def _first_epochs(self) -> list[int]:
-        return [phase.first_epoch for phase in self.phases]
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Turns durations into steps."""
-
-    epochs: Epochs
-
-    def steps(self, length: Duration, total: int | None) -> int:
-        """Steps of a length from the run's start; of a run whose total is known, if the length is a share of it."""
-        return self.epochs.steps_in(length, total)
-
     def total(self, duration: Duration) -> int:
-        """Steps of the whole run."""
+        """Steps of the whole run.
+
+        Raises:
+            RecipeError: If it has none, or its length is a share of itself.
+        """
         try:
-            total = self.steps(duration, None)
+            total = self.steps_in(duration, None)
         except ValueError as error:
             raise RecipeError(f"train.duration: {error}; give epochs, steps or samples.") from None
         if total < 1:
             raise RecipeError(f"train.duration='{duration}' comes to no step at all; give at least '1 steps'.")
         return total
 
-    def within(self, key: str, length: Duration, total: int) -> int:
-        """Steps of something that must fit into the run."""
-        return self._fitting(key, length, self.steps(length, total), total)
+    def within(self, key: str, length: Duration, total: int, *, at_end: bool = False) -> int:
+        """Steps of something that must fit into the run, and may end with it.
 
-    def at_end(self, key: str, length: Duration, total: int) -> int:
-        """Steps of something that ends with the run."""
-        return self._fitting(key, length, self.epochs.steps_at_end(length, total), total)
-
-    @staticmethod
-    def _fitting(key: str, length: Duration, steps: int, total: int) -> int:
+        Raises:
+            RecipeError: If it does not.
+        """
+        steps = self.steps_at_end(length, total) if at_end else self.steps_in(length, total)
         if steps > total:
             raise RecipeError(
                 f"{key}='{length}' is {steps} steps, longer than the run's {total}; "
@@ -199,10 +180,14 @@ class Lengths:
         return steps
 
     def interval(self, key: str, length: Duration | None, total: int) -> int | None:
-        """Steps between things done now and then; None if it is off."""
+        """Steps between things done now and then; None if it is off.
+
+        Raises:
+            RecipeError: If they would be done more than once a step.
+        """
         if length is None:
             return None
-        steps = self.steps(length, total)
+        steps = self.steps_in(length, total)
         if steps < 1:
             raise RecipeError(f"{key}='{length}' comes to less than one step; give at least '1 steps'.")
         return steps

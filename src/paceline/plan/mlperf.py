@@ -7,7 +7,6 @@ them (mlcommons/logging, compliance_checker/training_4.0.0 and training_3.1.0).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
@@ -52,7 +51,8 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
             "telemetry.mlperf=true writes when the target was reached, and nothing is evaluated; set evaluate.every, "
             "and hold samples out."
         )
-    if said.division == "closed" and (objection := next(_objections(recipe, peak_lr), "")):
+    objection = next((each for each, holds in _objections(recipe, peak_lr).items() if holds), "")
+    if said.division == "closed" and objection:
         raise RecipeError(
             f"telemetry.submission.division=closed: MLPerf Training 4.0 asks of resnet {objection}; change it, or say "
             "division=open."
@@ -60,36 +60,30 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
     return {"telemetry.mlperf": NOT_A_RESULT}
 
 
-def _objections(recipe: Recipe, peak_lr: float) -> Iterator[str]:
-    """What stands against the closed division: what it asks for, and what was found."""
-    if recipe.task != "image_classification":
-        yield f"the reference's loss, found task={recipe.task}"
-    yield from _objections_to_rates(recipe, peak_lr)
-    if recipe.telemetry.submission.target_accuracy < CLOSED_TARGET:
-        found = recipe.telemetry.submission.target_accuracy
-        yield f"telemetry.submission.target_accuracy of at least {CLOSED_TARGET}, found {found:g}"
-    if recipe.train.ema is not None:
-        yield f"the network's own weights to be evaluated, found train.ema={recipe.train.ema:g}"
-    if recipe.batch.growth:
-        yield "one global batch size, found batch.growth"
-
-
-def _objections_to_rates(recipe: Recipe, peak_lr: float) -> Iterator[str]:
-    optimizer, schedule, name = recipe.optimizer, recipe.schedule, recipe.optimizer.name
-    if name not in ("sgd", "lars"):
-        yield f"optimizer.name=sgd or lars, found {name}"
-    if schedule.name != "polynomial":
-        yield f"schedule.name=polynomial, found {schedule.name}"
-    if schedule.end_lr != 0.0001:
-        yield f"schedule.end_lr=0.0001, found {schedule.end_lr:g}"
-    if name == "lars" and schedule.power != 2:
-        yield f"schedule.power=2 with lars, found {schedule.power:g}"
-    if name == "lars" and optimizer.denominator_eps != 0:
-        yield f"optimizer.eps=0 with lars, found {optimizer.denominator_eps:g}"
-    if name == "sgd" and not _is_whole(peak_lr / 0.001):
-        yield f"a multiple of 0.001 as learning rate with sgd, found {peak_lr:g} (optimizer.lr)"
-    if optimizer.weight_decay == 0 or not _is_whole(math.log2(optimizer.weight_decay / 0.0001)):
-        yield f"optimizer.weight_decay of 0.0001 times a power of two, found {optimizer.weight_decay:g}"
+def _objections(recipe: Recipe, peak_lr: float) -> dict[str, object]:
+    """What would stand against the closed division, what it asks for and what was found, and whether it does."""
+    optimizer, schedule, name, ema = recipe.optimizer, recipe.schedule, recipe.optimizer.name, recipe.train.ema
+    decay, accuracy = optimizer.weight_decay, recipe.telemetry.submission.target_accuracy
+    is_power = decay > 0 and _is_whole(math.log2(decay / 0.0001))
+    return {
+        f"the reference's loss, found task={recipe.task}": recipe.task != "image_classification",
+        f"optimizer.name=sgd or lars, found {name}": name not in ("sgd", "lars"),
+        f"schedule.name=polynomial, found {schedule.name}": schedule.name != "polynomial",
+        f"schedule.end_lr=0.0001, found {schedule.end_lr:g}": schedule.end_lr != 0.0001,
+        f"schedule.power=2 with lars, found {schedule.power:g}": name == "lars" and schedule.power != 2,
+        f"optimizer.eps=0 with lars, found {optimizer.denominator_eps:g}": (
+            name == "lars" and optimizer.denominator_eps != 0
+        ),
+        f"a multiple of 0.001 as learning rate with sgd, found {peak_lr:g} (optimizer.lr)": (
+            name == "sgd" and not _is_whole(peak_lr / 0.001)
+        ),
+        f"optimizer.weight_decay of 0.0001 times a power of two, found {decay:g}": not is_power,
+        f"telemetry.submission.target_accuracy of at least {CLOSED_TARGET}, found {accuracy:g}": (
+            accuracy < CLOSED_TARGET
+        ),
+        f"the network's own weights to be evaluated, found train.ema={ema}": ema is not None,
+        "one global batch size, found batch.growth": recipe.batch.growth,
+    }
 
 
 def _is_whole(value: float) -> bool:

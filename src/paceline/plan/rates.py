@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import SupportsFloat
 
 from paceline.errors import RecipeError
-from paceline.plan.epochs import BatchPhase, Epochs, Lengths
+from paceline.plan.epochs import BatchPhase, Epochs
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.references import call_reference, is_reference
@@ -42,7 +42,7 @@ class Rates:
     grown_peak_lrs: tuple[float, ...] = ()
 
 
-def plan_schedule(recipe: Recipe, lengths: Lengths, total: int) -> Rates:
+def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
     """Resolve the schedule of a run of ``total`` steps.
 
     Raises:
@@ -50,19 +50,27 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int) -> Rates:
     """
     schedule, asked = recipe.schedule, recipe.optimizer
     # An epoch smaller than the batch is one step of all its samples.
-    batches = [min(phase.global_batch_size, lengths.epochs.samples) for phase in lengths.epochs.phases]
+    batches = [min(phase.global_batch_size, epochs.samples) for phase in epochs.phases]
     peak, *grown = (asked.lr * lr_factor(recipe, batch) for batch in batches)
     if schedule.weight_decay.name != "constant" and asked.weight_decay == 0:
         raise RecipeError(
             f"schedule.weight_decay.name={schedule.weight_decay.name} starts from optimizer.weight_decay, which is 0: "
             "set that, or leave the schedule out."
         )
-    warmup = lengths.within("schedule.warmup", schedule.warmup, total)
-    decay = lengths.at_end("schedule.decay", schedule.decay, total) if schedule.name == "trapezoid" else 0
+    warmup = epochs.within("schedule.warmup", schedule.warmup, total)
+    decay = 0
+    if schedule.name == "trapezoid":
+        decay = epochs.within("schedule.decay", schedule.decay, total, at_end=True)
     if warmup + decay > total:
         raise RecipeError(
             f"schedule.warmup='{schedule.warmup}' and schedule.decay='{schedule.decay}' are {warmup + decay} steps, "
             f"longer than the run's {total}; shorten one of them."
+        )
+    period = schedule.period
+    if period is not None and recipe.batch.growth and period.unit in ("epochs", "samples"):
+        raise RecipeError(
+            f"schedule.period='{period}' is not the same number of steps before and after the batch grows "
+            "(batch.growth), and periods are counted in steps; give it in steps or percent."
         )
     if schedule.name == "one_cycle" and warmup < 1:
         raise RecipeError(
@@ -72,11 +80,11 @@ def plan_schedule(recipe: Recipe, lengths: Lengths, total: int) -> Rates:
         peak_lr=peak,
         first_lr=_first_rate(recipe, peak),
         warmup_steps=warmup,
-        milestone_steps=tuple(lengths.within("schedule.milestones", each, total) for each in schedule.milestones),
-        period_steps=_period(recipe, lengths, total),
+        milestone_steps=tuple(epochs.within("schedule.milestones", each, total) for each in schedule.milestones),
+        period_steps=epochs.interval("schedule.period", period, total),
         decay_steps=decay,
         total_steps=total,
-        batch_phases=lengths.epochs.phases,
+        batch_phases=epochs.phases,
         grown_peak_lrs=tuple(grown),
     )
 
@@ -103,23 +111,10 @@ def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str
     found["optimizer.betas"] = "optimizer.rest=sgd has none" if asked.moves_rest_by_sgd else published
     found["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
     found["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
-    if schedule.name == "one_cycle":
-        found["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins"
-    elif rates.warmup_steps:
-        found["schedule.warmup_from"] = "the first step of a straight rise from zero"
-    else:
-        found["schedule.warmup_from"] = "there is no warm-up"
+    begins = "the first step of a straight rise from zero" if rates.warmup_steps else "there is no warm-up"
+    is_cycle = schedule.name == "one_cycle"
+    found["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins" if is_cycle else begins
     return found
-
-
-def _period(recipe: Recipe, lengths: Lengths, total: int) -> int | None:
-    period = recipe.schedule.period
-    if period is not None and recipe.batch.growth and period.unit in ("epochs", "samples"):
-        raise RecipeError(
-            f"schedule.period='{period}' is not the same number of steps before and after the batch grows "
-            "(batch.growth), and periods are counted in steps; give it in steps or percent."
-        )
-    return lengths.interval("schedule.period", period, total)
 
 
 def lr_factor(recipe: Recipe, batch: int) -> float:
@@ -239,9 +234,6 @@ class LearningRate:
         if self.growth and at >= self.growth[0][0]:
             peak = next(peak for first, peak in reversed(self.growth) if at >= first)
             return replace(self, peak=peak, growth=())(step)
-        return self._from_peak(step)
-
-    def _from_peak(self, step: int) -> float:
         # The rise of one_cycle is a part of its shape.
         if step < self.warmup_steps and self.name != "one_cycle":
             return self._warming(step)
@@ -260,10 +252,6 @@ class LearningRate:
     def progress(self, step: int) -> float:
         """The part of the run after the warm-up that is done before a step, from 0 to 1."""
         return min((step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps), 1.0)
-
-    def height(self, step: int) -> float:
-        """How high above the end of its phase the rate of a one_cycle is, as a share of the way to the peak."""
-        return self.in_cycle(step)[1]
 
     def phases(self) -> tuple[LearningRatePoint, ...]:
         """The rate at each phase boundary, for the rates."""

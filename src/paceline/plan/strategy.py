@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.errors import RecipeError
 from paceline.optimizers import OF_LIBRARIES, RULES
@@ -18,14 +17,6 @@ from paceline.units import format_bytes
 _ROOM_FOR_STATE = 0.7
 _FP32_BYTES = 4
 _OF_MATRICES = tuple(name for name in (*RULES, *OF_LIBRARIES) if re.search("adafactor|muon|kron", name))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A strategy, and why."""
-
-    strategy: str
-    reason: str
 
 
 def choose_strategy(
@@ -58,11 +49,8 @@ def choose_strategy(
         _check_processes(asked, world_size)
         strategy = asked
     else:
-        choice = Choice("single", "1 process")
-        if world_size > 1:
-            choice = Choice("ddp", f"{world_size} processes")
-            choice = choice if network is None else weigh(recipe, network.parameters, world_size, memory_bytes)
-        strategy, reasons["parallel.strategy"] = choice.strategy, choice.reason
+        numbers = None if network is None else network.parameters
+        strategy, reasons["parallel.strategy"] = weigh(recipe, numbers, world_size, memory_bytes)
     if strategy == "fsdp":
         check_sharding(recipe, world_size)
     if network is not None:
@@ -92,28 +80,29 @@ def _check_processes(asked: str, world_size: int) -> None:
         )
 
 
-def weigh(recipe: Recipe, numbers: ParameterNumbers, world_size: int, memory_bytes: int | None) -> Choice:
-    """What ``auto`` comes to with several processes: replicas as long as they leave room for activations.
+def weigh(
+    recipe: Recipe, numbers: ParameterNumbers | None, world_size: int, memory_bytes: int | None
+) -> tuple[str, str]:
+    """What ``auto`` comes to, and why: replicas as long as they leave room for activations.
 
     Args:
         recipe: Says what is kept for each parameter.
-        numbers: The network's.
+        numbers: The network's; None if they are not known yet.
         world_size: Processes.
         memory_bytes: What each process's device has; None if it does not say.
     """
+    if world_size == 1:
+        return "single", "1 process"
+    if numbers is None or memory_bytes is None:
+        return "ddp", f"{world_size} processes"
     replica = replica_bytes(recipe, numbers)
     spread = replica / (world_size if recipe.parallel.shard_size == "all" else recipe.parallel.shard_size)
-    if memory_bytes is None:
-        return Choice("ddp", f"{world_size} processes")
     state = f"a replica's weights, gradients, optimizer state and average take {_gigabytes(replica)}"
     room = f"of the {_gigabytes(memory_bytes)} that a process has"
     if replica <= _ROOM_FOR_STATE * memory_bytes:
-        return Choice("ddp", f"{world_size} processes; {state} {room}, and the rest is left to activations")
-    return Choice(
-        "fsdp",
-        f"{state}, more than {_ROOM_FOR_STATE:.0%} {room}; spread over the processes it is {_gigabytes(spread)} each, "
-        "and activations come on top",
-    )
+        return "ddp", f"{world_size} processes; {state} {room}, and the rest is left to activations"
+    each = f"spread over the processes it is {_gigabytes(spread)} each, and activations come on top"
+    return "fsdp", f"{state}, more than {_ROOM_FOR_STATE:.0%} {room}; {each}"
 
 
 def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:

@@ -32,13 +32,15 @@ from paceline.recipe.fields import (
 )
 
 
-def _ascending(value: tuple[float, float]) -> tuple[float, float]:
+def ascending(value: tuple[float, float]) -> tuple[float, float]:
+    """Refuse a range whose first number is the larger one."""
     if value[0] > value[1]:
         raise ValueError(f"found {list(value)}, but it must be a range: the smaller number, then the larger")
     return value
 
 
-def _each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+def each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a column that is named twice."""
     if len(set(value)) < len(value):
         raise ValueError(f"found {list(value)}, but each column is named once")
     return value
@@ -64,11 +66,11 @@ _ClassNumber = Annotated[int, Field(ge=0, strict=True)]
 _Columns = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    AfterValidator(_each_once),
+    AfterValidator(each_once),
 ]
 # Sorted: samples are numbered by set, and their order must not depend on that of the keys.
 _Ratios = Annotated[dict[str, PositiveFloat], AfterValidator(lambda ratios: dict(sorted(ratios.items())))]
-Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(_ascending)]
+Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(ascending)]
 
 
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
@@ -91,15 +93,8 @@ _WITH_LOADERS = Needs(
     "the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)",
 )
 _LOADED = Needs(("loader processes",), "there are no loader processes (see data.workers)")
-_JITTERED = Needs(
-    (
-        "data.augment.jitter.brightness",
-        "data.augment.jitter.contrast",
-        "data.augment.jitter.saturation",
-        "data.augment.jitter.hue",
-    ),
-    "there is no jitter",
-)
+_STRENGTHS = ("brightness", "contrast", "saturation", "hue")
+_JITTERED = Needs(tuple(f"data.augment.jitter.{each}" for each in _STRENGTHS), "there is no jitter")
 _WITH_TARGETS = Applies("dataset", DatasetsUsing("target_columns"))
 _NUMBERS = Needs(("numbers to learn",), "only image_regression learns numbers")
 CLICK_DATASETS = ("criteo", "synthetic_clicks")
@@ -283,7 +278,7 @@ class GeneratedBoxes:
 class Boxes:
     """How pictures with boxes around their objects are read and shown."""
 
-    short_sides: Annotated[tuple[Pixels, ...] | None, Off] = (800,)
+    short_sides: Annotated[Annotated[tuple[Pixels, ...], Field(min_length=1)] | None, Off] = (800,)
     """Pixels of a picture's shorter side, its aspect ratio kept. Of several, training draws one for each picture, by
     (seed, epoch, sample), and evaluation takes the largest. `off`: pictures stay as large as they are."""
     long_side: Pixels = 1333
@@ -302,8 +297,6 @@ class Boxes:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.short_sides is not None and not self.short_sides:
-            raise ValueError("found short_sides=[], but it is one length or several, or off")
         if self.short_sides is not None and max(self.short_sides) > self.long_side:
             raise ValueError(
                 f"found short_sides={list(self.short_sides)} and long_side={self.long_side}, but the longer side must "

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -74,14 +74,6 @@ Options = Annotated[dict[str, Any], BeforeValidator(_named_options)]
 """Keyword arguments of a factory, of types that only it knows."""
 
 
-def _to_duration(value: object) -> Duration:
-    return value if isinstance(value, Duration) else Duration.parse(value)
-
-
-def _to_time(value: object) -> TimeSpan:
-    return value if isinstance(value, TimeSpan) else TimeSpan.parse(value)
-
-
 def _to_interval(value: object) -> Duration | TimeSpan | str:
     if isinstance(value, Duration | TimeSpan) or value == "auto":
         return value
@@ -91,14 +83,14 @@ def _to_interval(value: object) -> Duration | TimeSpan | str:
     raise ValueError(f"found {value!r}, but it is auto, off, or one of two: {DURATION_RULE}; {TIME_RULE}")
 
 
-def _off_to_none(value: object) -> object:
-    return None if value == "off" or as_switch(value) is False else value
+def _parsed(kind: type[Duration | TimeSpan]) -> BeforeValidator:
+    return BeforeValidator(lambda value: value if isinstance(value, kind) else kind.parse(value))
 
 
-Length = Annotated[Duration, BeforeValidator(_to_duration), PlainSerializer(str)]
-Time = Annotated[TimeSpan, BeforeValidator(_to_time), PlainSerializer(str)]
+Length = Annotated[Duration, _parsed(Duration), PlainSerializer(str)]
+Time = Annotated[TimeSpan, _parsed(TimeSpan), PlainSerializer(str)]
 Interval = Annotated[Duration | TimeSpan | Auto, BeforeValidator(_to_interval), PlainSerializer(str)]
-Off = BeforeValidator(_off_to_none)
+Off = BeforeValidator(lambda value: None if value == "off" or as_switch(value) is False else value)
 """Annotates an optional field whose None is written ``off`` in a recipe."""
 
 
@@ -112,7 +104,7 @@ class Applies:
     """
 
     to: str
-    values: Sequence[object]
+    values: Collection[object]
 
     def allow(self, choice: object) -> bool:
         """Whether the marked field has an effect under a choice; code of one's own may use every field."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.recipe.fields import Applies, Belongs, Names, Needs, plain
+from paceline.recipe.fields import Applies, Belongs, Names, plain
 from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
@@ -35,9 +35,14 @@ def field_types(section: type[Any]) -> dict[str, Any]:
     return _FIELD_TYPES[section]
 
 
-def applies_of(section: type[Any], name: str) -> Applies | None:
-    """The condition under which a field has an effect, or None if it always has."""
-    return _metadata(section, name, Applies)
+def marks(section: type[Any], name: str, kind: type[Mark]) -> tuple[Mark, ...]:
+    """The marks of a kind that a field has: what it needs, what it applies to."""
+    return tuple(item for item in getattr(field_types(section)[name], "__metadata__", ()) if isinstance(item, kind))
+
+
+def mark(section: type[Any], name: str, kind: type[Mark]) -> Mark | None:
+    """The first mark of a kind that a field has."""
+    return next(iter(marks(section, name, kind)), None)
 
 
 def has_effect(section: type[Any], name: str, choice: object) -> bool:
@@ -45,22 +50,11 @@ def has_effect(section: type[Any], name: str, choice: object) -> bool:
 
     What another package registers may use every field, as code of one's own may.
     """
-    applies = applies_of(section, name)
+    applies = mark(section, name, Applies)
     if applies is None or applies.allow(choice):
         return True
-    names = _metadata(section, applies.to, Names)
+    names = mark(section, applies.to, Names)
     return names is not None and names.kind is not None and isinstance(choice, str) and choice in installed(names.kind)
-
-
-def needs_of(section: type[Any], name: str) -> tuple[Needs, ...]:
-    """The conditions on other keys and on the plan without which a field has no effect."""
-    metadata = getattr(field_types(section)[name], "__metadata__", ())
-    return tuple(item for item in metadata if isinstance(item, Needs))
-
-
-def _metadata(section: type[Any], name: str, kind: type[Mark]) -> Mark | None:
-    metadata = getattr(field_types(section)[name], "__metadata__", ())
-    return next((item for item in metadata if isinstance(item, kind)), None)
 
 
 def subsection(section: type[Any], name: str) -> type[Any] | None:
@@ -107,15 +101,15 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
 
 def in_known_case(tree: Mapping[str, Any], section: type[Any] = Recipe) -> Tree:
     """A copy of a layer in which every choice is written as the schema has it: ``AdamW`` is ``adamw``."""
-    found: Tree = {}
-    for key, value in tree.items():
-        inner = subsection(section, key) if key in field_types(section) else None
+    found = dict(tree)
+    for key in found.keys() & field_types(section).keys():
+        value, inner = found[key], subsection(section, key)
         if inner is not None and isinstance(value, Mapping):
             found[key] = in_known_case(value, inner)
-        elif key in field_types(section) and isinstance(value, list):
+        elif isinstance(value, list):
             found[key] = [_in_case(each, section, key) for each in value]
         else:
-            found[key] = _in_case(value, section, key) if key in field_types(section) else value
+            found[key] = _in_case(value, section, key)
     return found
 
 
@@ -123,9 +117,9 @@ def _in_case(value: Any, section: type[Any], name: str) -> Any:
     choices = _choices(section, name)  # type: ignore[arg-type]  # classes are hashable
     if not isinstance(value, str) or value in choices:
         return value
-    mark = _metadata(section, name, Names)
-    if value.lower() not in choices and mark is not None and mark.kind is not None:
-        choices = {} if value in (known := known_names(mark.kind)) else {each.lower(): each for each in known}
+    names = mark(section, name, Names)
+    if value.lower() not in choices and names is not None and names.kind is not None:
+        choices = {} if value in (known := known_names(names.kind)) else {each.lower(): each for each in known}
     return choices.get(value.lower(), value)
 
 
@@ -133,33 +127,22 @@ def _in_case(value: Any, section: type[Any], name: str) -> Any:
 def _choices(section: Hashable, name: str) -> dict[str, str]:
     """What a field's choices are in lower case, and what they are; empty where any text may stand."""
     assert isinstance(section, type)
-    texts = [each for each in named_choices(section, name) if isinstance(each, str)]
-    kinds, is_free = [field_types(section)[name]], False
-    while kinds:
-        kind = kinds.pop()
-        if get_origin(kind) is Literal:
-            texts += [each for each in get_args(kind) if isinstance(each, str)]
-        else:
-            is_free |= kind is str and not texts
-            kinds += get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
-    return {} if is_free else {each.lower(): each for each in texts}
+    named, parts = named_choices(section, name), list(_inside(field_types(section)[name]))
+    texts = [each for each in (*named, *parts) if isinstance(each, str)]
+    return {} if str in parts and not named else {each.lower(): each for each in texts}
+
+
+def _inside(kind: Any) -> Iterator[Any]:
+    """A type, and all that it is made of: the texts of a Literal, say."""
+    yield kind
+    for each in get_args(kind):
+        yield from _inside(each)
 
 
 def keys_for(word: str) -> list[str]:
     """Dotted keys that a word may mean: another trainer's option (`epochs`), or the end of a key of ours (`lr`)."""
-    foreign = our_key(word)
-    return [foreign] if foreign is not None else _ending_in(word.strip("-").replace("-", "_"), Recipe, "")
-
-
-def _ending_in(name: str, section: type[Any], path: str) -> list[str]:
-    found = []
-    for key in field_types(section):
-        inner = subsection(section, key)
-        if inner is not None:
-            found += _ending_in(name, inner, f"{path}{key}.")
-        elif key == name and path:
-            found.append(f"{path}{key}")
-    return found
+    foreign, ending = our_key(word), "." + word.strip("-").replace("-", "_")
+    return [foreign] if foreign is not None else [key for key in all_keys(Recipe()) if key.endswith(ending)]
 
 
 class Entries(dict[str, Any]):
@@ -215,14 +198,14 @@ def _drop_old_choices(
     merged: Tree, above: Mapping[str, Any], notices: list[str], section: type[Any], path: str
 ) -> None:
     for key in list(merged):
-        belongs = _metadata(section, key, Belongs)
+        belongs = mark(section, key, Belongs)
         chosen_anew = belongs is not None and belongs.to in above and above[belongs.to] != merged.get(belongs.to)
         if belongs is not None and chosen_anew:
             old, choice = merged.pop(key), f"{path}{belongs.to}={above[belongs.to]}"
             if key not in above:
                 notices.append(f"{path}{key}={old} dropped: {choice} is another choice than it was meant for")
             continue
-        applies = applies_of(section, key)
+        applies = mark(section, key, Applies)
         if applies is None or applies.to not in above or key in above:
             continue
         choice = above[applies.to]
@@ -236,10 +219,12 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
     """Refuse keys that were set but have no effect under the recipe's choices."""
     section = type(recipe)
     for key, value in tree.items():
-        applies = applies_of(section, key)
+        applies = mark(section, key, Applies)
         if applies is not None:
-            choice = getattr(recipe, applies.to)
-            if not has_effect(section, key, choice) and _is_known(section, applies.to, choice):
+            choice, known = getattr(recipe, applies.to), named_choices(section, applies.to)
+            # Where any name may be written, a misspelt one is refused by who opens it.
+            is_known = not known or choice in known or (isinstance(choice, str) and ":" in choice)
+            if is_known and not has_effect(section, key, choice):
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "
                     f"{path}{applies.to}={_either(applies.values)}. "
@@ -249,23 +234,15 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
             check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
 
 
-def _is_known(section: type[Any], name: str, choice: object) -> bool:
-    """Whether a choice is one, where any name may be written: a misspelt data set is refused by who opens it."""
-    known = named_choices(section, name)
-    return not known or choice in known or (isinstance(choice, str) and ":" in choice)
-
-
 def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
     """The choices of a field where any text may be written: those it is marked with, or that other keys are for."""
-    names = _metadata(section, name, Names)
+    names = mark(section, name, Names)
     if names is not None:
         return names.values
     if field_types(section)[name] is not str:
         return ()
-    marks = (applies_of(section, each) for each in field_types(section))
-    return tuple(
-        dict.fromkeys(value for mark in marks if mark is not None and mark.to == name for value in mark.values)
-    )
+    applied = (each for field in field_types(section) for each in marks(section, field, Applies) if each.to == name)
+    return tuple(dict.fromkeys(value for each in applied for value in each.values))
 
 
 def _either(values: Iterable[object]) -> str:
@@ -322,9 +299,14 @@ def set_keys(tree: Mapping[str, Any], section: type[Any] = Recipe, path: str = "
             yield from set_keys(value, inner, f"{path}{key}.")
 
 
+def all_keys(section: Any, path: str = "") -> Iterator[str]:
+    """Every dotted key of a section that stands at a path."""
+    return set_keys(plain(section), type(section), path)
+
+
 def effective_items(section_value: Any) -> Iterator[tuple[str, Any]]:
     """Fields of a section that have an effect, with their values."""
     for field in dataclasses.fields(section_value):
-        applies = applies_of(type(section_value), field.name)
+        applies = mark(type(section_value), field.name, Applies)
         if applies is None or has_effect(type(section_value), field.name, getattr(section_value, applies.to)):
             yield field.name, getattr(section_value, field.name)

@@ -9,7 +9,8 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ _LONG = 5  # letters
 _ENDINGS = (".yaml", ".yml")
 TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that read them
 SHIPPED = Path(__file__).parent.parent / "recipes"
+_RECIPE: TypeAdapter[Recipe] = TypeAdapter(Recipe)
 Overrides = Mapping[str, Any] | Sequence[str]
 
 
@@ -334,7 +336,8 @@ def _asked(overrides: Overrides, notices: list[str] | None = None) -> layers.Tre
     """Overrides as one layer."""
     asked: layers.Tree = {}
     for dotted, value in _pairs(overrides):
-        layer = with_new_names(_nest(dotted, value), notices)
+        nested = reduce(lambda inner, key: layers.Entries({key: inner}), reversed(dotted.split(".")), value)
+        layer = with_new_names(nested, notices)
         layers.check_known(layer, f"override '{dotted}'")
         layers.update(asked, layers.in_known_case(layer))
     return asked
@@ -358,21 +361,9 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
             raise RecipeError(f"override '{shown}': the value is not readable as YAML{_cause(error)}") from None
 
 
-def _nest(dotted: str, value: Any) -> layers.Tree:
-    for key in reversed(dotted.split(".")):
-        value = layers.Entries({key: value})
-    tree: layers.Tree = value
-    return tree
-
-
-@cache
-def _adapter() -> TypeAdapter[Recipe]:
-    return TypeAdapter(Recipe)
-
-
 def _validate(tree: layers.Tree, where: str) -> Recipe:
     try:
-        recipe = _adapter().validate_python(tree)
+        recipe = _RECIPE.validate_python(tree)
     except ValidationError as error:
         raise RecipeError(*_sentences(error, where)) from None
     layers.check_effective(tree, recipe, where)
@@ -386,13 +377,8 @@ def _check_addresses(recipe: Recipe) -> None:
     Raises:
         StorageError: Naming the key.
     """
-    if recipe.data.path is not None and is_address(recipe.data.path):
-        parse_address(recipe.data.path, key="data.path")
-    for key, path in (
-        ("model.initialize_from", recipe.model.initialize_from),
-        ("distillation.teacher", recipe.distillation.teacher),
-    ):
-        if path is not None and is_address(path):
+    for key in ("data.path", "model.initialize_from", "distillation.teacher"):
+        if (path := attrgetter(key)(recipe)) is not None and is_address(path):
             parse_address(path, key=key)
     if recipe.checkpoint.mirror is not None and not parse_address(recipe.checkpoint.mirror, key=_MIRROR).can_write:
         raise RecipeError(

@@ -7,6 +7,7 @@ names is imported only if the user trusts it; the recipe that a user trains is t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def refuse_foreign_code(
     if trusted or is_code_trusted():
         return
     for key in keys:
-        stored = _stored(tree, key)
+        section, _, name = key.rpartition(".")
+        inner = tree.get(section) if section else tree
+        stored = inner.get(name) if isinstance(inner, Mapping) else None
         if isinstance(stored, str) and is_reference(stored) and stored == value_of(recipe, key):
             raise RecipeError(
                 f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "
@@ -64,12 +67,5 @@ def refuse_foreign_code(
 
 def value_of(recipe: Recipe, key: str) -> str:
     """The name that a recipe has under a dotted key."""
-    section, _, name = key.rpartition(".")
-    used: str = getattr(getattr(recipe, section) if section else recipe, name)
+    used: str = attrgetter(key)(recipe)
     return used
-
-
-def _stored(tree: Mapping[str, Any], key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    inner = tree.get(section) if section else tree
-    return inner.get(name) if isinstance(inner, Mapping) else None

@@ -134,7 +134,8 @@ class Parallel:
 Tracker = Literal["tensorboard", "mlflow", "wandb", "csv"]
 
 
-def _each_once(value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+def each_once(value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+    """Refuse a tracker that is named twice."""
     if len(set(value)) < len(value):
         raise ValueError(f"found {list(value)}, but each tracker is named once")
     return value
@@ -181,7 +182,7 @@ class Telemetry:
 
     log_every: Length = Duration(10, "steps")
     """Time between step records; between them a plain step does not let the host wait for the device."""
-    trackers: Annotated[tuple[Tracker, ...], AfterValidator(_each_once)] = ("tensorboard",)
+    trackers: Annotated[tuple[Tracker, ...], AfterValidator(each_once)] = ("tensorboard",)
     """Where records go beside events.jsonl; `csv` is a table for each kind of them. MLflow and Weights & Biases write
     into the run directory unless MLFLOW_TRACKING_URI and WANDB_MODE say otherwise."""
     mlperf: Switch = False

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from paceline.recipe.layers import needs_of, subsection
+from paceline.recipe.fields import Needs
+from paceline.recipe.layers import all_keys, marks, subsection
 from paceline.recipe.schema import Recipe
-from paceline.units import Duration, TimeSpan
 
 
 def unused_keys(recipe: Recipe, holds: Mapping[str, bool], words: Mapping[str, object]) -> dict[str, str]:
@@ -38,13 +38,13 @@ def _without_needs(
 
     for each in dataclasses.fields(section):
         key, value = f"{path}{each.name}", getattr(section, each.name)
-        marks = needs_of(type(section), each.name)
+        needs = marks(type(section), each.name, Needs)
         if subsection(type(section), each.name) is not None:
             yield from _without_needs(recipe, value, holds, words, f"{key}.")
             key, value = f"{key}.name", getattr(value, "name", None)
         # A request that is met anyway is not in vain: `off`, `auto`, `false`, or no loader processes where none are.
         asks = bool(value) and value != "auto"
-        missing = (mark for mark in marks if (asks or mark.also_off) and not any(map(is_met, mark.any_of)))
+        missing = (need for need in needs if (asks or need.also_off) and not any(map(is_met, need.any_of)))
         if first := next(missing, None):
             yield key, first.why.format_map(words)
 
@@ -57,14 +57,5 @@ def all_but(used: Collection[str], why: str, sections: Collection[str] = ("data"
         why: Why the others are not.
         sections: Whose keys are meant.
     """
-    keys = (key for section in sections for key in _leaves(getattr(Recipe(), section), f"{section}."))
+    keys = (key for section in sections for key in all_keys(getattr(Recipe(), section), f"{section}."))
     return {key: why for key in keys if not any(key == each or key.startswith(f"{each}.") for each in used)}
-
-
-def _leaves(section: Any, path: str) -> Iterator[str]:
-    for each in dataclasses.fields(section):
-        value = getattr(section, each.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, Duration | TimeSpan):
-            yield from _leaves(value, f"{path}{each.name}.")
-        else:
-            yield f"{path}{each.name}"

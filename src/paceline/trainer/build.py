@@ -19,7 +19,7 @@ from paceline.distributed.strategy import Replicas, Strategy
 from paceline.distributed.watchdog import Heartbeat, Watchdog, WatchdogContext
 from paceline.models.compiled import CompiledNetwork, CompileLog
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.models.transfer import FreezeSchedule, first_steps, last_steps
+from paceline.models.transfer import FreezeSchedule, trained_spans
 from paceline.optim.build import Clipping, build_optimizer, build_schedules
 from paceline.plan import Plan
 from paceline.recipe.load import to_tree
@@ -145,8 +145,7 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
         # A plan that spreads weights has refused model.unfreeze and model.freeze_after (plan/strategy.py).
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
-    first = first_steps(network, model, plan.unfreeze_steps)
-    last = last_steps(network, model, plan.freeze_after_steps)
+    first, last = trained_spans(network, model, plan.unfreeze_steps, plan.freeze_after_steps)
     return FreezeSchedule(network, first, last, changed=strategy.gradients_changed)
 
 

@@ -37,7 +37,7 @@ from paceline.models.build import lay_out, parameter_count
 from paceline.models.compiled import check_backend
 from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
-from paceline.models.transfer import adapt, calm_classifier, first_steps, last_steps, load_fitting, with_shared
+from paceline.models.transfer import adapt, calm_classifier, load_fitting, trained_spans, with_shared
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, TaskFacts, make
@@ -447,8 +447,7 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
     """
     check_backend(recipe.model)
     before = make_plan()
-    first = first_steps(network, recipe.model, before.unfreeze_steps)
-    last = last_steps(network, recipe.model, before.freeze_after_steps)
+    first, last = trained_spans(network, recipe.model, before.unfreeze_steps, before.freeze_after_steps)
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
     trained = {name for name, each in network.named_parameters() if each.requires_grad}

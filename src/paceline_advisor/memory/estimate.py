@@ -118,13 +118,13 @@ def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
         memory: Bytes of each device; None if unknown.
         processes: Of the run, or of the one that is supposed.
     """
-    choice = weighed(job.recipe, job.numbers, processes, memory)
-    reason = choice.reason.removeprefix(f"{processes} processes; ")
+    strategy, reason = weighed(job.recipe, job.numbers, processes, memory)
+    reason = reason.removeprefix(f"{processes} processes; ")
     if memory is None:
         reason = "the device's memory is unknown; replicas are faster"
     else:
-        reason = f"{reason}; {_outcome(job, memory, processes, choice.strategy)}"
-    return Verdict(strategy=choice.strategy, processes=processes, reason=reason)
+        reason = f"{reason}; {_outcome(job, memory, processes, strategy)}"
+    return Verdict(strategy=strategy, processes=processes, reason=reason)
 
 
 def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:

@@ -258,8 +258,7 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
         return recipe.parallel.strategy, f"parallel.strategy={recipe.parallel.strategy}"
     if scaling.subject.unsharded:
         return "ddp", f"{size} processes; FSDP {scaling.subject.unsharded}"
-    chosen = weigh(recipe, scaling.subject.numbers, size, memory)
-    return chosen.strategy, chosen.reason
+    return weigh(recipe, scaling.subject.numbers, size, memory)
 
 
 def _rate(batch: int, recipe: Recipe, wanted: Plan) -> tuple[float, str]:

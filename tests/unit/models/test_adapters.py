@@ -91,22 +91,6 @@ def test_merged_weights_give_the_same_answers_under_the_plain_names() -> None:
     assert (plain(images) - Mixed().eval()(images)).abs().max() > 0.1
 
 
-@needs_peft
-def test_it_is_peft_s_own_merging() -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    network = adapted()
-    for name, each in network.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(each)
-    merged = without_adapters(network.state_dict(), 2, 6, where="w")
-    layers = {name: module for name, module in network.named_modules() if isinstance(module, BaseTunerLayer)}
-    assert layers
-    for name, layer in layers.items():
-        layer.merge()
-        torch.testing.assert_close(merged[f"{name}.weight"], layer.get_base_layer().weight, rtol=1e-6, atol=1e-6)
-
-
 class Tied(nn.Module):
     """A language model whose output layer's weights are its token vectors, whichever it made first."""
 

@@ -6,7 +6,6 @@ import hashlib
 import struct
 
 import torch
-from torch import nn
 
 from paceline.checkpoint.weights import weights_sha256
 
@@ -42,16 +41,3 @@ def test_memory_layout_is_invisible() -> None:
     assert weights_sha256({"w": weight}) == weights_sha256({"w": other})
     square = torch.randn(4, 6)
     assert weights_sha256({"w": square.t().contiguous().t()}) == weights_sha256({"w": square})
-
-
-def test_every_bit_counts() -> None:
-    network = nn.Linear(3, 2)
-    before = weights_sha256(network.state_dict())
-    with torch.no_grad():
-        network.bias[0] = torch.nextafter(network.bias[0], torch.tensor(9.0))
-    assert weights_sha256(network.state_dict()) != before
-    assert weights_sha256({"w": torch.tensor([0.0])}) != weights_sha256({"w": torch.tensor([-0.0])})
-
-
-def test_names_count() -> None:
-    assert weights_sha256({"a": torch.zeros(1)}) != weights_sha256({"b": torch.zeros(1)})

@@ -73,7 +73,7 @@ def test_gradients_of_tables(sparse: bool) -> None:
     [
         (Model(name="dlrm", options={"embeding": 8}), "Did you mean 'embedding'"),
         (Model(name="drlm"), "Did you mean 'dlrm'"),
-        (Model(name="small_resnet"), "is not a network for click data"),
+        (Model(name="small_resnet"), "unknown network for click data"),
         (Model(name="dlrm", pretrained=True), "no published weights"),
         (Model(name="dlrm", options={"bottom": "wide"}), "dlrm needs bottom as a list of whole numbers"),
         (Model(name="dlrm", options={"embedding": -1}), "do not fit"),

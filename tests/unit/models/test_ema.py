@@ -49,17 +49,6 @@ def test_it_begins_as_the_model_and_is_its_own() -> None:
     assert all(torch.equal(value, before[key]) for key, value in average.module.state_dict().items())
 
 
-def test_it_leaves_the_model_alone() -> None:
-    model = net().train()
-    average = ExponentialMovingAverage(model, 0.9)
-    shaken(model, 1)
-    before = copy.deepcopy(model.state_dict())
-    average.update(0)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert model.training
-    assert all(each.requires_grad for each in model.parameters())
-
-
 def test_it_is_for_evaluation_and_has_no_gradients() -> None:
     average = ExponentialMovingAverage(net(), 0.9)
     assert not any(module.training for module in average.module.modules())

@@ -184,20 +184,6 @@ def test_watching_changes_nothing() -> None:
     assert torch.equal(state, untouched)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "vit_tiny_patch16_224", "mobilenetv3_small_100", "convnext_atto"])
-def test_torchs_counter_finds_the_same_in_the_forward_pass(name: str) -> None:
-    import timm
-
-    with sdpa_kernel(SDPBackend.MATH):
-        with torch.device("meta"):
-            network, inputs = timm.create_model(name), torch.zeros(2, 3, 224, 224)
-        with FlopCounterMode(display=False) as theirs:
-            network(inputs)
-        ours = count(network, inputs, train=False)
-    assert ours.flops("forward") == theirs.get_total_flops()
-    assert ours.uncounted == ()
-
-
 class Whole(nn.Module):
     """A module that takes its input several times, or answers with several tensors."""
 
@@ -257,12 +243,6 @@ def test_torchs_counter_finds_the_same_in_a_step(name: str) -> None:
     assert found.flops("forward") == once > 0
     assert found.flops("dgrad", "wgrad") == both
     assert found.uncounted == ()
-
-
-def test_a_table_that_is_looked_up_has_no_products() -> None:
-    network = nn.Embedding(20, 8)
-    found = count(network, torch.tensor([[1, 2, 3]]))
-    assert (found.flops(), found.uncounted) == (0, ())
 
 
 # torchvision's weights tell their GMAC at 224 pixels ("_ops"); ViT-B/16: torchvision 17.564; EfficientNet-B0 0.386.

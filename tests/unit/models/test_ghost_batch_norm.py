@@ -50,39 +50,12 @@ def test_groups_are_what_micro_batches_of_that_size_are(channels_last: bool) -> 
         torch.testing.assert_close(ghosts.get_buffer(name), buffer)
 
 
-def test_running_statistics_are_weighted_as_in_the_paper() -> None:
-    norm = nn.BatchNorm1d(1, momentum=0.1)
-    normalise_in_groups(norm, 2, name="norm")
-    values = torch.tensor([[0.0], [2.0], [4.0], [6.0], [8.0], [10.0]])
-    norm(values)
-    means = [1.0, 5.0, 9.0]  # of the groups
-    wanted = sum(0.1 * 0.9 ** (len(means) - 1 - index) * mean for index, mean in enumerate(means))
-    assert norm.running_mean.item() == pytest.approx(wanted)
-
-
-def test_the_whole_batch_is_not_one_group() -> None:
-    given = images(12)
-    assert not torch.allclose(grouped(4)(given), network()(given))
-
-
 def test_evaluation_and_names_are_as_before() -> None:
     plain, ghosts, given = network(), grouped(4), images(12)
     assert list(ghosts.state_dict()) == list(plain.state_dict())
     ghosts.load_state_dict(plain.state_dict())
     assert torch.equal(ghosts.eval()(given), plain.eval()(given))
     assert all(isinstance(mine, type(theirs)) for mine, theirs in zip(ghosts.modules(), plain.modules(), strict=True))
-
-
-def test_a_copy_is_grouped_too() -> None:
-    ghosts = grouped(4)
-    assert torch.equal(copy.deepcopy(ghosts)(images(12)), ghosts(images(12)))
-
-
-def test_a_memory_format_stays() -> None:
-    given = images(8).contiguous(memory_format=torch.channels_last)
-    norm = nn.BatchNorm2d(2)
-    normalise_in_groups(norm, 4, name="norm")
-    assert norm(given).is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_norm_with_an_activation_of_its_own() -> None:

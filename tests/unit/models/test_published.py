@@ -11,14 +11,7 @@ from paceline.models.build import published_settings
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "resnet50",
-        "resnet50.a3_in1k",
-        "vit_tiny_patch16_224",
-        "tf_efficientnet_b4",
-        "mobilenetv3_large_100",
-        "resnet10t",
-    ],
+    ["resnet50.a3_in1k", "tf_efficientnet_b4", "resnet10t"],
 )
 def test_the_settings_are_those_that_train_py_resolves(name: str) -> None:
     found = published_settings(name)

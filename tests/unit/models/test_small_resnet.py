@@ -59,59 +59,12 @@ def test_parameter_count(options: dict[str, int], expected: int) -> None:
     assert parameter_count(small_resnet(**options)) == expected
 
 
-def test_dropout_adds_no_parameters() -> None:
-    assert parameter_count(small_resnet(10, dropout=0.5)) == parameter_count(small_resnet(10))
-
-
-def test_no_convolution_has_a_bias_and_each_has_its_norm() -> None:
-    model = small_resnet(10, depth=2)
-    convolutions = modules_of(model, nn.Conv2d)
-    assert all(convolution.bias is None for convolution in convolutions)
-    assert len(convolutions) == len(modules_of(model, nn.BatchNorm2d)) == 1 + 3 * (1 + 2 * 2)
-
-
 def test_blocks_start_as_the_identity() -> None:
     blocks = modules_of(small_resnet(10, depth=2), ResidualBlock)
     assert len(blocks) == 6
     for block in blocks:
         features = torch.rand(2, block.first.conv.in_channels, 8, 8)
         torch.testing.assert_close(block(features), features, rtol=0, atol=0)
-
-
-def test_zero_gamma_can_be_switched_off() -> None:
-    for block in modules_of(small_resnet(10, zero_init_residual=False), ResidualBlock):
-        assert (block.second.norm.weight == 1).all()
-
-
-def test_zero_gamma_still_learns() -> None:
-    model = small_resnet(10, width=4)
-    model(torch.randn(4, 3, 8, 8)).square().sum().backward()
-    for block in modules_of(model, ResidualBlock):
-        assert block.second.norm.weight.grad.abs().sum() > 0
-
-
-def test_dropout_acts_in_training_only() -> None:
-    images = torch.randn(4, 3, 8, 8)
-    model = small_resnet(10, width=4, dropout=0.5)
-    assert not torch.equal(model(images), model(images))
-    model.eval()
-    assert torch.equal(model(images), model(images))
-
-
-def test_channels_last_gives_the_same_logits() -> None:
-    images = torch.randn(2, 3, 16, 16)
-    model = small_resnet(10, width=8).eval()
-    expected = model(images)
-    model = model.to(memory_format=torch.channels_last)
-    actual = model(images.contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_traces_to_one_graph() -> None:
-    images = torch.randn(2, 1, 8, 8)
-    model = small_resnet(10, 1, width=4).eval()
-    exported = torch.export.export(model, (images,)).module()
-    torch.testing.assert_close(exported(images), model(images))
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,6 @@ def test_images_without_patches_or_numbers_are_refused() -> None:
         whitening_filters(torch.full((4, 3, 8, 8), torch.nan), 2)
 
 
-def test_images_all_alike_give_finite_filters() -> None:
-    assert whitening_filters(torch.ones(4, 3, 8, 8), 2).isfinite().all()
-
-
 def test_convolutions_begin_by_handing_inputs_through() -> None:
     torch.manual_seed(0)
     network = speed_net(10, 3, widths=(32, 48))
@@ -179,3 +175,7 @@ def test_weights_that_are_scored_need_no_images(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(Whitening, "begin_from", never)
     assert load_predictor(run.run_dir) is not None
+
+
+def test_images_all_alike_give_finite_filters() -> None:
+    assert whitening_filters(torch.ones(4, 3, 8, 8), 2).isfinite().all()

@@ -77,9 +77,9 @@ def test_token_vectors_are_the_output_layer_s_and_drawn_once() -> None:
         ({"dept": 3}, r"\['dept'\] are unknown to gpt. Did you mean 'depth'"),
         ({"heads": 3}, "width=16 cannot be divided among heads=3"),
         ({"heads": 16}, "an odd number of 1"),
-        ({"depth": 0}, "depth=0, but it must be a whole number from 1 to 1,000"),
+        ({"depth": 0}, "depth=0: a transformer needs depth from 1 to 1,000"),
         ({"norm": "batch"}, "norm='batch': gpt needs norm as 'rms' or 'layer'"),
-        ({"dropout": 1.0}, r"dropout=1.0, but it must be in \[0, 1\)"),
+        ({"dropout": 1.0}, r"dropout=1.0: a transformer needs dropout in \[0, 1\)"),
     ],
 )
 def test_options_that_cannot_be_are_told(options: dict[str, object], message: str) -> None:

@@ -88,18 +88,6 @@ def test_groups_that_would_be_empty_are_left_out() -> None:
     assert len(parameter_groups(nn.BatchNorm1d(3), section(weight_decay=0.1))) == 1
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    model = net()
-    model[0].requires_grad_(requires_grad=False)
-    groups = parameter_groups(model, section(weight_decay=0.1))
-    assert names_of(model, [each for group in groups for each in group["params"]]) == {
-        "1.weight",
-        "1.bias",
-        "3.weight",
-        "3.bias",
-    }
-
-
 def test_shared_parameters_come_once() -> None:
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
@@ -154,11 +142,6 @@ def test_it_is_torchs_own_to_the_bit(name: str) -> None:
             optimizer.step()
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_nesterov_without_momentum_is_refused_as_a_users_mistake() -> None:
-    with pytest.raises(RecipeError, match="nesterov"):
-        build_optimizer(net(), section(momentum=0, nesterov=True), CPU)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 200) -> list[torch.Tensor]:
@@ -368,11 +351,6 @@ def test_adaptive_clipping_spares_the_classifier() -> None:
         limit = 0.02 * weight.clamp(min=1e-3)
         scale = torch.where(gradient < limit, torch.ones_like(gradient), limit / gradient)
         torch.testing.assert_close(each.grad, old * scale.reshape(-1, *([1] * (each.ndim - 1))))
-
-
-def test_one_way_of_clipping_at_a_time() -> None:
-    with pytest.raises(RecipeError, match="clip_norm and clip_value, but gradients are clipped in one way"):
-        section(clip_norm=1.0, clip_value=1.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*opt_einsum:UserWarning")

@@ -52,15 +52,6 @@ def test_the_iteration_is_the_published_polynomial_of_the_singular_values(shape:
     torch.testing.assert_close(orthogonalised(matrix, steps).double(), by_hand(matrix, steps), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e6])
-def test_singular_values_come_near_to_one_whatever_the_scale(scale: float) -> None:
-    matrix = scale * torch.randn(32, 96, generator=torch.Generator().manual_seed(2))
-    values = torch.linalg.svdvals(orthogonalised(matrix, 5))
-    assert values.min() > 0.6
-    assert values.max() < 1.3
-    assert torch.equal(orthogonalised(torch.zeros(3, 4), 5), torch.zeros(3, 4))
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("unit_filters", [False, True])
 def test_several_steps_are_the_published_ones(nesterov: bool, unit_filters: bool) -> None:
@@ -95,18 +86,6 @@ def test_several_steps_are_the_published_ones(nesterov: bool, unit_filters: bool
         optimizer.step()
     for name, each in model.named_parameters():
         torch.testing.assert_close(each.detach(), plain[name], rtol=1e-4, atol=1e-4)
-
-
-def test_channels_last_filters_move_as_others_do() -> None:
-    plain, last = net(), net().to(memory_format=torch.channels_last)
-    for model in (plain, last):
-        optimizer = build_optimizer(model, section(lr=0.1), CPU)
-        for step in range(2):
-            gradients(model, step)
-            optimizer.step()
-    for mine, theirs in zip(last.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    assert last[2].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_saved_state_goes_on_to_the_bit() -> None:
@@ -176,3 +155,15 @@ def test_a_network_without_filters_is_refused_and_one_of_filters_alone_is_not() 
 def test_what_has_no_effect_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         section(**asked)
+
+
+def test_channels_last_filters_move_as_others_do() -> None:
+    plain, last = net(), net().to(memory_format=torch.channels_last)
+    for model in (plain, last):
+        optimizer = build_optimizer(model, section(lr=0.1), CPU)
+        for step in range(2):
+            gradients(model, step)
+            optimizer.step()
+    for mine, theirs in zip(last.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert last[2].weight.is_contiguous(memory_format=torch.channels_last)

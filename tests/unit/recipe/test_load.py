@@ -20,13 +20,11 @@ from paceline.recipe.load import (
     load_recipe,
     recipe_digest,
     refuse_training_overrides,
-    shipped_recipes,
     stored_recipe,
     to_tree,
     to_yaml,
 )
 from paceline.recipe.schema import Recipe
-from paceline.units import Duration
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -78,9 +76,7 @@ def test_an_unknown_key_is_refused_at_every_depth(override: str, said: str, tmp_
     [
         ("epochs", "train.duration"),
         ("batch_size", "batch.global_size"),
-        ("batch-size", "batch.global_size"),
         ("opt", "optimizer.name"),
-        ("smoothing", "train.label_smoothing"),
         ("train.epochs", "train.duration"),
         ("schedule.warmup_epochs", "schedule.warmup"),
         ("lr", "optimizer.lr"),
@@ -147,16 +143,6 @@ def test_a_key_stands_once(text: str, line: int, tmp_path: Path) -> None:
     assert re.search(rf"line {line}, .*key '", refusal(source=write(tmp_path, "mine.yaml", text)))
 
 
-@pytest.mark.parametrize(
-    "text", ["a: [", "? [1, 2]\n: 3", "? {a: b}\n: 3", "\tseed: 1", "seed: !!python/object:os.system x"]
-)
-def test_what_is_not_yaml_is_refused(text: str, tmp_path: Path) -> None:
-    path = write(tmp_path, "mine.yaml", text)
-    message = refusal(source=path)
-    assert message.startswith(f"{path}: ")
-    assert "\n" not in message
-
-
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"seed: \xff\xfe")
@@ -170,51 +156,31 @@ WRONG = [
     (["optimizer.lr=abc"], "optimizer.lr: found 'abc', but it must be a number"),
     (["optimizer.lr=0"], "optimizer.lr: found 0, but it must be greater than 0"),
     (["optimizer.lr=.nan"], "optimizer.lr: found .nan, but it must be "),
-    (["optimizer.lr=.inf"], "optimizer.lr: found .inf, but it must be a number"),
     (["optimizer.lr=true"], "optimizer.lr: found True, but it must be a number"),
     (["data.augment.flip=yes"], "data.augment.flip: found yes, but it must be a number"),
-    (["data.augment.flip=1.5"], "data.augment.flip: found 1.5, but it must be less than or equal to 1"),
-    (["data.augment.flip=.nan"], "data.augment.flip: found .nan"),
     (["optimizer.weight_decay=-1"], "optimizer.weight_decay: found -1, but it must be greater than or equal to 0"),
-    (["optimizer.momentum=1"], "optimizer.momentum: found 1, but it must be less than 1"),
     (
         ["optimizer.name=adamw", "optimizer.betas=[0.9]"],
         "optimizer.betas: found [0.9], but it must be 'auto' or a",
     ),
-    (["optimizer.clip_norm=-1"], "optimizer.clip_norm: found -1, but it must be greater than 0"),
     (["optimizer.nesterov=1"], "optimizer.nesterov: found 1, but it must be true or false"),
     (["seed=-1"], "seed: found -1, but it must be greater than or equal to 0"),
     (["seed=1.5"], "seed: found 1.5, but it must be a whole number"),
-    (["seed=true"], "seed: found True, but it must be a whole number"),
     ([f"seed={2**63}"], f"seed: found {2**63}, but it must be less than {2**63}"),
-    (["batch.global_size=0"], "batch.global_size: found 0, but it must be greater than 0"),
     (["batch.global_size=16.0"], "batch.global_size: found 16.0, but it must be a whole number"),
-    (["batch.micro_size=0"], "batch.micro_size: found 0, but it must be 'auto' or greater than 0"),
     (["batch.micro_size=some"], "batch.micro_size: found 'some', but it must be 'auto' or a whole number"),
     (["train.duration=5"], "train.duration: found 5, but a duration is a number with its unit: '3 epochs'"),
-    (["train.duration=5 minutes"], "train.duration: found '5 minutes', but a duration is a number with its unit"),
     (["evaluate.every=on"], "evaluate.every: found on, but a duration is a number with its unit"),
-    (["train.ema=1"], "train.ema: found 1, but it must be less than 1"),
-    (["train.label_smoothing=1.0"], "train.label_smoothing: found 1.0, but it must be less than 1"),
     (["train.precision=fp64"], "train.precision: found 'fp64', but it must be 'auto', 'fp32', 'bf16', 'fp16' or 'fp8'"),
-    (["evaluate.top_k=1"], "evaluate.top_k: found 1, but it must be greater than 1"),
     (["evaluate.metric=true"], "evaluate.metric: found True, but it must be a valid string"),
-    (["evaluate.patience=0"], "evaluate.patience: found 0, but it must be greater than 0"),
-    (["checkpoint.keep=0"], "checkpoint.keep: found 0, but it must be greater than 0"),
     (["data.channels=2"], "data.channels: found 2, but it must be 'auto' or 1 or 3"),
     (["data.mean=0.5"], "data.mean: found 0.5, but it must be 'auto' or a list"),
-    (["data.mean=[.nan]"], "data.mean: found .nan, but it must be 'auto' or a number"),
-    (["data.std=[0]"], "data.std: found 0, but it must be 'auto' or greater than 0"),
-    (["data.workers=-1"], "data.workers: found -1, but it must be 'auto' or greater than or equal to 0"),
     (["data.augment.crop=random_resized", "data.augment.scale=[1.0, 0.5]"], "data.augment.scale: found [1.0, 0.5]"),
-    (["model.name=[a]"], "model.name: found ['a'], but it must be a valid string"),
     (["model.channels_last=maybe"], "model.channels_last: found 'maybe', but it must be 'auto' or true or false"),
-    (["parallel.device=gpu"], "parallel.device: found 'gpu', but it must be 'auto', 'cpu', 'cuda', 'mps' or 'xpu'"),
     (["telemetry.trackers=[comet]"], "telemetry.trackers: found 'comet', but it must be 'tensorboard'"),
     (["schedule.name=step", "schedule.milestones=[3]"], "schedule.milestones: found 3, but a duration is a number"),
     (["train.precision=fp16", "train.grad_scaler.growth_factor=1"], "train.grad_scaler.growth_factor: found 1,"),
     (["model.options={drop_rate:0.5}"], "model.options: found the option 'drop_rate:0.5', but a name is letters,"),
-    (["optimizer.options={drop-rate: 1}"], "optimizer.options: found the option 'drop-rate', but a name is letters,"),
 ]
 
 
@@ -240,11 +206,6 @@ def test_an_override_that_is_not_yaml_is_refused() -> None:
     assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr=[1': the value is not readable")
 
 
-@pytest.mark.parametrize("written", ["0.001", "1e-3", "1.0e-3"])
-def test_numbers_as_people_write_them(written: str) -> None:
-    assert plain([f"optimizer.lr={written}"]).optimizer.lr == 0.001
-
-
 # ------------------------------------------------------------------------------------ off, auto, null
 
 
@@ -257,10 +218,6 @@ def test_off(key: str, written: str) -> None:
     section, name = key.split(".")
     assert getattr(getattr(recipe, section), name) is None
     assert to_tree(recipe)[section][name] == "off"
-
-
-def test_zero_is_not_off() -> None:
-    assert plain(["train.ema=0"]).train.ema == 0.0
 
 
 def test_null_takes_a_key_away(tmp_path: Path) -> None:
@@ -415,8 +372,6 @@ def test_what_was_not_asked_for_is_not_told(tmp_path: Path) -> None:
         ("optimizer.lr=1", "optimizer.lr"),
         ("optimizer={name: adamw}", "optimizer.name"),
         ("train.duration=3 epochs", "train.duration"),
-        ("evaluate.patience=3", "evaluate.patience"),
-        ("model.pretrained=true", "model.pretrained"),
         ("parallel.bucket_cap_mb=3", "parallel.bucket_cap_mb"),
         ("batch.growth={2: 64}", r"batch\.growth.*"),
         ("data.holdout_fraction=0.3", "data.holdout_fraction"),
@@ -435,10 +390,6 @@ def test_what_scoring_depends_on_may_be_overridden() -> None:
             *("model.channels_last=false", "model.initialize_from=null", "task=mine:Task", "train.float32_matmul=high"),
         ]
     )
-
-
-def test_later_overrides_win() -> None:
-    assert plain(["optimizer.lr=1", "optimizer.lr=2"]).optimizer.lr == 2
 
 
 # ---------------------------------------------------------------------------------------------- base
@@ -476,17 +427,6 @@ def test_a_base_that_is_not_there(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------- finding
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
-    assert refusal(source="digitz") == "no recipe 'digitz'. Did you mean 'digits'? `paceline recipes` lists all."
-
-
-def test_an_unknown_recipe_that_is_near_to_none_is_told_where_they_are_listed() -> None:
-    message = refusal(source="nothing")
-    assert message.startswith("no recipe 'nothing': it is neither a shipped recipe nor a file or run directory ")
-    assert message.endswith("`paceline recipes` lists the shipped ones.")
-    assert "digits" not in message
-
-
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -500,6 +440,8 @@ def test_an_unknown_recipe_that_is_near_to_none_is_told_where_they_are_listed() 
         ("digits/", "there is no file or run directory 'digits/'. Did you mean 'digits'? Correct the path, "),
         ("nowhere/mine.yaml", "there is no file 'nowhere/mine.yaml'. Correct the path, "),
         ("data.path=a/b", "no recipe 'data.path=a/b': it is neither "),
+        ("digitz", "no recipe 'digitz'. Did you mean 'digits'? "),
+        ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor a file or run directory "),
     ],
 )
 def test_a_path_that_leads_to_no_recipe(
@@ -538,26 +480,18 @@ FREE = {
     "seed": st.integers(0, 2**63 - 1),
     "task": st.sampled_from(["image_classification", "my.tasks:Counting"]),
     "model.name": st.sampled_from(["small_resnet", "off", "null", "resnet50", "1e3", "yes", "ünïcode: #1"]),
-    "model.pretrained": st.booleans(),
     "model.channels_last": st.sampled_from(["auto", True, False]),
     "model.options": st.dictionaries(
         st.sampled_from(["a", "b", "off"]),
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)),
         max_size=2,
     ),
-    "data.workers": st.one_of(st.just("auto"), st.integers(0, 64)),
-    "data.mean": st.one_of(st.just("auto"), st.lists(st.floats(-9, 9), min_size=1, max_size=3)),
-    "data.augment.flip": st.floats(0, 1),
     "batch.global_size": st.integers(1, 10**7),
-    "batch.micro_size": st.one_of(st.just("auto"), st.integers(1, 10**7)),
     "optimizer.lr": RATES,
-    "optimizer.weight_decay": st.floats(0, 10),
     "optimizer.clip_norm": st.one_of(st.just("off"), RATES),
-    "schedule.warmup": DURATIONS,
     "train.duration": DURATIONS,
     "train.ema": st.one_of(st.just("off"), st.floats(0, 1, exclude_max=True)),
     "evaluate.every": OFF_OR_DURATION,
-    "checkpoint.every": OFF_OR_DURATION,
     "telemetry.trackers": st.sampled_from([[], ["tensorboard"]]),
 }
 CHOICES = st.sampled_from(
@@ -598,19 +532,6 @@ def test_differences_are_dotted() -> None:
     assert found["seed"] == (0, 1)
     assert found["optimizer.momentum"] == (0.9, None)
     assert found["optimizer.betas"] == (None, [0.9, 0.999])
-
-
-def test_a_field_says_what_it_is() -> None:
-    recipe = plain({"train.duration": "1281167 samples"})
-    assert recipe.train.duration == Duration(1_281_167, "samples")
-    with pytest.raises(AttributeError):
-        recipe.seed = 3  # type: ignore[misc]
-
-
-def test_shipped_recipes_are_found_by_name() -> None:
-    assert {"digits"} <= set(shipped_recipes())
-    for name in shipped_recipes():
-        assert load_recipe(name).name == name
 
 
 def test_what_an_optimizer_takes_for_auto_is_as_if_it_had_been_said() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe import layers
+from paceline.recipe.fields import Applies
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.train import plan_only
@@ -34,8 +35,8 @@ EXTREMES: dict[str, tuple[Any, ...]] = {
 def _numbers(section: type[Any] = Recipe, path: str = "") -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Every field that holds a number, with its type and the choice under which it has an effect."""
     for name in layers.field_types(section):
-        inner, applies = layers.subsection(section, name), layers.applies_of(section, name)
-        needs = {} if applies is None else {f"{path}{applies.to}": applies.values[0]}
+        inner, applies = layers.subsection(section, name), layers.mark(section, name, Applies)
+        needs = {} if applies is None else {f"{path}{applies.to}": next(iter(applies.values))}
         kind = repr(layers.field_types(section)[name])
         if inner is None and any(word in kind for word in EXTREMES):
             yield f"{path}{name}", kind, needs

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from paceline.errors import RecipeError
-from paceline.plain_yaml import BoundedLoader
+from paceline.recipe.imports.table import read_yaml
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 # A pipe, a redirection, or an end of a command, where it is a word of its own.
 _SHELL = re.compile(r"\|[|&]?|&&?|;|(\d|&)?>.*|<.*")
-_PER_NODE = ("--nproc_per_node", "--nproc-per-node")
-_NODES = ("--nnodes",)
+# Processes of a node, and nodes.
+_COUNTS = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
 # Of an address: who asks, and with which password.
 _LOGIN = re.compile(r"(?<=://)[^/\s@]*@")
 _TREES = (".yaml", ".yml", ".json")
@@ -40,7 +38,7 @@ class Source:
     title: str
     script: str = ""
     words: tuple[str, ...] = ()
-    tree: dict[str, Any] | None = field(default=None)
+    tree: Mapping[str, Any] | None = None
     processes: int | None = None
 
 
@@ -55,37 +53,21 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
     Raises:
         RecipeError: If it is none of these.
     """
-    if len(words) == 1 and Path(words[0]).is_file():
-        path = Path(words[0])
+    programs = (*scripts, *wrappers)
+    if len(words) > 1:
+        return _command(list(words), scripts, wrappers)
+    path = Path(words[0])
+    if path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path}: not readable as text: {' '.join(str(error).split())}") from None
-        tree = _tree(path, text)
-        if tree is not None:
-            return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
-        programs = (*scripts, *wrappers)
-        return _command(_alone(_only_command(text, path, programs), programs), scripts, wrappers)
-    if len(words) == 1 and Path(words[0]).suffix in _TREES and " " not in words[0]:
+            tree = read_yaml(path)
+        except RecipeError:
+            if path.suffix in _TREES:
+                raise
+            return _command(_alone(_only_command(path, programs), programs), scripts, wrappers)
+        return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
+    if path.suffix in _TREES and " " not in words[0]:
         raise RecipeError(f"there is no file '{words[0]}'; give a file of arguments, or a command after --.")
-    if len(words) == 1:
-        return _command(_alone(_split(words[0], "the command"), (*scripts, *wrappers)), scripts, wrappers)
-    return _command(list(words), scripts, wrappers)
-
-
-def _tree(path: Path, text: str) -> dict[str, Any] | None:
-    """A file of arguments, or None if it holds a command."""
-    try:
-        tree = yaml.load(text, Loader=BoundedLoader)
-    except yaml.YAMLError as error:
-        if path.suffix in _TREES:
-            raise RecipeError(f"{path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
-        return None
-    if isinstance(tree, dict):
-        return tree
-    if path.suffix in _TREES:
-        raise RecipeError(f"{path}: found no names with values in it, but a file of arguments has one on each line.")
-    return None
+    return _command(_alone(_split(words[0], "the command"), programs), scripts, wrappers)
 
 
 def _split(text: str, where: str) -> list[str]:
@@ -102,7 +84,11 @@ def _alone(words: list[str], programs: Sequence[str]) -> list[str]:
     return words[:end]
 
 
-def _only_command(text: str, path: Path, programs: Sequence[str]) -> list[str]:
+def _only_command(path: Path, programs: Sequence[str]) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not readable as text: {' '.join(str(error).split())}") from None
     lines = text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines()
     commands = [words for words in (_split(line, str(path)) for line in lines) if _place(words, programs) is not None]
     if len(commands) != 1:
@@ -144,14 +130,13 @@ def _title(words: Sequence[str]) -> str:
 
 def _processes(words: Sequence[str]) -> int | None:
     """How many processes the words before a script start; None where they ask the machine."""
-    said = {"per_node": "1", "nodes": "1"}
-    for number, word in enumerate(words):
+    total: int | None = 1
+    for word, following in zip(words, (*words[1:], ""), strict=False):
         name, equals, value = word.partition("=")
-        for key, names in (("per_node", _PER_NODE), ("nodes", _NODES)):
-            if name in names:
-                said[key] = value if equals else words[number + 1] if len(words) > number + 1 else ""
-    per_node, nodes = _count(said["per_node"]), _count(said["nodes"])
-    return None if per_node is None or nodes is None else per_node * nodes
+        if name in _COUNTS and total is not None:
+            count = _count(value if equals else following)
+            total = None if count is None else total * count
+    return total
 
 
 def _count(said: object) -> int | None:

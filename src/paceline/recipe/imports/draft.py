@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.errors import RecipeError
 from paceline.plain_yaml import yaml_line
@@ -29,77 +29,41 @@ class Entry:
     says: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A recipe, and an account of every option that it comes from.
-
-    Attributes:
-        title: What was converted.
-        processes: Number of processes that share the global batch.
-        tree: The recipe's sections.
-        origins: Where each dotted key's value came from.
-        entries: Every option that was given, once.
-        differences: Options whose conversion is not identical, with what differs.
-        left_out: Options that the user had left out.
-        notices: What was assumed.
-    """
-
-    title: str
-    processes: int
-    tree: Mapping[str, Any]
-    origins: Mapping[str, str]
-    entries: tuple[Entry, ...]
-    differences: tuple[tuple[str, str], ...]
-    left_out: tuple[str, ...]
-    notices: tuple[str, ...]
-
-    @property
-    def refused(self) -> tuple[Entry, ...]:
-        """What would change the result and is unsupported."""
-        return tuple(each for each in self.entries if each.place == "refused")
-
-    def to_json(self) -> dict[str, Any]:
-        """The whole account."""
-        places: tuple[Place, ...] = ("mapped", "listed", "refused")
-        return {
-            "source": self.title,
-            "processes": self.processes,
-            "recipe": self.tree,
-            "origins": dict(self.origins),
-            **{
-                place: [
-                    {"option": e.option, "value": e.value, "says": e.says} for e in self.entries if e.place == place
-                ]
-                for place in places
-            },
-            "differences": [{"option": option, "says": says} for option, says in self.differences],
-            "left_out": list(self.left_out),
-            "notices": list(self.notices),
-        }
-
-    def to_yaml(self) -> str:
-        """The recipe as a file: every value with where it came from."""
-        head = [f"Converted from: {' '.join(self.title.split())}", f"Processes: {self.processes}", ""]
-        head += [f"Differs: {option}: {says}" for option, says in self.differences]
-        head += [f"Left out: {name}" for name in self.left_out]
-        head += [f"Note: {each}" for each in self.notices]
-        wrapped = [part for line in head for part in textwrap.wrap(line, 116, subsequent_indent="  ") or [""]]
-        return "\n".join([*(f"# {line}".rstrip() for line in wrapped), *_rows(self.tree, self.origins, "")]) + "\n"
-
-
-class Draft:
-    """A recipe in the making.
+    """A recipe in the making, and an account of every option that it comes from.
 
     Args:
         table: The trainer's options.
-        given: Values of those that were given.
+        title: What is converted.
+        given: Values of the options that were given.
         skipped: Names of options to convert as if they had not been given.
+        processes: How many share the global batch; None, of which a notice tells, is taken for one.
+        more: What depends on their number, for the notice.
+
+    Attributes:
+        flat: The recipe's dotted keys.
+        left_out: Options that the user had left out.
+        notices: What was assumed.
 
     Raises:
         RecipeError: If the trainer has no option of a skipped name.
     """
 
-    def __init__(self, table: Table, given: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        table: Table,
+        title: str,
+        given: Mapping[str, Any],
+        skipped: Iterable[str],
+        *,
+        processes: int | None,
+        more: str,
+    ) -> None:
+        self.title, self.processes, self.notices = title, processes or 1, list[str]()
+        if processes is None:
+            self.notices.append(
+                f"the number of processes is not known; one is assumed. With more, {more}: give --processes N."
+            )
         self._options = table.options
         left_out = set()
         for name in skipped:
@@ -108,13 +72,12 @@ class Draft:
                 raise RecipeError(f"--skip {name}: {table.program} has no such option.")
             left_out.add(option.key)
         self.given = {key: value for key, value in given.items() if key not in left_out}
-        self._left_out = tuple(self._options[key].shown for key in given if key in left_out)
+        self.left_out = tuple(self._options[key].shown for key in given if key in left_out)
         self._values = {key: option.default for key, option in self._options.items()} | self.given
         self.flat: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._became: dict[str, tuple[Place, str]] = {}
         self._differences: dict[tuple[str, str], None] = {}
-        self.notices: list[str] = []
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -123,57 +86,49 @@ class Draft:
         """Convert every option whose row in the table says how.
 
         Args:
-            conversions: What the table's `as` names.
+            conversions: What the table's `conversion` names.
             own: What its `otherwise` names: the network's own settings.
         """
         for option in self._options.values():
-            value = self[option.key]
+            value, note = self[option.key], ""
             is_changed = value != option.default and value not in (None, "")
             wanted = {"key": True, "if_changed": is_changed, "if_given": option.key in self.given}
-            if wanted.get(option.fate) and not self._why_unused(option):
-                self._convert(option, conversions, own or {})
-
-    def _convert(self, option: Option, conversions: Mapping[str, Callable[[Any], Any]], own: Mapping[str, Any]) -> None:
-        value, note = self[option.key], ""
-        if option.otherwise and value in NONE:
-            value, note = own[option.otherwise], "of the network's own settings"
-        if option.values is not None:
-            plain = value.lower().replace("_", "") if isinstance(value, str) else value
-            key = value if value in option.values else plain
-            if key not in option.values:
-                self.refuse(option.key, f"supported: {', '.join(str(each) for each in option.values if each)}")
-                return
-            value = option.values[key]
-        elif option.conversion:
-            value = conversions[option.conversion](value)
-        several = value if option.values is not None and isinstance(value, dict) else {option.target: value}
-        for dotted, each in {**several, **option.also}.items():
-            self.put(dotted, each, option.key, note=note)
-        if option.differs:
-            self.differ(option.key, option.differs)
+            if not wanted.get(option.fate) or self._why_unused(option):
+                continue
+            if option.otherwise and value in NONE:
+                value, note = (own or {})[option.otherwise], "of the network's own settings"
+            if option.values is not None:
+                plain = value.lower().replace("_", "") if isinstance(value, str) else value
+                key = value if value in option.values else plain
+                if key not in option.values:
+                    supported = f"supported: {', '.join(str(each) for each in option.values if each)}"
+                    self.refuse(option.key, option.instead or supported)
+                    continue
+                value = option.values[key]
+            elif option.conversion:
+                value = conversions[option.conversion](value)
+            several = value if option.values is not None and isinstance(value, dict) else {option.target: value}
+            for dotted, each in {**several, **option.also}.items():
+                self.put(dotted, each, *filter(self.given.get, option.beside.split()), option.key, note=note)
+            if option.differs:
+                self.differ(option.key, option.differs)
 
     def _why_unused(self, option: Option) -> str:
         """Why an option has no effect with the others, or nothing."""
-        missing = [each for each in option.needs.split() if not any(map(self._holds, each.split("|")))]
-        against = [each for each in option.unless.split() if self._holds(each)]
-        return f"needs {self._typed(missing[0])}" if missing else f"with {self._typed(against[0])}" if against else ""
 
-    def _holds(self, condition: str) -> bool:
-        key, equals, value = condition.partition("=")
-        return str(self[key]) == value if equals else bool(self[key])
+        def holds(condition: str) -> bool:
+            key, equals, value = condition.partition("=")
+            return str(self[key]) == value if equals else bool(self[key])
+
+        for conditions in option.needs.split():
+            if not any(map(holds, conditions.split("|"))):
+                return f"needs {self._typed(conditions)}"
+        return next((f"with {self._typed(each)}" for each in option.unless.split() if holds(each)), "")
 
     def _typed(self, conditions: str) -> str:
         """Conditions as one would type them."""
         parts = [each.partition("=") for each in conditions.split("|")]
-        return " or ".join(" ".join(filter(None, (self._options[key].shown, value))) for key, _, value in parts)
-
-    def count_processes(self, known: int | None, otherwise: str) -> int:
-        """The number of processes; if it is not known, one, with a notice of what depends on it."""
-        if known is None:
-            self.notices.append(
-                f"the number of processes is not known; one is assumed. With more, {otherwise}: give --processes N."
-            )
-        return known or 1
+        return " or ".join(f"{self._options[key].shown} {value}".strip() for key, _, value in parts)
 
     def put(self, dotted: str, value: Any, *sources: str, note: str = "") -> None:
         """Set a key of the recipe.
@@ -185,8 +140,9 @@ class Draft:
             note: What to say in the file beside their values.
         """
         self.flat[dotted] = value
-        parts = [" ".join(dict.fromkeys(map(self._said, sources))), note]
-        self._origins[dotted] = " ".join("; ".join(filter(None, parts)).split())  # a comment ends with its line
+        said = " ".join(dict.fromkeys(map(self._said, sources)))
+        # A comment ends with its line.
+        self._origins[dotted] = " ".join("; ".join(filter(None, (said, note))).split())
         for key in sources:
             place, says = self._became.get(key, ("mapped", ""))
             if place == "mapped" and dotted not in says.split(", "):
@@ -205,53 +161,104 @@ class Draft:
         """Say what is not identical to what an option does."""
         self._differences[self._options[key].shown, says] = None
 
-    def use(self, key: str, says: str, place: Place = "mapped") -> None:
-        """Say what became of an option that has no recipe key."""
-        self._became.setdefault(key, (place, says))
-
     def refuse(self, key: str, says: str) -> None:
         """Say that an option would change the result, and is unsupported."""
         self._became[key] = ("refused", says)
 
-    def finish(self, title: str, processes: int) -> Conversion:
-        """The recipe and the account.
+    def finish(self) -> Conversion:
+        """Make sure that what was put together is a recipe.
 
         Raises:
-            RecipeError: If what was put together is not a recipe.
+            RecipeError: If it is none.
         """
-        tree = _nested(self.flat)
-        entries = tuple(self._entry(key) for key in self.given)
-        if not any(entry.place == "refused" for entry in entries):
-            stored_recipe(tree, "the converted options")
-        return Conversion(
-            title=title,
-            processes=processes,
-            tree=tree,
-            origins=self._origins,
-            entries=entries,
-            differences=tuple(self._differences),
-            left_out=self._left_out,
-            notices=tuple(self.notices),
-        )
+        if not self.refused:
+            stored_recipe(self.tree, "the converted options")
+        return self
 
-    def _entry(self, key: str) -> Entry:
-        option, value = self._options[key], self[key]
-        if key in self._became:
-            return Entry(option.shown, value, *self._became[key])
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The recipe's sections."""
+
+        def place(dotted: str) -> tuple[int, bool]:
+            section = dotted.partition(".")[0]
+            return _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), dotted not in _FIRST
+
+        tree: dict[str, Any] = {}
+        for dotted in sorted(self.flat, key=place):
+            *path, name = dotted.split(".")
+            inner = tree
+            for part in path:
+                inner = inner.setdefault(part, {})
+            inner[name] = self.flat[dotted]
+        return tree
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Every option that was given, once."""
+        return tuple(Entry(self._options[key].shown, self[key], *self._fate(self._options[key])) for key in self.given)
+
+    def _fate(self, option: Option) -> tuple[Place, str]:
+        if option.key in self._became:
+            return self._became[option.key]
         if option.fate == "no_effect":
-            return Entry(option.shown, value, "listed", option.target)
-        if value == option.default:
-            return Entry(option.shown, value, "listed", "its default value")
+            return "listed", option.target
+        if self[option.key] == option.default:
+            return "listed", "its default value"
         unused = self._why_unused(option)
         if option.fate == "unsupported" and not unused:
-            return Entry(option.shown, value, "refused", option.target)
-        return Entry(option.shown, value, "listed", f"no effect: {unused}" if unused else "no effect with the others")
+            return "refused", option.target
+        return "listed", f"no effect: {unused}" if unused else "no effect with the others"
+
+    @property
+    def refused(self) -> tuple[Entry, ...]:
+        """What would change the result and is unsupported."""
+        return tuple(each for each in self.entries if each.place == "refused")
+
+    @property
+    def differences(self) -> tuple[tuple[str, str], ...]:
+        """Options whose conversion is not identical, with what differs."""
+        return tuple(self._differences)
 
     def _said(self, key: str) -> str:
         option, value = self._options[key], self[key]
         if key in self.given:
             return option.shown if value is True else f"{option.shown} {shown_value(value)}"
         return "default" if value in NONE else f"{option.shown} {shown_value(value)} (default)"
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole account."""
+        entries: dict[str, list[dict[str, Any]]] = {place: [] for place in get_args(Place)}
+        for each in self.entries:
+            entries[each.place].append({"option": each.option, "value": each.value, "says": each.says})
+        return {
+            "source": self.title,
+            "processes": self.processes,
+            "recipe": self.tree,
+            "origins": self._origins,
+            **entries,
+            "differences": [{"option": option, "says": says} for option, says in self.differences],
+            "left_out": list(self.left_out),
+            "notices": self.notices,
+        }
+
+    def to_yaml(self) -> str:
+        """The recipe as a file: every value with where it came from."""
+        head = [f"Converted from: {' '.join(self.title.split())}", f"Processes: {self.processes}", ""]
+        head += [f"Differs: {option}: {says}" for option, says in self.differences]
+        head += [f"Left out: {name}" for name in self.left_out]
+        head += [f"Note: {each}" for each in self.notices]
+        wrapped = [part for line in head for part in textwrap.wrap(line, 116, subsequent_indent="  ") or [""]]
+        return "\n".join([*(f"# {line}".rstrip() for line in wrapped), *self._rows(self.tree, "")]) + "\n"
+
+    def _rows(self, tree: Mapping[str, Any], path: str) -> Iterable[str]:
+        indent = "  " * path.count(".")
+        for key, value in tree.items():
+            if isinstance(value, dict) and value:
+                yield f"{indent}{key}:"
+                yield from self._rows(value, f"{path}{key}.")
+            else:
+                row, origin = f"{indent}{key}: {yaml_line(value)}", self._origins.get(f"{path}{key}", "")
+                yield f"{row:<34}  # {origin}" if origin else row
 
 
 def processes_text(count: int) -> str:
@@ -276,31 +283,3 @@ def refusal(conversion: Conversion) -> RecipeError:
         *(f"  {each.option} {shown_value(each.value)}: {each.says}" for each in conversion.refused),
         f"Remove them, or convert without them: {names}",
     )
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    def place(dotted: str) -> tuple[int, bool]:
-        section = dotted.partition(".")[0]
-        return _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), dotted not in _FIRST
-
-    tree: dict[str, Any] = {}
-    for dotted in sorted(flat, key=place):
-        *path, name = dotted.split(".")
-        inner = tree
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[name] = flat[dotted]
-    return tree
-
-
-def _rows(tree: Mapping[str, Any], origins: Mapping[str, str], path: str) -> list[str]:
-    rows: list[str] = []
-    indent = "  " * path.count(".")
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            rows += [f"{indent}{key}:", *_rows(value, origins, f"{path}{key}.")]
-            continue
-        row = f"{indent}{key}: {yaml_line(value)}"
-        origin = origins.get(f"{path}{key}", "")
-        rows.append(f"{row:<34}  # {origin}" if origin else row)
-    return rows

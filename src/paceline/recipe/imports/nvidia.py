@@ -7,8 +7,7 @@ cores is left out: that depends on the machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import yaml
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.imports.command import Source, read_source
-from paceline.recipe.imports.draft import Conversion, Draft, processes_text
-from paceline.recipe.imports.table import Table, read_yaml
+from paceline.recipe.imports.draft import Conversion, processes_text
+from paceline.recipe.imports.table import Table
 
 _PRESET_KEYS = ("model", "platform", "precision", "mode")
 MAIN = Table("NVIDIA's main.py", "nvidia.yaml", without=("cfg_file", *_PRESET_KEYS))
@@ -32,23 +31,11 @@ _PADDING = 32  # pixels that evaluation cuts off
 _FALLS = (30, 60, 80)  # epochs of main.py's `step`
 
 
-@dataclass(frozen=True)
-class NvidiaCommand:
-    """A command, read.
-
-    Attributes:
-        source: Where it came from.
-        table: The options that its program has.
-        given: Their values, a preset's among them.
-    """
-
-    source: Source
-    table: Table
-    given: dict[str, Any]
-
-
-def read_nvidia(words: Sequence[str]) -> NvidiaCommand:
+def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
     """Read what the user gave: a file with a command, or a command.
+
+    Returns:
+        Where it came from, the options that its program has, and their values, a preset's among them.
 
     Raises:
         RecipeError: If it is neither, starts another of their programs, or has what the program does not know.
@@ -59,85 +46,87 @@ def read_nvidia(words: Sequence[str]) -> NvidiaCommand:
     if source.tree is not None:
         raise RecipeError(f"{source.title} has no command; give one that starts main.py or launch.py.")
     if source.script != "launch.py" and not any(word.partition("=")[0] == "--platform" for word in source.words):
-        return NvidiaCommand(source, MAIN, MAIN.read_words(source.words))
+        return source, MAIN, MAIN.read_words(source.words)
     given = LAUNCH.read_words(source.words)
     missing = [f"--{key}" for key in _PRESET_KEYS if key not in given]
     if missing:
         raise RecipeError(f"launch.py needs {' and '.join(missing)} too, to find its preset.")
-    asked = [given[key] for key in _PRESET_KEYS]
-    found = _own_preset(Path(given["cfg_file"]), *asked) if given.get("cfg_file") else preset(*asked)
-    return NvidiaCommand(source, LAUNCH, MAIN.read_tree(found, _OF_PLATFORM) | given)
+    found = preset(*(given[key] for key in _PRESET_KEYS))
+    return source, LAUNCH, MAIN.read_tree(found, _OF_PLATFORM) | given
 
 
-def preset(model: str, platform: str, precision: str, mode: str) -> dict[str, Any]:
+def preset(name: str, platform: str, precision: str, mode: str) -> dict[str, Any]:
     """The options that launch.py sets for a model on a platform, by their keys.
 
     Raises:
         RecipeError: If there is no such preset; names those that there are.
     """
-    models, modes = PRESETS["models"], PRESETS["modes"]
-    if model not in models:
-        raise RecipeError(f"there are no presets of --model {model}.{did_you_mean(model, models)} {', '.join(models)}.")
-    if mode not in modes:
-        raise RecipeError(f"there is no --mode {mode}.{did_you_mean(mode, modes)} It is {', '.join(modes)}.")
-    sizes = PRESETS["sizes"][models[model]["sizes"]]
-    if platform not in sizes or precision not in sizes[platform]:
-        known = ", ".join(f"{place} {bits}" for place, by_bits in sizes.items() for bits in by_bits)
-        raise RecipeError(f"--model {model} has no preset for --platform {platform} --precision {precision}: {known}.")
-    micro, batch = sizes[platform][precision]
-    family = models[model]["family"]
-    sized = {"arch": model, "batch_size": micro, "optimizer_batch_size": batch}
-    by_batch = PRESETS["rates"].get(batch, {}) if family == "resnet" else {}
-    own = models[model].get("options", {})
-    parts = [sized, PRESETS["families"][family], by_batch, own, PRESETS["precisions"][precision], modes[mode]]
-    return {key: value for part in parts for key, value in part.items()}
+    model, later = _named("model", name, PRESETS["models"]), _named("mode", mode, PRESETS["modes"])
+    sizes = _named("precision", precision, _named("platform", platform, PRESETS["sizes"][model["sizes"]]))
+    micro, batch = sizes
+    by_batch = PRESETS["rates"].get(batch, {}) if model["family"] == "resnet" else {}
+    return {
+        "arch": name,
+        "batch_size": micro,
+        "optimizer_batch_size": batch,
+        **PRESETS["families"][model["family"]],
+        **by_batch,
+        **model.get("options", {}),
+        **PRESETS["precisions"][precision],
+        **later,
+    }
 
 
-def _own_preset(path: Path, model: str, platform: str, precision: str, mode: str) -> dict[str, Any]:
-    """The same from a file laid out as configs.yml is."""
-    tree = read_yaml(path, "--cfg_file")
-    try:
-        parts = [tree["precision"][precision], tree["models"][model][platform][precision], tree["mode"][mode]]
-        found = {key: value for part in parts for key, value in part.items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RecipeError(
-            f"--cfg_file {path} has no preset of --model {model} --platform {platform} --precision {precision} "
-            f"--mode {mode}: {error} is missing."
-        ) from None
-    return found | ({} if found.pop("save_checkpoints", True) else {"no_checkpoints": True})
+def _named(option: str, name: str, presets: Mapping[str, Any]) -> Any:
+    if name not in presets:
+        hint = did_you_mean(name, presets)
+        raise RecipeError(f"there is no preset for --{option} {name} here.{hint} It is {', '.join(presets)}.")
+    return presets[name]
 
 
-def convert_nvidia(command: NvidiaCommand, *, processes: int | None = None, skipped: Iterable[str] = ()) -> Conversion:
+def convert_nvidia(
+    source: Source, table: Table, given: Mapping[str, Any], *, processes: int | None, skipped: Iterable[str]
+) -> Conversion:
     """Convert what was read.
 
     Args:
-        command: The command.
+        source: Where it came from.
+        table: The options of its program.
+        given: Their values.
         processes: Number of processes, where the command does not say, or in its place.
         skipped: Names of options to leave out.
 
     Raises:
         RecipeError: If what the options come to is not a recipe.
     """
-    draft = Draft(command.table, command.given, skipped)
-    grows = "the global batch is larger, or has fewer passes a process"
-    count = draft.count_processes(processes or command.source.processes, grows)
-    micro_batches = _put_batch(draft, count)
-    conversions: dict[str, Callable[[Any], Any]] = {
-        "epochs": lambda value: f"{value} epoch{'s' * (value != 1)}",
-        "steps": lambda value: f"{max(1, round(value / micro_batches))} steps",
-        "complement": lambda value: float(f"{1 - value:.10g}"),
-    }
-    draft.convert(conversions)
-    _put_data(draft)
+    more = "the global batch is larger, or has fewer passes a process"
+    draft = Conversion(table, source.title, given, skipped, processes=processes or source.processes, more=more)
+    micro_batches = _put_batch(draft)
+    draft.convert(
+        {
+            "epochs": lambda value: f"{value} epoch{'s' * (value != 1)}",
+            "steps": lambda value: f"{max(1, round(value / micro_batches))} steps",
+            "complement": lambda value: float(f"{1 - value:.10g}"),
+        }
+    )
+    if draft["data_backend"] != "synthetic":
+        draft.put("data.dataset", "image_folder", *(["data"] if draft["data"] else []))
+        if not draft["data"]:
+            draft.notices.append("the folder of the images is not given: add data.path")
+    size = draft.flat.setdefault("data.image_size", 224)
+    crop = float(f"{size / (size + _PADDING):.16g}")
+    draft.put("data.evaluation_crop", crop, note=f"{size} of {size + _PADDING} pixels")
+    draft.put("data.augment.crop", "random_resized", note="as its loaders do")
+    draft.put("data.augment.flip", 0.5, note="as its loaders do")
     _put_training(draft, micro_batches)
-    if command.table is LAUNCH and draft["precision"] == "TF32":
+    if table is LAUNCH and draft["precision"] == "TF32":
         draft.differ("precision", "set train.float32_matmul=high to multiply fp32 numbers in TF32, where a GPU can")
-    return draft.finish(command.source.title, count)
+    return draft.finish()
 
 
-def _put_batch(draft: Draft, processes: int) -> int:
+def _put_batch(draft: Conversion) -> int:
     """Set the global batch; returns the micro-batches of a process in a step."""
-    micro, asked = draft["batch_size"], draft["optimizer_batch_size"]
+    micro, asked, processes = draft["batch_size"], draft["optimizer_batch_size"], draft.processes
     share = processes_text(processes)
     micro_batches = 1 if asked < 0 else asked // (micro * processes)
     if micro_batches < 1:
@@ -150,19 +139,7 @@ def _put_batch(draft: Draft, processes: int) -> int:
     return micro_batches
 
 
-def _put_data(draft: Draft) -> None:
-    if draft["data_backend"] != "synthetic":
-        draft.put("data.dataset", "image_folder", *(["data"] if draft["data"] else []))
-        if not draft["data"]:
-            draft.notices.append("the folder of the images is not given: add data.path")
-    size = draft.flat.setdefault("data.image_size", 224)
-    crop = float(f"{size / (size + _PADDING):.16g}")
-    draft.put("data.evaluation_crop", crop, note=f"{size} of {size + _PADDING} pixels")
-    draft.put("data.augment.crop", "random_resized", note="as its loaders do")
-    draft.put("data.augment.flip", 0.5, note="as its loaders do")
-
-
-def _put_training(draft: Draft, micro_batches: int) -> None:
+def _put_training(draft: Conversion, micro_batches: int) -> None:
     if not draft["bn_weight_decay"]:
         draft.differ("bn_weight_decay", "biases do not decay; in main.py, those outside of norms do")
     falls = [f"{fall} epochs" for fall in _FALLS if fall < draft["epochs"]]

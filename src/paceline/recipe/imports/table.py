@@ -9,8 +9,9 @@ A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of th
     no_effect: WHY    has no equivalent and needs none
     unsupported: WHY  would change the result, and nothing here does that
 
-Further fields: `values` maps its values to ours, or to several keys with theirs; other values are unsupported. `also`
-are keys that it sets besides, `as` names a conversion of the importer's, `otherwise` the importer's value for an option
+Further fields: `values` maps its values to ours, or to several keys with theirs, or to none; other values are
+unsupported, for the reason `instead`. `beside` are options that its keys come from too, where they are given. `also`
+are keys that it sets besides, `conversion` names one of the importer's, `otherwise` the importer's value for an option
 without one. `needs` and `unless` are conditions on other options, without or with which it has no effect: `amp`,
 `sched=step`, alternatives with `|`, several with blanks. `differs` says what is not identical here, `least` is the
 smallest number it takes, `bare` its value without a word.
@@ -24,7 +25,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import yaml
 
@@ -56,6 +57,8 @@ class Option:
     fate: Fate
     target: str
     values: Mapping[Any, Any] | None = None
+    instead: str = ""
+    beside: str = ""
     also: Mapping[str, Any] = field(default_factory=dict)
     conversion: str = ""
     otherwise: str = ""
@@ -74,14 +77,6 @@ class Option:
     def key(self) -> str:
         """Its name in a file of arguments."""
         return _plain(self.shown)
-
-    def arguments(self) -> dict[str, Any]:
-        """What :meth:`argparse.ArgumentParser.add_argument` is given."""
-        if self.kind == "switch":
-            return {"action": "store_true", "default": argparse.SUPPRESS}
-        if self.kind == "text_or_bare":
-            return {"nargs": "?", "const": self.bare, "type": self.read}
-        return {"nargs": "*" if self.kind in _SEVERAL else None, "type": self.read}
 
     def read(self, word: str) -> Any:
         """The value of one word.
@@ -143,17 +138,20 @@ class Table:
             RecipeError: Naming every word that is not an option, or the first value that does not fit.
         """
         parser = _Parser(prog=self.program, add_help=False, argument_default=argparse.SUPPRESS)
+        places = [option for option in self.options.values() if not option.shown.startswith("-")]
         for option in self.options.values():
-            if option.shown.startswith("-"):
-                parser.add_argument(*option.names, dest=option.key, **option.arguments())
+            settings: dict[str, Any] = {"nargs": "*" if option.kind in _SEVERAL else None, "type": option.read}
+            if option.kind == "switch":
+                settings = {"action": "store_true"}
+            elif option.kind == "text_or_bare":
+                settings |= {"nargs": "?", "const": option.bare}
+            if option not in places:
+                parser.add_argument(*option.names, dest=option.key, **settings)
         found, extra = parser.parse_known_args(list(words))
         positional, unknown = _split_extra(extra)
-        places = [option for option in self.options.values() if not option.shown.startswith("-")]
         self._refuse([*unknown, *positional[len(places) :]])
-        given: dict[str, Any] = {}
-        for option, word in zip(places, positional, strict=False):
-            self._refuse([word] if "$" in word else [])
-            given[option.key] = word
+        self._refuse([word for word in positional if "$" in word])
+        given: dict[str, Any] = {option.key: word for option, word in zip(places, positional, strict=False)}
         for key, value in vars(found).items():
             given[key] = dict(value) if self.options[key].kind == "pairs" else value
         return given
@@ -179,15 +177,21 @@ class Table:
             elif tree[key] is not None:
                 positional[option.key] = str(tree[key])
         given = positional | self.read_words(words)
-        return {key: value for key, value in given.items() if not _is_same(value, self.options[key].default)}
+        defaults = {key: self.options[key].default for key in given}
+        return {
+            key: value
+            for key, value in given.items()
+            if value != defaults[key] and not (value in NONE and defaults[key] in NONE)
+        }
 
     def _refuse(self, words: Sequence[str]) -> None:
         """Refuse what is not an option."""
         if not words:
             return
         names = [name for option in self.options.values() for name in option.names]
+        hints = [did_you_mean(word, names).strip() for word in words]
         listed = "; ".join(
-            f"'{word}'{f' ({hint})' if (hint := did_you_mean(word, names).strip()) else ''}" for word in words
+            f"'{word}' ({hint})" if hint else f"'{word}'" for word, hint in zip(words, hints, strict=True)
         )
         if any("$" in word for word in words):
             raise RecipeError(f"found {listed}, but shell variables are not known here; write the command with values.")
@@ -197,37 +201,29 @@ class Table:
         )
 
 
-def read_yaml(path: Path, option: str) -> Mapping[str, Any]:
-    """A file of names and values that an option names.
+def read_yaml(path: Path, option: str = "") -> Mapping[str, Any]:
+    """A file of names and values, which an option names.
 
     Raises:
         RecipeError: If it is not one.
     """
     refuse_odd_kinds(path)
+    said = f"{option} {path}".strip()
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{option} {path}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+        raise RecipeError(f"{said}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{option} {path}: found no names with values in it.")
+        raise RecipeError(f"{said}: found no names with values in it, but a file of arguments has one on each line.")
     return tree
 
 
 def _option(names: str, row: Mapping[str, Any]) -> Option:
     fields = dict(row)
     kind = next(iter(fields))
-    default = fields.pop(kind)
-    fate = cast(Fate, next(name for name in get_args(Fate) if name in fields))
-    target, conversion = str(fields.pop(fate)), fields.pop("as", "")
-    return Option(
-        names=tuple(names.split()),
-        kind=kind,
-        default=default,
-        fate=fate,
-        target=target,
-        conversion=conversion,
-        **fields,
-    )
+    fate = next(name for name in get_args(Fate) if name in fields)
+    default, target = fields.pop(kind), str(fields.pop(fate))
+    return Option(names=tuple(names.split()), kind=kind, default=default, fate=fate, target=target, **fields)
 
 
 def _plain(name: str) -> str:
@@ -274,7 +270,3 @@ def _as_words(option: Option, value: Any) -> list[str]:
     if isinstance(value, dict | list):
         raise RecipeError(f"found {option.key}: {value!r}, but it takes one value.")
     return [] if value is None else [f"{option.shown}={value}"]
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    return bool(value == default) or (value in NONE and default in NONE)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.recipe.imports.command import Source, read_source
-from paceline.recipe.imports.draft import Conversion, Draft, processes_text
+from paceline.recipe.imports.draft import Conversion, processes_text
 from paceline.recipe.imports.table import NONE, Table, read_yaml
 
 TIMM = Table("timm's train.py", "timm.yaml")
@@ -25,7 +25,6 @@ _DATASETS = {"": "image_folder", "image_folder": "image_folder", "folder": "imag
 _DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
 _WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
 _OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
-_HELD_OUT = ("validation", "val", "test")
 _STRENGTH = 3  # strengths of RandAugment go to 10 in timm, and to 30 in torchvision's, which is ours
 _OWN_CLIP = 1.0  # timm's LAMB clips the whole gradient to this norm by itself
 _LONGEST = 20  # cycles of a schedule, and the factor on the length of each
@@ -86,10 +85,8 @@ def convert_timm(
     Raises:
         RecipeError: If what the options come to is not a recipe.
     """
-    draft = Draft(TIMM, given, skipped)
-    grows = "the global batch, and with --lr-base the learning rate, are larger"
-    count = draft.count_processes(processes or source.processes, grows)
-    batch = draft["batch_size"] * count * draft["grad_accum_steps"]
+    more = "the global batch, and with --lr-base the learning rate, are larger"
+    draft = Conversion(TIMM, source.title, given, skipped, processes=processes or source.processes, more=more)
     if not draft["interpolation"] and settings.interpolation not in _INTERPOLATIONS:
         draft.differ("interpolation", f"bicubic instead of {settings.interpolation}")
         settings = replace(settings, interpolation="bicubic")
@@ -99,30 +96,41 @@ def convert_timm(
         "channels": lambda value: list(value) * (3 if len(value) == 1 else 1),
     }
     draft.convert(conversions, vars(settings) | {"mean": list(settings.mean), "std": list(settings.std)})
-    draft.put("batch.global_size", batch, "batch_size", "grad_accum_steps", note=processes_text(count))
+    batch = draft["batch_size"] * draft.processes * draft["grad_accum_steps"]
+    draft.put("batch.global_size", batch, "batch_size", "grad_accum_steps", note=processes_text(draft.processes))
     for name, value in draft["model_kwargs"].items():
         draft.put(f"model.options.{name}", value, "model_kwargs")
     _put_source(draft)
-    _put_channels(draft)
-    _put_augmentation(draft, settings)
+    if draft["input_size"]:
+        channels, *sides = draft["input_size"]
+        if channels not in (1, 3) or len(sides) != 2 or sides[0] != sides[1]:
+            draft.refuse("input_size", "images have 1 or 3 channels and are square: the same number twice")
+        else:
+            draft.put("data.channels", channels, "input_size")
+            draft.put("data.image_size", sides[0], "input_size")
+    if draft["no_aug"]:
+        if (crop := draft["crop_pct"] or settings.crop) != 1:
+            draft.differ("no_aug", f"training images are cropped to {crop:g} of their side, as in evaluation")
+    else:
+        _put_augmentation(draft)
     _put_mixing(draft)
     _put_optimizer(draft, batch)
     _put_schedule(draft)
-    _put_training(draft, count)
-    return draft.finish(source.title, count)
+    _put_training(draft)
+    return draft.finish()
 
 
-def _epochs(draft: Draft, count: float) -> str:
+def _epochs(draft: Conversion, count: float) -> str:
     """A number of train.py's epochs, each of which shows part of the samples `--aug-repeats` times, in epochs here."""
     number = count / _repeats(draft)
     return f"{number:.10g} epoch{'s' * (number != 1)}"
 
 
-def _repeats(draft: Draft) -> int:
+def _repeats(draft: Conversion) -> int:
     return max(1, int(draft["aug_repeats"]))
 
 
-def _put_source(draft: Draft) -> None:
+def _put_source(draft: Conversion) -> None:
     kind, _, name = str(draft["dataset"] or "").partition("/")
     ours = _DATASETS.get((name if kind == "torch" else kind).lower())
     draft.put("data.dataset", ours or "image_folder", *(["dataset"] if draft["dataset"] else []))
@@ -139,48 +147,19 @@ def _put_source(draft: Draft) -> None:
         draft.put("data.path", path, path_key)
     else:
         draft.notices.append("the folder of the images is not given: add data.path")
-    if draft["train_split"] != "train":
-        draft.refuse("train_split", "training images are in PATH/train, or in PATH")
-    split = draft["val_split"]
-    if split and split not in _HELD_OUT:
-        draft.refuse("val_split", f"held-out images are in PATH/val or PATH/test; it is {', '.join(_HELD_OUT)}")
-    elif split == "validation" and "val_split" in draft.given:
+    if draft.given.get("val_split") == "validation":
         draft.differ("val_split", "rename the folder PATH/validation to PATH/val")
-    if split:
+    if draft["val_split"]:
         draft.put("evaluate.every", _epochs(draft, draft["val_interval"]), "val_interval")
-    else:
-        draft.put("evaluate.every", "off", "val_split")
-
-
-def _put_channels(draft: Draft) -> None:
-    channels, key, mode = draft["in_chans"] or 3, "in_chans", draft["input_img_mode"]
-    if draft["input_size"]:
-        channels, *sides = draft["input_size"]
-        key = "input_size"
-        if len(sides) != 2 or sides[0] != sides[1]:
-            draft.refuse("input_size", "images are square: channels, and the same number twice")
-        else:
-            draft.put("data.image_size", sides[0], "input_size")
-    if channels not in (1, 3):
-        draft.refuse(key, "images have 1 or 3 channels")
-    elif mode and mode != {1: "L", 3: "RGB"}[channels]:
-        draft.refuse("input_img_mode", f"images of {channels} channels are read as {'RGB' if channels == 3 else 'L'}")
-    else:
-        draft.put("data.channels", channels, key, *(["input_img_mode"] if mode else []))
-
-
-def _put_augmentation(draft: Draft, settings: InputSettings) -> None:
     repeats = draft["aug_repeats"]
     if repeats and repeats != int(repeats):
         draft.refuse("aug_repeats", "data.augment.repeats is a whole number")
     if _repeats(draft) > 1:
         how = "an epoch shows this many views of every sample: lengths in epochs are divided by it"
         draft.put("data.augment.repeats", _repeats(draft), "aug_repeats", note=how)
-    if draft["no_aug"]:
-        crop = draft["crop_pct"] or settings.crop
-        if crop != 1:
-            draft.differ("no_aug", f"training images are cropped to {crop:g} of their side, as in evaluation")
-        return
+
+
+def _put_augmentation(draft: Conversion) -> None:
     ours = draft.flat.get("data.interpolation")
     training = draft["train_interpolation"] or ours
     if training == ours:
@@ -188,13 +167,19 @@ def _put_augmentation(draft: Draft, settings: InputSettings) -> None:
     elif training in (*_INTERPOLATIONS, "random"):
         how = "drawn for each image" if training == "random" else training
         draft.differ("train_interpolation", f"training images are resized {ours} too; in train.py, {how}")
-        draft.use("train_interpolation", "training images are resized as evaluation images", "listed")
     else:
         draft.refuse("train_interpolation", "images are resized bilinear or bicubic")
+    strengths = list(draft["color_jitter"] or [])
     if draft["aa"]:
         _put_policy(draft, str(draft["aa"]))
-    else:
-        _put_jitter(draft)
+    elif len(strengths) not in (0, 1, 3, 4):
+        draft.refuse("color_jitter", "it is one strength, or those of brightness, contrast, saturation and hue")
+    elif any(strengths):
+        strengths *= 3 if len(strengths) == 1 else 1
+        for name, strength in zip(("brightness", "contrast", "saturation", "hue"), strengths, strict=False):
+            draft.put(f"data.augment.jitter.{name}", strength, "color_jitter")
+        if draft["color_jitter_prob"] is not None:
+            draft.put("data.augment.jitter.probability", draft["color_jitter_prob"], "color_jitter_prob")
     if draft["reprob"]:
         draft.put("data.augment.erase", draft["reprob"], "reprob", "remode")
         draft.put("data.augment.erase_scale", [0.02, 1 / 3], note="as timm erases")
@@ -203,21 +188,7 @@ def _put_augmentation(draft: Draft, settings: InputSettings) -> None:
             draft.differ("remode", "an erased rectangle becomes the mean instead of noise")
 
 
-def _put_jitter(draft: Draft) -> None:
-    strengths = list(draft["color_jitter"] or [])
-    strengths = strengths * 3 if len(strengths) == 1 else strengths
-    if not any(strengths):
-        return
-    if len(strengths) not in (3, 4):
-        draft.refuse("color_jitter", "it is one strength, or those of brightness, contrast, saturation and hue")
-        return
-    for name, strength in zip(("brightness", "contrast", "saturation", "hue"), strengths, strict=False):
-        draft.put(f"data.augment.jitter.{name}", strength, "color_jitter")
-    if draft["color_jitter_prob"] is not None:
-        draft.put("data.augment.jitter.probability", draft["color_jitter_prob"], "color_jitter_prob")
-
-
-def _put_policy(draft: Draft, policy: str) -> None:
+def _put_policy(draft: Conversion, policy: str) -> None:
     kind, *parts = policy.split("-")
     said = {match[1]: match[2] for part in parts if (match := re.match(r"([a-z]+)(.*)", part))}
 
@@ -250,26 +221,22 @@ def _put_policy(draft: Draft, policy: str) -> None:
         draft.refuse("aa", "supported: rand-m…, original, v0 and augmix-m…, without sets, widths or depths")
 
 
-def _put_mixing(draft: Draft) -> None:
+def _put_mixing(draft: Conversion) -> None:
     is_mixed = draft["mixup"] > 0 or draft["cutmix"] > 0
     if is_mixed:
-        if draft["mixup_mode"] != "batch":
-            draft.refuse("mixup_mode", "data.mix draws once for a step: batch")
         last, repeats = draft["mixup_off_epoch"], _repeats(draft)
         if last and last % repeats:
             draft.refuse("mixup_off_epoch", f"data.mix.epochs is whole, and an epoch here is {repeats} of train.py's")
         elif last and last < draft["epochs"]:
             draft.put("data.mix.epochs", last // repeats, "mixup_off_epoch")
     # train.py looks at --bce-loss only where targets are mixed or smoothed.
-    if draft["bce_loss"] and (is_mixed or draft["smoothing"]):
-        draft.put("train.loss", "bce", "bce_loss")
-        if draft["bce_target_thresh"] is not None:
-            draft.put("train.target_threshold", draft["bce_target_thresh"], "bce_target_thresh")
-    else:
-        draft.put("train.loss", "cross_entropy", "bce_loss")
+    is_bce = draft["bce_loss"] and (is_mixed or draft["smoothing"])
+    draft.put("train.loss", "bce" if is_bce else "cross_entropy", "bce_loss")
+    if is_bce and draft["bce_target_thresh"] is not None:
+        draft.put("train.target_threshold", draft["bce_target_thresh"], "bce_target_thresh")
 
 
-def _put_optimizer(draft: Draft, batch: int) -> None:
+def _put_optimizer(draft: Conversion, batch: int) -> None:
     rule = draft.flat.get("optimizer.name", "")
     if str(draft["opt"]).lower() == "adam" and draft["weight_decay"]:
         draft.refuse("opt", "adam decays through its gradient; supported: adamw, or adam without --weight-decay")
@@ -301,7 +268,7 @@ def _put_optimizer(draft: Draft, batch: int) -> None:
     _put_clipping(draft, own_clip)
 
 
-def _put_clipping(draft: Draft, own: float | None) -> None:
+def _put_clipping(draft: Conversion, own: float | None) -> None:
     """Clip as --clip-grad says, and as timm's LAMB does by itself: to a norm of ``own``."""
     asked, mode = draft["clip_grad"], draft["clip_mode"]
     if not asked:
@@ -318,7 +285,7 @@ def _put_clipping(draft: Draft, own: float | None) -> None:
     draft.put(f"optimizer.{key}", min(asked, own) if own and mode == "norm" else asked, "clip_grad", "clip_mode")
 
 
-def _put_schedule(draft: Draft) -> None:
+def _put_schedule(draft: Conversion) -> None:
     name = str(draft["sched"]).lower()
     if name in ("step", "multistep"):
         _put_falls(draft, name)
@@ -326,19 +293,16 @@ def _put_schedule(draft: Draft) -> None:
         draft.put("train.duration", _epochs(draft, draft["epochs"]), "epochs")
     else:
         _put_cycles(draft)
-    if name == "poly":
-        draft.put("schedule.power", draft["decay_rate"], "decay_rate")
     _put_warmup(draft)
 
 
-def _put_warmup(draft: Draft) -> None:
+def _put_warmup(draft: Conversion) -> None:
     length, first, peak = draft["warmup_epochs"], draft["warmup_lr"], draft.flat["optimizer.lr"]
     if not length:
         return
-    warmup = _epochs(draft, length)
-    draft.put("schedule.warmup", warmup, "warmup_epochs")
+    draft.put("schedule.warmup", _epochs(draft, length), "warmup_epochs")
     if not draft["warmup_prefix"] and length > draft["epochs"]:
-        draft.put_ending(draft.flat["train.duration"], warmup, "warmup_epochs")
+        draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup_epochs")
     if first > peak:
         key = "warmup_lr" if "warmup_lr" in draft.given else "warmup_epochs"
         draft.refuse(key, f"{first:g} is above the peak {peak:g}")
@@ -348,7 +312,7 @@ def _put_warmup(draft: Draft) -> None:
         draft.differ("sched_on_updates", "the rate moves with every step here; in train.py, at the end of each epoch")
 
 
-def _put_cycles(draft: Draft) -> None:
+def _put_cycles(draft: Conversion) -> None:
     """The run's length, and the restarts of a cosine."""
     cycles, factor, length = draft["lr_cycle_limit"], draft["lr_cycle_mul"], draft["epochs"]
     warmup = draft["warmup_epochs"]
@@ -374,7 +338,7 @@ def _put_cycles(draft: Draft) -> None:
     draft.put("train.duration", _epochs(draft, lasts), *sources)
 
 
-def _put_falls(draft: Draft, name: str) -> None:
+def _put_falls(draft: Conversion, name: str) -> None:
     """The falls of `step`, a period apart, or of `multistep`, at milestones."""
     warmup = draft["warmup_epochs"]
     begin = warmup if draft["warmup_prefix"] else 0
@@ -405,18 +369,8 @@ def _put_falls(draft: Draft, name: str) -> None:
     draft.put("schedule.gamma", draft["decay_rate"], "decay_rate")
 
 
-def _put_training(draft: Draft, processes: int) -> None:
-    amp = next((key for key in ("amp", "native_amp", "apex_amp") if draft[key]), None)
-    precision = {"float16": "fp16", "bfloat16": "bf16"}.get(draft["amp_dtype"])
-    if amp is None:
-        draft.put("train.precision", "fp32", "amp")
+def _put_training(draft: Conversion) -> None:
+    if draft.flat.get("train.precision") == "fp32":
         draft.differ("amp", "train.py multiplies fp32 numbers in TF32 on GPUs; train.float32_matmul=high does so here")
-    elif precision is None:
-        draft.refuse("amp_dtype", "supported: float16, bfloat16")
-    else:
-        draft.put("train.precision", precision, amp, "amp_dtype")
-    if draft["model_ema"]:
-        draft.put("train.ema", draft["model_ema_decay"], "model_ema", "model_ema_decay")
-        draft.differ("model_ema", "the average follows faster at first, by (1 + t) / (10 + t) after t steps")
-    if processes > 1 and draft["dist_bn"] != "broadcast":
+    if draft.processes > 1 and draft["dist_bn"] != "broadcast":
         draft.differ("dist_bn", "the first process's BatchNorm statistics are evaluated and saved, not their mean")
