@@ -21,7 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.heads import broken_files
-from paceline.data.image.source import FileSource, HeadedSource, SampleSource, SubsetSource
+from paceline.data.image.source import (
+    ArraySource,
+    FileSource,
+    HeadedSource,
+    SampleSource,
+    SubsetSource,
+    array_digest,
+    with_channels,
+)
 from paceline.errors import DataError
 from paceline.files import LeftOut
 from paceline.recipe.data import Data
@@ -404,6 +412,37 @@ def in_splits(
         held_out = "; ".join(each for each in (split_off(validation_fraction), held_out) if each)
     train, validation = sources
     return StoredImages(train=train, validation=validation, split=held_out, is_split_off=is_split_off, **facts)
+
+
+def pixel_images(
+    request: DatasetRequest,
+    sources: Sequence[ArraySource],
+    held_out: str = "",
+    *,
+    classes: tuple[str, ...],
+    statistics: Statistics,
+) -> StoredImages:
+    """As :func:`in_splits`, of pixels in memory, all of one size; the digest is that of the pixels as they are given.
+
+    Args:
+        request: Says how many channels there are to be, if it says.
+        sources: Training images, and held-out ones if the data has them.
+        held_out: See :func:`in_splits`.
+        classes: See :class:`StoredImages`.
+        statistics: Likewise.
+    """
+    stored = sources[0].images.shape[-1]
+    channels = request.channels or stored
+    return in_splits(
+        [ArraySource(with_channels(each.images, channels), each.labels, each.name) for each in sources],
+        held_out,
+        request.validation_fraction,
+        classes=classes,
+        digest=array_digest(*sources),
+        channels=channels,
+        probe=Probe(len(sources[0]), sources[0].size(0), greyscale=stored == 1),
+        statistics=statistics,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import gzip
 import importlib.util
 import io
 import struct
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -243,38 +242,3 @@ def test_torchvision_reads_what_we_read(tmp_path: Path, monkeypatch: pytest.Monk
         mine = ours.splits[name].source
         assert mine.labels.tolist() == theirs.targets.tolist()
         assert all(np.array_equal(mine.read(k)[..., 0], theirs.data[k].numpy()) for k in range(len(mine)))
-
-
-@pytest.mark.skipif(not has("torchvision"), reason="torchvision is not installed")
-def test_torchvision_reads_cifar100_as_we_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pickle
-
-    from torchvision.datasets import CIFAR100
-
-    root = tmp_path / "cifar-100-python"
-    root.mkdir()
-    for name, count in (("train", 6), ("test", 3)):
-        content = {"data": DRAWS.integers(0, 256, (count, 3072), dtype=np.uint8)}
-        content["fine_labels"] = DRAWS.integers(0, 100, count).tolist()
-        content["coarse_labels"] = [0] * count
-        (root / name).write_bytes(pickle.dumps({k.encode(): v for k, v in content.items()}, protocol=2))
-    names = [f"class {number}" for number in range(100)]
-    (root / "meta").write_bytes(pickle.dumps({b"fine_label_names": [n.encode() for n in names]}, protocol=2))
-    # torchvision asks for the published digests; these are other images.
-    monkeypatch.setattr(CIFAR100, "_check_integrity", lambda self: True)
-    monkeypatch.setattr(CIFAR100, "_load_meta", lambda self: None)
-    monkeypatch.setattr(sys.modules["torchvision.datasets.cifar"].pickle, "load", _latin, raising=True)
-    ours = open_origin(str(tmp_path))
-    assert ours.classes == tuple(names)
-    for name, train in (("train", True), ("validation", False)):
-        theirs = CIFAR100(str(tmp_path), train=train)
-        mine = ours.splits[name].source
-        assert mine.labels.tolist() == theirs.targets
-        assert all(np.array_equal(mine.read(k), theirs.data[k]) for k in range(len(mine)))
-
-
-def _latin(file: io.BufferedReader, encoding: str = "latin1") -> object:
-    import pickle
-
-    loaded = pickle.loads(file.read(), encoding="bytes")
-    return {key.decode(): value for key, value in loaded.items()}

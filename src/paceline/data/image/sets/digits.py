@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
 from paceline.data.image.sets import PART, SPLIT
-from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.data.image.source import ArraySource
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 
@@ -40,18 +40,9 @@ def read_digits() -> ArraySource:
 @dataset("digits", keys=(*PART, *SPLIT))
 def open_digits(request: DatasetRequest) -> StoredImages:
     """The digits that scikit-learn brings, with a share of each class held out."""
-    source, channels = read_digits(), request.channels or 1
-    whole = ArraySource(with_channels(source.images, channels), source.labels, source.name)
-    return in_splits(
-        [whole],
-        "",
-        request.validation_fraction,
-        classes=CLASSES,
-        digest=array_digest(source),
-        channels=channels,
-        probe=Probe(len(source), (SIZE, SIZE), greyscale=True),
-        statistics=Statistics(MEAN * channels, STD * channels, "of the digits"),
-    )
+    channels = request.channels or 1
+    known = Statistics(MEAN * channels, STD * channels, "of the digits")
+    return pixel_images(request, [read_digits()], classes=CLASSES, statistics=known)
 
 
 def _file() -> Path:
