@@ -11,7 +11,7 @@ import hashlib
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
@@ -334,9 +334,10 @@ class StoredImages:
     left_out_counts: Mapping[str, int] = field(default_factory=dict)
 
 
-def probe(source: HeadedSource, samples: Iterable[int] | None = None) -> Probe:
-    """Look at the heads of some images, or of at most 256 spread evenly over a source."""
-    chosen = range(0, len(source), max(1, -(-len(source) // _PROBED))) if samples is None else samples
+def probe(source: HeadedSource, samples: Sequence[int] | None = None) -> Probe:
+    """Look at the heads of at most 256 images, spread evenly over a source or some of its samples."""
+    samples = range(len(source)) if samples is None else samples
+    chosen = samples[:: max(1, -(-len(samples) // _PROBED))]
     heads = [head for head in map(source.head, chosen) if head is not None]
     sizes = {size for size, _ in heads}
     return Probe(

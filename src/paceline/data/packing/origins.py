@@ -20,7 +20,7 @@ from paceline.data.image.selection import digest_of, first_of_all, take_classes
 from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
 from paceline.data.image.sets.huggingface import find_files
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
-from paceline.data.image.sets.parquet import ParquetSource
+from paceline.data.image.sets.parquet import TableSource
 from paceline.data.image.source import ArraySource, FileSource, SampleSource, SubsetSource, encoded_source
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
@@ -55,7 +55,7 @@ class OriginSplit:
             return replace(self, source=source.base).name(int(source.ids[sample]))
         if isinstance(source, FileSource):
             return os.path.relpath(source.path(sample), self.root)
-        if isinstance(source, MappedSource | PackedPixels | ParquetSource):
+        if isinstance(source, MappedSource | PackedPixels | TableSource):
             return source.names.text(sample)
         return source.path(sample)
 

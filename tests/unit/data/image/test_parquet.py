@@ -214,12 +214,12 @@ def test_images_that_a_file_stores_once_count_as_often_as_they_are_read(
     one = png(1)
     path = write(tmp_path / "t.parquet", {"image": [one] * 40, "label": [0, 1] * 20}, group=20)
     monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 10 * len(one))
-    source = parquet_source.ParquetSource([path], "image", np.zeros(40, np.int64), [""] * 40)
+    source = parquet_source.TableSource([path], "image", np.zeros(40, np.int64), [""] * 40)
     assert source.groups[0].size < 10 * len(one)
     with pytest.raises(DataError, match=r"has 20 images, .* in one row group"):
         open_dataset(data(path))
     monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 30 * len(one))
     found = open_dataset(data(path, validation_fraction=0)).train
     assert isinstance(found, SubsetSource)
-    assert isinstance(found.base, parquet_source.ParquetSource)
+    assert isinstance(found.base, parquet_source.TableSource)
     assert len(found.base._kept) == 1

@@ -16,14 +16,13 @@ from PIL import Image
 from paceline.data.image.decode import NEEDS_HEIF
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
-from paceline.data.inspect.check import Asked, DataReport, check_data
+from paceline.data.inspect.check import DataReport, check_data
 from paceline.data.inspect.look import KINDS, OF_SETS, lacks_its_end
 from paceline.errors import DataError, RecipeError
 
 
 def check(source: Path | str, *overrides: str, workers: int = 2, limit: int | None = None) -> DataReport:
-    asked = Asked(source=str(source), overrides=overrides, workers=workers, limit=limit)
-    return check_data(asked, lambda _what, _done, _total: None)
+    return check_data(str(source), overrides, workers=workers, limit=limit)
 
 
 def named(report: DataReport) -> dict[str, set[str]]:
