@@ -74,8 +74,9 @@ def index_tar(file: MappedFile) -> TarIndex:
         names, places, labels, special = _scan(file)
         table = np.array(places, dtype=np.int64).reshape(-1, 2)
         arrays = {"begin": table[:, 0].copy(), "length": table[:, 1].copy()}
-        for name, texts in zip(named, map(Names.of, (names, labels, special)), strict=True):
-            arrays |= {f"{name}_blob": texts.blob, f"{name}_ends": texts.ends}
+        for name, texts in (("names", names), ("labels", labels), ("special", special)):
+            joined = Names.of(texts)
+            arrays |= {f"{name}_blob": joined.blob, f"{name}_ends": joined.ends}
         remember_arrays(memory, arrays)
     found = (Names(*(arrays[f"{name}_{of}"] for of in _PARTS)) for name in named)
     return TarIndex(begin=arrays["begin"], length=arrays["length"], **dict(zip(named, found, strict=True)))
