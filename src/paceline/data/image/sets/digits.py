@@ -30,7 +30,17 @@ def read_digits() -> ArraySource:
     Raises:
         DataError: If scikit-learn is not installed, or has no such file.
     """
-    with gzip.open(_file(), "rt", encoding="ascii") as file:
+    # Importing scikit-learn takes seconds; only its data file is needed.
+    package = importlib.util.find_spec("sklearn")
+    folders = [] if package is None else package.submodule_search_locations or []
+    paths = [Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders]
+    path = next((each for each in paths if each.is_file()), None)
+    if path is None:
+        raise DataError(
+            "The digits data set is a part of scikit-learn, which is not installed here, or without its data: "
+            "run 'pip install scikit-learn', or choose another data.dataset."
+        )
+    with gzip.open(path, "rt", encoding="ascii") as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.int64)
     # round(x * 255 / 16), in whole numbers; halves go up
     grey = ((table[:, :-1] * 255 * 2 + 16) // 32).astype(np.uint8)
@@ -43,17 +53,3 @@ def open_digits(request: DatasetRequest) -> StoredImages:
     channels = request.channels or 1
     known = Statistics(MEAN * channels, STD * channels, "of the digits")
     return pixel_images(request, [read_digits()], classes=CLASSES, statistics=known)
-
-
-def _file() -> Path:
-    # Importing scikit-learn takes seconds; only its data file is needed.
-    package = importlib.util.find_spec("sklearn")
-    folders = package.submodule_search_locations if package is not None else None
-    for folder in folders or ():
-        path = Path(folder, "datasets", "data", "digits.csv.gz")
-        if path.is_file():
-            return path
-    raise DataError(
-        "The digits data set is a part of scikit-learn, which is not installed here, or without its data: "
-        "run 'pip install scikit-learn', or choose another data.dataset."
-    )
