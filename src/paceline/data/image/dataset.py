@@ -70,7 +70,8 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
             # Ranked by raw words: numpy promises the raw stream of Philox for ever, but not what shuffle makes of it.
             generator = np.random.Philox(key=np.array([key, int(label)], dtype=np.uint64))
             words = generator.random_raw(len(members)) if hashes is None else hashes[members]
-            held_out[_lowest(members, words, fraction)] = True
+            wanted = min(max(round(fraction * len(members)), 1), len(members) - 1)
+            held_out[members[np.argsort(words, kind="stable")[:wanted]]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
@@ -105,14 +106,6 @@ def split_off(fraction: float) -> str:
     if fraction == 0:
         return "none (data.validation_fraction=0)"
     return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
-
-
-def _lowest(members: Ids, words: Hashes, fraction: float) -> Ids:
-    """The members with the lowest words, as many as are to be held out of a class."""
-    count = len(members)
-    wanted = min(max(round(fraction * count), 1), count - 1)
-    drawn: Ids = members[np.argsort(words, kind="stable")[:wanted]]
-    return drawn
 
 
 _NAMED = 3

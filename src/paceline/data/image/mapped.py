@@ -92,25 +92,22 @@ class MappedBytes:
     def __init__(self, files: Sequence[MappedFile], places: Places) -> None:
         self._files = tuple(files)
         self._places = places
-        self._file, self._begin, self._length = places.file, places.begin, places.length
 
     def __len__(self) -> int:
-        return len(self._begin)
+        return len(self._places.begin)
 
     def __getitem__(self, index: int) -> memoryview:
         """Return part ``index``; raises OSError if its file is gone or has changed."""
-        begin = int(self._begin[index])
-        return memoryview(_mapped(self._files[self._file[index]]))[begin : begin + int(self._length[index])]
+        places, begin = self._places, int(self._places.begin[index])
+        return memoryview(_mapped(self._files[places.file[index]]))[begin : begin + int(places.length[index])]
 
     def will_read(self, indices: Ids) -> None:
         """Have these parts fetched from the disk, all at once and beside what goes on here."""
         for index in indices.tolist():
-            begin = int(self._begin[index])
+            begin, length = int(self._places.begin[index]), int(self._places.length[index])
             page = begin - begin % mmap.PAGESIZE
             with suppress(OSError):  # reading it will say what is wrong
-                _mapped(self._files[self._file[index]]).madvise(
-                    mmap.MADV_WILLNEED, page, begin - page + int(self._length[index])
-                )
+                _mapped(self._files[self._places.file[index]]).madvise(mmap.MADV_WILLNEED, page, begin - page + length)
 
     def part(self, begin: int, end: int) -> MappedBytes:
         """Parts ``begin`` to ``end`` of the same files."""
@@ -123,8 +120,7 @@ class MappedBytes:
 
     def file_of(self, index: int) -> str:
         """Path of the file that part ``index`` lies in."""
-        path: str = self._files[self._file[index]].path
-        return path
+        return self._files[int(self._places.file[index])].path
 
 
 # One file's descriptor and address space for all sources of the process; a fork inherits them.

@@ -12,7 +12,8 @@ in its micro-batch, or before its own repeats there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -332,6 +333,8 @@ class Mixing:
 
     def draw(self, step: int, height: int, width: int) -> Mixture | None:
         """What a step does to images of a size; None if it mixes nothing."""
+        from scipy.special import betaincinv
+
         mix = self._mix
         happens, kind, share, down, across = uniforms(
             seed_of(self._seed, _MIXING_PURPOSE), 0, np.array([step], dtype=np.int64), 5
@@ -339,15 +342,9 @@ class Mixing:
         if happens >= mix.probability:
             return None
         cuts = mix.cutmix > 0 and (mix.mixup == 0 or kind < mix.switch)
-        own = _beta(mix.cutmix if cuts else mix.mixup, share)
+        alpha = mix.cutmix if cuts else mix.mixup
+        own = float(betaincinv(alpha, alpha, share))  # a draw from Beta(alpha, alpha)
         return _cut(own, height, width, down, across) if cuts else Mixture(own)
-
-
-def _beta(alpha: float, uniform: float) -> float:
-    """A draw from Beta(alpha, alpha), by the inverse of its distribution function."""
-    from scipy.special import betaincinv
-
-    return float(betaincinv(alpha, alpha, uniform))
 
 
 def _cut(share: float, height: int, width: int, down: float, across: float) -> Mixture:
@@ -387,16 +384,11 @@ def first_images(source: SampleSource, view: View, count: int) -> torch.Tensor:
         DataError: If none of them can be read.
     """
     ids = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(np.int64))
-    found = list(_whole(source, view, ids.tolist()))
+    found = []
+    for sample in ids.tolist():
+        with suppress(BrokenImageError):  # told, and counted, when training comes to it
+            image = source.read(sample)
+            found.append(evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation))
     if not found:
         raise DataError(f"none of {len(ids)} training images could be read, from which the network was to begin.")
     return torch.stack(found)
-
-
-def _whole(source: SampleSource, view: View, ids: list[int]) -> Iterator[torch.Tensor]:
-    for sample in ids:
-        try:
-            image = source.read(sample)
-        except BrokenImageError:
-            continue  # told, and counted, when training comes to it
-        yield evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)

@@ -82,7 +82,18 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     if data.dataset == "synthetic":
         raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), and there is nothing in it to check.")
     problems = Problems()
-    dataset = _opened(recipe, problems)
+    try:
+        dataset = open_dataset(data, problems, several_labels=recipe.task == "image_multilabel")
+    except PacelineError as error:
+        if is_reference(recipe.task):
+            raise DataError(
+                f"task={recipe.task} may read its data itself, and check-data looks at sets of images only, not at "
+                f"data.dataset={data.dataset} ({str(error).rstrip('.')}); nothing was checked."
+            ) from error
+        raise
+    if dataset.train.labels.ndim > 1:
+        # Images that do not have one class each are looked at as those of one.
+        dataset = replace(relabelled(dataset, strata), classes=("images",))
     splits = {"train": dataset.train, "validation": dataset.validation}
     if dataset.holdout is not None:
         splits["holdout"] = dataset.holdout
@@ -97,22 +108,6 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
             splits["test"] = test
         unread = tuple(unread_entries(root))
     return Subject(source, dataset, splits, problems, unread, root, is_folder)
-
-
-def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
-    try:
-        found = open_dataset(recipe.data, problems, several_labels=recipe.task == "image_multilabel")
-    except PacelineError as error:
-        if is_reference(recipe.task):
-            raise DataError(
-                f"task={recipe.task} may read its data itself, and check-data looks at sets of images only, not at "
-                f"data.dataset={recipe.data.dataset} ({str(error).rstrip('.')}); nothing was checked."
-            ) from error
-        raise
-    if found.train.labels.ndim == 1:
-        return found
-    # Images that do not have one class each are looked at as those of one.
-    return replace(relabelled(found, strata), classes=("images",))
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:

@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,8 +134,6 @@ class TableSource(EncodedImages):
         self.groups = [group for group in self._find_groups() if group.rows]
         self.starts = np.cumsum([0, *(group.rows for group in self.groups)])
         self._kept: dict[int, Any] = {}
-        # Number and length in memory of the group that came to most; images that repeat are stored once in a file.
-        self._largest = (0, 0)
 
     def _find_groups(self) -> list[RowGroup]:
         self._metadata = [_read_end(Path(file.path), "read_metadata") for file in self.paths]
@@ -182,21 +179,21 @@ class TableSource(EncodedImages):
             in_any_order: Whether row groups are refused that are too large to be read for one image.
 
         Raises:
-            DataError: If one is too large, by what its file says or by what it came to.
+            DataError: If one is too large, by what its file says.
         """
-        if in_any_order:
-            largest = max(self.groups, key=lambda group: group.size)
-            _check_size(largest, largest.size, path)
+        largest = max(self.groups, key=lambda group: group.size)
+        if in_any_order and largest.size > LARGEST_KEPT:
+            raise DataError(
+                f"{path!r} has {largest.rows:,} images, {format_bytes(largest.size)}, in one row group, and none of "
+                f"them can be read without the others: run `paceline pack {path} DEST`, and train with "
+                "data.dataset=packed data.path=DEST; or write the table again with smaller groups (row_group_size=100)."
+            )
         groups = len(self.groups)
         spread = [
             np.linspace(self.starts[group], self.starts[group + 1] - 1, _PROBED_IN_EACH).astype(np.int64)
             for group in range(0, groups, max(1, -(-groups // _GROUPS_PROBED)))
         ]
-        found = probe(self, np.unique(np.concatenate(spread)).tolist())
-        if in_any_order:
-            number, size = self._largest
-            _check_size(self.groups[number], size, path)
-        return found
+        return probe(self, np.unique(np.concatenate(spread)).tolist())
 
     def digest(self) -> str:
         """Over labels and names, and the files' names and sizes."""
@@ -234,7 +231,6 @@ class TableSource(EncodedImages):
             raise BrokenImageError(self.path(sample), reason) from error
         # What a file says of a group is its length there, where images that repeat may be stored once.
         room = (math.inf if self.is_mapped else LARGEST_KEPT) - images.nbytes
-        self._largest = max(self._largest, (number, images.nbytes), key=itemgetter(1))
         # Several threads may ask at once: the worst that comes of it is a group read twice.
         for each, kept in list(self._kept.items())[::-1]:
             room -= kept.nbytes
@@ -270,15 +266,6 @@ def _row_group(metadata: Any, file: int, number: int, path: str, leaf: str) -> R
     said = images.statistics
     nulls = said.null_count if said is not None and said.has_null_count else 0
     return RowGroup(file, number, found.num_rows, images.total_uncompressed_size, nulls)
-
-
-def _check_size(group: RowGroup, size: int, path: str) -> None:
-    if size > LARGEST_KEPT:
-        raise DataError(
-            f"{path!r} has {group.rows:,} images, {format_bytes(size)}, in one row group, and none of them "
-            f"can be read without the others: run `paceline pack {path} DEST`, and train with data.dataset=packed "
-            "data.path=DEST; or write the table again with smaller groups (row_group_size=100)."
-        )
 
 
 @dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
