@@ -96,7 +96,7 @@ def why_broken(path: str) -> str:
             end = file.read()
         if not head:
             return "an empty file"
-        if _lacks_its_end(head, end, size):
+        if lacks_its_end(head, end, size):
             decode(path, 3)
         elif (known := head_of(head)) is None or known[0] * known[1] > LARGEST_PIXELS:
             check_head(path)
@@ -107,8 +107,8 @@ def why_broken(path: str) -> str:
     return ""
 
 
-def _lacks_its_end(head: bytes, end: bytes, size: int) -> bool:
-    """Whether a file may end before its last pixel."""
+def lacks_its_end(head: bytes, end: bytes, size: int) -> bool:
+    """Whether a file may end before its last pixel, by its first and last bytes and its size."""
     if head.startswith(b"\xff\xd8"):
         return not end.endswith(b"\xff\xd9")
     if head.startswith(b"\x89PNG"):

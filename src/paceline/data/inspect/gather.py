@@ -149,6 +149,7 @@ Progress = Callable[[str, int, int], None]
 
 MOST_NAMED = 10_000
 _PARTS = 32
+_KILLED = "killed, as the system does when memory is short"
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,9 @@ def gather(
     done = 0
     for result in in_parallel(work, len(numbers), workers=workers):
         if isinstance(result, Died):
-            found.add(result.item, [("reader_died", _ending(result.exit_code))])
+            code = result.exit_code
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            found.add(result.item, [("reader_died", _KILLED if code == -signal.SIGKILL else how)])
             done += 1
         else:
             rows, defects = result.result
@@ -249,12 +252,6 @@ def _parts(gathered: Gathered, position: int) -> Image | None:
         return grey_parts(gathered.samples.read(int(gathered.numbers[position])), _PARTS, _PARTS)
     except BrokenImageError:  # it was whole when it was looked at
         return None
-
-
-def _ending(exit_code: int) -> str:
-    if exit_code == -9:
-        return "killed, as the system does when memory is short"
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 T = TypeVar("T")

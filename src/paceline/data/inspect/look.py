@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
+from paceline.data.image import heads
 from paceline.data.image.decode import LARGEST_PIXELS, looks_like
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
 
@@ -274,18 +275,13 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):
         return "not_an_image", looks_like(head) or reason
-    return ("truncated" if _is_cut_off(content, reason) else "corrupt"), "" if header is None else reason
-
-
-def _is_cut_off(content: Content, reason: str) -> bool:
-    head, tail = bytes(content[:12]), bytes(content[-64:])
-    if head.startswith(b"\x89PNG"):
-        return b"IEND" not in tail
     if head.startswith(_JPEG_START):
-        return lacks_its_end(content)
-    if head.startswith(b"RIFF"):
-        return len(content) < 8 + int.from_bytes(head[4:8], "little")
-    return any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
+        is_cut_off = lacks_its_end(content)
+    elif head.startswith((b"\x89PNG", b"RIFF")):
+        is_cut_off = heads.lacks_its_end(head, bytes(content[-64:]), len(content))
+    else:
+        is_cut_off = any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
+    return ("truncated" if is_cut_off else "corrupt"), "" if header is None else reason
 
 
 Pixels = NDArray[np.uint8]

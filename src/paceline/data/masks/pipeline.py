@@ -237,7 +237,7 @@ class MaskPipeline(SimplePipeline):
             except BrokenImageError as error:
                 broken.append(BrokenSample(sample, error.path, error.reason))
                 continue
-            found.append(view(image, labels, None if drawn is None else drawn.part(row, row + 1)))
+            found.append(view(image, labels, None if drawn is None else drawn.where(slice(row, row + 1))))
         return Batch(
             inputs=torch.stack([each for each, _ in found])
             if found

@@ -61,22 +61,9 @@ class Listing:
         return np.array([numbers.get(name, -1) for name in self.classes], dtype=np.int64)[self.labels]
 
 
-@dataclass(frozen=True)
-class Listed:
-    """Some folders, listed.
-
-    Attributes:
-        listings: One for each.
-        digest: SHA-256 over the relative paths and sizes of all files.
-        how: How long that took, or what it was known from; for people.
-    """
-
-    listings: tuple[Listing, ...]
-    digest: str
-    how: str
-
-
-def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, remembered: bool) -> Listed:
+def list_folders(
+    root: Path, folders: Sequence[Path], problems: Problems, *, remembered: bool
+) -> tuple[list[Listing], str, str]:
     """List folders of class folders that lie under ``root``, or are it.
 
     Args:
@@ -84,6 +71,10 @@ def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, rem
         folders: Which to list.
         problems: Told of what is laid out in another way.
         remembered: Whether an earlier listing may be recalled, and this one remembered if nothing is wrong with it.
+
+    Returns:
+        The listing of each; SHA-256 over the relative paths and sizes of all files; and how long that took, or what it
+        was known from, for people.
     """
     memory, begin, now = cache_file(root), time.perf_counter(), time.time_ns()
     classes = [sorted(entry.name for entry in visible(folder) if is_folder(entry)) for folder in folders]
@@ -99,7 +90,7 @@ def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, rem
             if known is not None:
                 seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in known[0])
                 since = f"as remembered from an earlier listing and unchanged since ({seconds:.1f} s; {memory})"
-                return Listed(known[0], known[1], f"{count:,} files, {since}")
+                return *known, f"{count:,} files, {since}"
     wrong_before = problems.count
     hashed = hashlib.sha256()
     listings: list[Listing] = []
@@ -120,7 +111,7 @@ def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, rem
             arrays[f"sizes{index}"] = listing.sizes
             arrays[f"counts{index}"] = np.bincount(listing.labels, minlength=len(listing.classes))
         how += ", and remembered" if remember_arrays(memory, arrays) else ""
-    return Listed(tuple(listings), digest, how)
+    return listings, digest, how
 
 
 def cache_file(root: Path) -> Path:
@@ -215,7 +206,7 @@ def _stamp(folder: str | Path) -> Stamp | None:
 
 def _recalled(
     arrays: Arrays, state: str, root: Path, classes: Sequence[Sequence[str]]
-) -> tuple[tuple[Listing, ...], str] | None:
+) -> tuple[list[Listing], str] | None:
     """What was listed in this state, and its digest; None if it was another, or some files have another size."""
     if arrays["state"].item() != state.encode("ascii", "backslashreplace"):
         return None
@@ -233,7 +224,7 @@ def _recalled(
                 size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size
             if size != listing.sizes[index]:
                 return None
-    return tuple(listings), str(arrays["digest"].item())
+    return listings, str(arrays["digest"].item())
 
 
 _HELD_OUT = ("val", "test")
@@ -253,8 +244,8 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     root, problems, left_out = _existing_folder(request.path), request.problems, LeftOut()
     train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
-    listed = list_folders(root, folders, problems, remembered=not request.tolerant)
-    listings, split = list(listed.listings), ""
+    listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
+    split = ""
     if held_out_folder is not None:
         first, second = ({each.classes[label] for label in np.unique(each.labels)} for each in listings)
         second |= first & set(listings[1].classes)  # a class that is trained on may have no image to score
@@ -278,8 +269,8 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         sources * 2 if request.score_all and held_out_folder is None else sources,
         split,
         classes=classes,
-        digest=listed.digest,
-        listing=listed.how,
+        digest=digest,
+        listing=how,
         left_out=left_out.told(),
     )
 
@@ -295,7 +286,7 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
     root = Path(path).expanduser()
     if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
         return None
-    (listing,) = list_folders(root, [root / "test"], Problems(), remembered=False).listings
+    ((listing,), *_) = list_folders(root, [root / "test"], Problems(), remembered=False)
     labels = listing.labels_among(classes)
     names = [listing.names[index] for index in np.flatnonzero(labels >= 0).tolist()]
     return FileSource(root, names, labels[labels >= 0], channels) if names else None
