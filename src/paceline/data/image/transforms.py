@@ -229,41 +229,39 @@ def asks_for_variation(augment: Augment) -> bool:
 
 def variations(augment: Augment) -> list[str]:
     """The keys of `data.augment` by which a recipe asks for any of this, in the order in which they are applied."""
+    return [name for name, (is_asked, _) in _operations(augment, []).items() if is_asked]
+
+
+def _operations(augment: Augment, fill: list[int]) -> dict[str, tuple[bool, Callable[[Any], Any]]]:
+    """Whether each operation is asked for, and how it is made of torchvision's module, in the order they have."""
     jitter = augment.jitter
-    asked = {
-        "vertical_flip": augment.vertical_flip > 0,
-        "policy": augment.policy != "none",
-        "jitter": any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)),
-        "grayscale": augment.grayscale > 0,
-        "blur": augment.blur > 0,
-        "erase": augment.erase > 0,
+    colours = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
+    return {
+        "vertical_flip": (augment.vertical_flip > 0, lambda v2: v2.RandomVerticalFlip(augment.vertical_flip)),
+        "policy": (augment.policy != "none", lambda v2: _policy(v2, augment, fill)),
+        "jitter": (any(colours), lambda v2: v2.RandomApply([v2.ColorJitter(*colours)], jitter.probability)),
+        "grayscale": (augment.grayscale > 0, lambda v2: v2.RandomGrayscale(augment.grayscale)),
+        "blur": (
+            augment.blur > 0,
+            lambda v2: v2.RandomApply([v2.GaussianBlur(kernel_size=9, sigma=(0.1, 2.0))], augment.blur),
+        ),
+        "erase": (
+            augment.erase > 0,
+            lambda v2: v2.RandomErasing(augment.erase, augment.erase_scale, augment.erase_ratio, fill),
+        ),
     }
-    return [name for name, is_asked in asked.items() if is_asked]
 
 
 def _transforms(augment: Augment, fill: list[int]) -> list[Callable[[Tensor], Tensor]]:
-    names = variations(augment)
-    if not names:
+    makers = [make for is_asked, make in _operations(augment, fill).values() if is_asked]
+    if not makers:
         return []
     from torchvision.transforms import v2
 
-    jitter = augment.jitter
-    make: dict[str, Callable[[], Any]] = {
-        "vertical_flip": lambda: v2.RandomVerticalFlip(augment.vertical_flip),
-        "policy": lambda: _policy(augment, fill),
-        "jitter": lambda: v2.RandomApply(
-            [v2.ColorJitter(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)], jitter.probability
-        ),
-        "grayscale": lambda: v2.RandomGrayscale(augment.grayscale),
-        "blur": lambda: v2.RandomApply([v2.GaussianBlur(kernel_size=9, sigma=(0.1, 2.0))], augment.blur),
-        "erase": lambda: v2.RandomErasing(augment.erase, augment.erase_scale, augment.erase_ratio, fill),
-    }
-    return [make[name]() for name in names]
+    return [make(v2) for make in makers]
 
 
-def _policy(augment: Augment, fill: list[int]) -> Any:
-    from torchvision.transforms import v2
-
+def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
     shared: dict[str, Any] = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": fill}
     match augment.policy:
         case "randaugment":

@@ -92,7 +92,9 @@ def _read_end(path: Path, read: str) -> Any:
 
 def read_stream(path: str | Path) -> Any:
     """All of an Arrow stream as a table in mapped memory; raises what Arrow raises."""
-    found = require_pyarrow().ipc.open_stream(mapped(path)).read_all()
+    ipc = require_pyarrow().ipc
+    # Without threads, which a forked loader process does not have.
+    found = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
     found.validate(full=True)
     return found
 
