@@ -27,25 +27,6 @@ from paceline.files import refuse_odd_kinds
 _MOST_MAPPED = 256
 
 
-@dataclass(frozen=True)
-class PlacedNames:
-    """Names of samples, and what they lie in, for people.
-
-    Attributes:
-        names: What each is called there.
-        places: Files or a folder.
-        place_of: Which of these each sample lies in, integers [N]; None where there is one.
-    """
-
-    names: Names
-    places: tuple[str, ...]
-    place_of: NDArray[Any] | None = None
-
-    def __call__(self, sample: int) -> str:
-        """Return the name, and where it lies."""
-        return f"{self.names.text(sample)} in {self.places[0 if self.place_of is None else self.place_of[sample]]}"
-
-
 class MappedFile(NamedTuple):
     """A file as it was when it was opened.
 
@@ -174,14 +155,14 @@ class EncodedImages:
 class MappedSource(EncodedImages):
     """Image files inside larger files that are mapped into memory."""
 
-    def __init__(self, content: MappedBytes, labels: Ids, channels: int, name: PlacedNames) -> None:
-        """Take one part per label; ``name`` gives each sample's name for people."""
+    def __init__(self, content: MappedBytes, labels: Ids, channels: int, names: Names) -> None:
+        """Take one part per label; ``names`` are what the samples are called where they lie."""
         if len(content) != len(labels):
             raise ValueError(f"found {len(content)} parts for {len(labels)} labels")
         self.labels = labels
         self.channels = channels
+        self.names = names
         self._content = content
-        self._name = name
 
     def encoded(self, sample: int) -> memoryview:
         """Return the content of image file ``sample``, which is not copied; raises BrokenImageError."""
@@ -200,13 +181,8 @@ class MappedSource(EncodedImages):
         self._content.will_read(samples)
 
     def path(self, sample: int) -> str:
-        """Return the sample's name, and where it lies."""
-        return self._name(sample)
-
-    @property
-    def names(self) -> Names:
-        """What the samples are called where they lie."""
-        return self._name.names
+        """Return the sample's name, and the file that it lies in."""
+        return f"{self.names.text(sample)} in {self._content.file_of(sample)}"
 
 
 def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:

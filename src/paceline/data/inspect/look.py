@@ -234,15 +234,6 @@ def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
     return image.mode.startswith("I")
 
 
-def mismatch(name: str, header: Header) -> str | None:
-    """Say which format a file has, if its name says another."""
-    extension = name.rpartition(".")[2].lower()
-    said = any(extension in names for names in _EXTENSIONS.values())
-    if not said or extension in _EXTENSIONS.get(header.file_format, ()):
-        return None
-    return f"{header.file_format} content"
-
-
 def lacks_its_end(content: Content) -> bool:
     """Whether a JPEG has no end-of-image marker behind its pixels."""
     whole = bytes(content)
@@ -407,8 +398,10 @@ def grey_parts(image: Pixels, width: int, height: int) -> Pixels:
 def _of_header(where: str, header: Header | None, content: Content | None) -> Iterator[Defect]:
     if header is None or content is None:
         return
-    if (other := mismatch(where, header)) is not None:
-        yield "wrong_extension", other
+    extension = where.rpartition(".")[2].lower()
+    is_known = any(extension in names for names in _EXTENSIONS.values())
+    if is_known and extension not in _EXTENSIONS.get(header.file_format, ()):
+        yield "wrong_extension", f"{header.file_format} content"
     if header.file_format in ("JPEG", "MPO") and lacks_its_end(content):
         yield "unfinished", ""
     facts = {**asdict(header), "cmyk": header.mode == "CMYK", "palette": header.mode in ("P", "PA")}

@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
 from paceline.dataset_registry import dataset
@@ -285,8 +285,8 @@ class PackedIndex:
 class PackedFiles(MappedSource):
     """The image files of one split."""
 
-    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: PlacedNames) -> None:
-        super().__init__(content, index.label.copy(), channels, name)
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int) -> None:
+        super().__init__(content, index.label.copy(), channels, index.name)
         self._height, self._width = index.height, index.width
 
     def size(self, sample: int) -> tuple[int, int]:
@@ -394,7 +394,7 @@ def packed_images(request: DatasetRequest) -> StoredImages:
     for split in SPLITS if origin.held_out else SPLITS[:1]:
         end = begin + manifest.samples.get(split, 0)
         index, content = packed.index.part(begin, end), packed.content.part(begin, end)
-        files = PackedFiles(content, index, wanted, PlacedNames(index.name, (str(packed.root),)))
+        files = PackedFiles(content, index, wanted)
         sources.append(PackedPixels(files, form.channels) if form.mode == "raw" else files)
         begin = end
     known = None

@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.data.disk_cache import recall_arrays, remember_arrays
 from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places, mapped_files
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places, mapped_files
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
 from paceline.data.image.tables import as_label, files_ending_in, number_classes
@@ -158,7 +158,7 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
     classes, labels = number_classes([said for _, _, said in parts], str(request.path))
     return file_splits(
         request,
-        [MappedSource(content, each, 3, name) for (content, name, _), each in zip(parts, labels, strict=True)],
+        [MappedSource(content, each, 3, names) for (content, names, _), each in zip(parts, labels, strict=True)],
         held_out,
         classes=classes,
         digest=digest.hexdigest(),
@@ -215,9 +215,7 @@ def _tars(pattern: str) -> list[Path]:
     return found
 
 
-def _read(
-    tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash
-) -> tuple[MappedBytes, PlacedNames, list[int | str]]:
+def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tuple[MappedBytes, Names, list[int | str]]:
     """Where the images lie, what they are called, and the labels as they are written."""
     files = mapped_files(tars)
     indexes = [index_tar(file) for file in files]
@@ -237,11 +235,11 @@ def _read(
         )
     table = np.array(rows, dtype=np.int64)
     places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
-    told = PlacedNames(Names.of(names), tuple(str(tar) for tar in tars), places.file)
+    found = Names.of(names)
     for sample, label in enumerate(labels):
-        digest.update(f"{told.names.text(sample)}\0{places.length[sample]}\0{label}\n".encode())
+        digest.update(f"{found.text(sample)}\0{places.length[sample]}\0{label}\n".encode())
     digest.update(b"\0")
-    return MappedBytes(files, places), told, labels
+    return MappedBytes(files, places), found, labels
 
 
 def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple[int, dict[str, int]]]:
