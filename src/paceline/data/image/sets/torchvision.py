@@ -132,10 +132,9 @@ def _open_splits(
     arguments = dict(options)
     if "root" in parameters:
         arguments["root"] = str(_checked(name, root))
-    can_download = "download" in parameters or "kwargs" in parameters
-    if download and not can_download:
+    if download and not parameters.keys() & {"download", "kwargs"}:
         raise DataError(f"torchvision cannot download {name}: get its files yourself, and leave data.download out.")
-    if can_download:
+    if download or "download" in parameters:
         arguments["download"] = download  # a few classes would, if nobody said
     # EMNIST and QMNIST hand `train` on; their own `split` and `what` are something else.
     key = next((each for each in _SPLIT_PARAMETERS if each in parameters or name in _PICKLED), None)
