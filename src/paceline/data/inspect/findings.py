@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.source import Ids
 from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, Subject, similar
-from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, Kind
+from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 
 Hashes = NDArray[np.uint64]
 
@@ -221,9 +221,8 @@ def find_all(subject: Subject, gathered: Gathered, *, workers: int, progress: Pr
         *_of_copies(gathered, workers=workers, progress=progress),
         *_of_classes(subject),
     ]
-    order = list(KINDS)
-    ranks = {"breaks": 0, "spoils": 1, "costs": 2, "notice": 3}
-    return tuple(sorted(found, key=lambda each: (ranks[each.kind.severity], order.index(each.kind.name))))
+    worst, order = list(SEVERITIES), list(KINDS)
+    return tuple(sorted(found, key=lambda each: (worst.index(each.kind.severity), order.index(each.kind.name))))
 
 
 def _of_folder(subject: Subject) -> Iterator[Finding]:

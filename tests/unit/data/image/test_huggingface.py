@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -160,6 +161,14 @@ def test_junk_in_a_description_is_one_sentence(tmp_path: Path, name: str, said: 
     path.write_text(f'{{"{key}": {said}}}')
     with pytest.raises(DataError, match=rf"{path.name}' cannot be read"):
         open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hf"), validation_fraction=0))
+
+
+def test_a_named_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    path = next(save(tmp_path / "hf", table(range(4), [0, 1, 0, 1])).glob("*.arrow"))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="is a named pipe, not a file"):
+        open_dataset(Data(dataset="huggingface", path=str(tmp_path / "hf")))
 
 
 def test_a_damaged_file_is_refused_or_read_alike_twice(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def _read_end(path: Path, read: str) -> Any:
 
 
 def read_stream(path: str | Path) -> Any:
-    """All of an Arrow stream as a table in mapped memory; raises what Arrow raises."""
+    """All of an Arrow stream as a table in mapped memory; raises DataError, and what Arrow raises."""
+    refuse_odd_kinds(path)
     ipc = require_pyarrow().ipc
     # Without threads, which a forked loader process does not have.
     found = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
@@ -139,11 +140,21 @@ class TableSource(EncodedImages):
 
     def _find_groups(self) -> list[RowGroup]:
         self._metadata = [_read_end(Path(file.path), "read_metadata") for file in self.paths]
-        return [
-            _row_group(metadata, number, group, file.path, self.leaf)
-            for number, (file, metadata) in enumerate(zip(self.paths, self._metadata, strict=True))
-            for group in range(metadata.num_row_groups)
-        ]
+        groups = []
+        for file, metadata in enumerate(self._metadata):
+            for number in range(metadata.num_row_groups):
+                found = metadata.row_group(number)
+                columns = map(found.column, range(found.num_columns))
+                images = next((one for one in columns if one.path_in_schema == self.leaf), None)
+                if images is None:
+                    raise DataError(
+                        f"{self.paths[file].path!r} lacks the column {self.leaf!r}, which other files of the table "
+                        "have."
+                    )
+                said = images.statistics
+                nulls = said.null_count if said is not None and said.has_null_count else 0
+                groups.append(RowGroup(file, number, found.num_rows, images.total_uncompressed_size, nulls))
+        return groups
 
     def encoded(self, sample: int) -> memoryview:
         """Return the content of image file ``sample``; raises BrokenImageError."""
@@ -257,17 +268,6 @@ class StreamSource(TableSource):
 
     def _read_group(self, group: RowGroup | None, path: str) -> Any:
         return _bytes_in(read_stream(path).column(self.leaf.partition(".")[0]))
-
-
-def _row_group(metadata: Any, file: int, number: int, path: str, leaf: str) -> RowGroup:
-    found = metadata.row_group(number)
-    columns = [found.column(index) for index in range(found.num_columns)]
-    images = next((one for one in columns if one.path_in_schema == leaf), None)
-    if images is None:
-        raise DataError(f"{path!r} lacks the column {leaf!r}, which other files of the table have.")
-    said = images.statistics
-    nulls = said.null_count if said is not None and said.has_null_count else 0
-    return RowGroup(file, number, found.num_rows, images.total_uncompressed_size, nulls)
 
 
 @dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
