@@ -48,7 +48,6 @@ class Subject:
     """What is checked.
 
     Attributes:
-        name: What the user called it.
         dataset: What a run would make of it; of a folder that a run refuses, what can be made of it.
         splits: Its images by split; ``test`` are those of a folder that a run does not read.
         problems: What a run refuses about a folder or a table.
@@ -57,7 +56,6 @@ class Subject:
         is_folder: Whether that is a folder of class folders.
     """
 
-    name: str
     dataset: ImageDataset
     splits: dict[str, SampleSource]
     problems: Problems = field(default_factory=Problems)
@@ -107,7 +105,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         if test is not None:
             splits["test"] = test
         unread = tuple(unread_entries(root))
-    return Subject(source, dataset, splits, problems, unread, root, is_folder)
+    return Subject(dataset, splits, problems, unread, root, is_folder)
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
