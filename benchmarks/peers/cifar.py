@@ -100,12 +100,14 @@ def arrays(source: Path) -> dict[str, Any]:
     Raises:
         ValueError: If ``source`` holds none.
     """
+    from paceline.data.image.dataset import DatasetRequest
     from paceline.data.image.sets.archives import open_archive
     from paceline.data.image.source import as_array
+    from paceline.recipe.data import Data
 
     held = held_by(source)
     if isinstance(held, Path):
-        found = open_archive(held, "cifar10")
+        found = open_archive(DatasetRequest(data=Data(dataset="cifar10", path=str(held))))
         return {
             "train_images": as_array(found.train),
             "train_labels": found.train.labels,

@@ -60,17 +60,17 @@ class CheckData:
 
     def run(self, _: Log) -> Result:
         """Check the data."""
-        from paceline.data.inspect.check import Asked, check_data
+        from paceline.data.inspect.check import check_data
 
-        asked = Asked(
-            source=self.source,
-            overrides=self.overrides,
-            workers=self.workers,
-            limit=self.limit,
-            quarantine=self.quarantine,
-        )
         with _progress() as progress:
-            report = check_data(asked, progress)
+            report = check_data(
+                self.source,
+                self.overrides,
+                workers=self.workers,
+                limit=self.limit,
+                quarantine=self.quarantine,
+                progress=progress,
+            )
         return Document(document=report.to_json(), shown=Shown(blocks=list(_lines(report)), ok=report.passed or ""))
 
 

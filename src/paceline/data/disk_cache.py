@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import os
 import tempfile
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from paceline.machine import cache_folder
+from paceline.plain_json import load_json
 
 Arrays = dict[str, NDArray[Any]]
 Stamp = tuple[int, int, int, int]
@@ -44,6 +50,42 @@ def remember(path: Path, content: bytes) -> bool:
     except OSError:
         return False
     return True
+
+
+def found_once(
+    kind: str,
+    key: object,
+    stamps: Sequence[Stamp | None],
+    find: Callable[[], Any],
+    *,
+    now: int,
+    is_kept: Callable[[Any], bool] = lambda _: True,
+) -> Any:
+    """Return what ``find`` gives, as JSON has it, or gave when the files that it reads had the same stamps.
+
+    Args:
+        kind: The folder of the cache.
+        key: What is found, and of which files.
+        stamps: Of the files; None for one that is not there.
+        find: Finds it.
+        now: A time before the stamps were taken, in ns.
+        is_kept: Whether what was found is worth keeping.
+    """
+    path = cache_folder() / kind / f"{_digest(key)}.json"
+    state = _digest(stamps)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        known = load_json(path.read_bytes())
+        if known["state"] == state:
+            return known["found"]
+    found = find()
+    settled = all(each is not None and max(each[2:]) < now - TOO_FRESH_NS for each in stamps)
+    if settled and is_kept(found):
+        remember(path, json.dumps({"state": state, "found": found}).encode())
+    return found
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def remember_arrays(path: Path, arrays: Arrays) -> bool:

@@ -54,16 +54,8 @@ class Draws:
     offsets: Ids | None
     attempts: NDArray[np.float64] | None
 
-    def part(self, start: int, stop: int) -> Draws:
-        """Return the draws of rows ``start`` to ``stop``, as views."""
-        return Draws(
-            self.flip[start:stop],
-            None if self.offsets is None else self.offsets[start:stop],
-            None if self.attempts is None else self.attempts[start:stop],
-        )
-
-    def where(self, chosen: NDArray[np.bool_]) -> Draws:
-        """Return the draws of the rows marked in ``chosen``."""
+    def where(self, chosen: NDArray[np.bool_] | slice) -> Draws:
+        """Return the draws of the rows in a slice, or marked in ``chosen``."""
         return Draws(
             self.flip[chosen],
             None if self.offsets is None else self.offsets[chosen],

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
@@ -21,7 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.heads import broken_files
-from paceline.data.image.source import FileSource, HeadedSource, SampleSource, SubsetSource
+from paceline.data.image.source import (
+    ArraySource,
+    FileSource,
+    HeadedSource,
+    SampleSource,
+    SubsetSource,
+    array_digest,
+    with_channels,
+)
 from paceline.errors import DataError
 from paceline.files import LeftOut
 from paceline.recipe.data import Data
@@ -62,7 +70,8 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
             # Ranked by raw words: numpy promises the raw stream of Philox for ever, but not what shuffle makes of it.
             generator = np.random.Philox(key=np.array([key, int(label)], dtype=np.uint64))
             words = generator.random_raw(len(members)) if hashes is None else hashes[members]
-            held_out[_lowest(members, words, fraction)] = True
+            wanted = min(max(round(fraction * len(members)), 1), len(members) - 1)
+            held_out[members[np.argsort(words, kind="stable")[:wanted]]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
@@ -97,14 +106,6 @@ def split_off(fraction: float) -> str:
     if fraction == 0:
         return "none (data.validation_fraction=0)"
     return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
-
-
-def _lowest(members: Ids, words: Hashes, fraction: float) -> Ids:
-    """The members with the lowest words, as many as are to be held out of a class."""
-    count = len(members)
-    wanted = min(max(round(fraction * count), 1), count - 1)
-    drawn: Ids = members[np.argsort(words, kind="stable")[:wanted]]
-    return drawn
 
 
 _NAMED = 3
@@ -326,9 +327,10 @@ class StoredImages:
     left_out_counts: Mapping[str, int] = field(default_factory=dict)
 
 
-def probe(source: HeadedSource, samples: Iterable[int] | None = None) -> Probe:
-    """Look at the heads of some images, or of at most 256 spread evenly over a source."""
-    chosen = range(0, len(source), max(1, -(-len(source) // _PROBED))) if samples is None else samples
+def probe(source: HeadedSource, samples: Sequence[int] | None = None) -> Probe:
+    """Look at the heads of at most 256 images, spread evenly over a source or some of its samples."""
+    samples = range(len(source)) if samples is None else samples
+    chosen = samples[:: max(1, -(-len(samples) // _PROBED))]
     heads = [head for head in map(source.head, chosen) if head is not None]
     sizes = {size for size, _ in heads}
     return Probe(
@@ -404,6 +406,37 @@ def in_splits(
         held_out = "; ".join(each for each in (split_off(validation_fraction), held_out) if each)
     train, validation = sources
     return StoredImages(train=train, validation=validation, split=held_out, is_split_off=is_split_off, **facts)
+
+
+def pixel_images(
+    request: DatasetRequest,
+    sources: Sequence[ArraySource],
+    held_out: str = "",
+    *,
+    classes: tuple[str, ...],
+    statistics: Statistics,
+) -> StoredImages:
+    """As :func:`in_splits`, of pixels in memory, all of one size; the digest is that of the pixels as they are given.
+
+    Args:
+        request: Says how many channels there are to be, if it says.
+        sources: Training images, and held-out ones if the data has them.
+        held_out: See :func:`in_splits`.
+        classes: See :class:`StoredImages`.
+        statistics: Likewise.
+    """
+    stored = sources[0].images.shape[-1]
+    channels = request.channels or stored
+    return in_splits(
+        [ArraySource(with_channels(each.images, channels), each.labels, each.name) for each in sources],
+        held_out,
+        request.validation_fraction,
+        classes=classes,
+        digest=array_digest(*sources),
+        channels=channels,
+        probe=Probe(len(sources[0]), sources[0].size(0), greyscale=stored == 1),
+        statistics=statistics,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ and inode that it had. Of larger sets, a run compares names and sizes.
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +15,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.data.disk_cache import TOO_FRESH_NS, remember, stamp_of
+from paceline.data.disk_cache import found_once, stamp_of
 from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages
 from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.dataset_registry import dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
-from paceline.machine import cache_folder
 from paceline.recipe.data import Data
 from paceline.references import call_reference, is_reference, load_reference
 from paceline.units import format_bytes
@@ -86,34 +84,20 @@ def content_digest(
     if sum(size for size, *_ in stamps) > LARGEST_BYTES:
         return None, TOO_LARGE
     changes = ((max(times), path) for (_, _, *times), path in zip(stamps, paths, strict=True))
-    newest, last = max(changes, default=(0, ""))
+    _, last = max(changes, default=(0, ""))
     told = f"of {count:,} images; {last!r} changed last"
-    memory = cache_folder() / "contents" / _hashed("\0".join([which, *paths]).encode("utf-8", "surrogateescape")).hex()
-    state = _hashed(repr(stamps).encode()).hex()
-    known = _recall(memory, state)
-    if known is not None:
-        return known, told
 
     def hashes(first: int) -> bytes:
         return b"".join(_hashed(read(at)) for at in range(first, min(first + _AT_ONCE, count)))
 
-    try:
+    def find() -> str:
         with ThreadPoolExecutor(_READERS) as pool:
-            digest = _hashed(b"".join(pool.map(hashes, range(0, count, _AT_ONCE)))).hex()
+            return _hashed(b"".join(pool.map(hashes, range(0, count, _AT_ONCE)))).hex()
+
+    try:
+        return found_once("contents", (which, *paths), stamps, find, now=now), told
     except BrokenImageError as error:
         return None, _UNREADABLE.format(error.path)
-    if newest < now - TOO_FRESH_NS:
-        remember(memory, f"{state} {digest}".encode())
-    return digest, told
-
-
-def _recall(memory: os.PathLike[str], state: str) -> str | None:
-    try:
-        with open(memory, encoding="ascii") as file:
-            before, digest = file.read().split(" ")
-    except (OSError, ValueError):
-        return None
-    return digest if before == state and len(digest) == len(state) else None
 
 
 def _hashed(content: Content) -> bytes:

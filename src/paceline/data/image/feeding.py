@@ -12,7 +12,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -54,15 +53,21 @@ class Feeding:
 
 def remembered(recipe: Recipe, world: World) -> Feeding | None:
     """What was measured for such runs; None if nothing was, if it failed, or if several processes train."""
-    return _feeding(_read(_path(recipe))) if world.world_size == 1 else None
+    return _read(_path(recipe))[0] if world.world_size == 1 else None
 
 
 def is_open(recipe: Recipe) -> bool:
     """Whether it is worth measuring: nothing is remembered, it did not fail a short while ago, and it could be kept."""
     path = _path(recipe)
-    found = _read(path)
-    failed_at = found["time"] if "failed" in found else 0.0
-    return _feeding(found) is None and time.time() - failed_at > _FAILURE_SECONDS and _can_write(path.parent)
+    found, failed_at = _read(path)
+    if found is not None or time.time() - failed_at <= _FAILURE_SECONDS:
+        return False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return True
+    except OSError:
+        return False
 
 
 def remember(recipe: Recipe, found: Feeding | None, *, reason: str = "") -> None:
@@ -70,15 +75,6 @@ def remember(recipe: Recipe, found: Feeding | None, *, reason: str = "") -> None
     path = _path(recipe)
     told = {"rates": found.rates, "alone": found.alone} if found is not None else {"failed": reason}
     write_down(path, json.dumps({**told, "time": time.time()}).encode())
-
-
-def _can_write(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
 
 
 def _path(recipe: Recipe) -> Path:
@@ -102,18 +98,13 @@ def _path(recipe: Recipe) -> Path:
     return cache_folder() / "feeding" / f"{digest[:32]}.json"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A file's content; nothing if it is not there or is damaged."""
+def _read(path: Path) -> tuple[Feeding | None, float]:
+    """What a file says was measured, and when measuring failed; None and 0 if it is not there or is damaged."""
     try:
         found = load_json(path.read_text(encoding="utf-8"))
-        return {**found, "time": float(found["time"])}
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-
-
-def _feeding(found: dict[str, Any]) -> Feeding | None:
-    try:
+        if "failed" in found:
+            return None, float(found["time"])
         rates = {int(workers): float(rate) for workers, rate in found["rates"].items()}
-        return Feeding(rates, float(found["alone"])) if rates else None
-    except (KeyError, AttributeError, TypeError, ValueError):
-        return None
+        return Feeding(rates, float(found["alone"])) if rates else None, 0.0
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None, 0.0

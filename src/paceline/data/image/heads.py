@@ -7,17 +7,14 @@ Results that took long are cached for as long as every file has the size, times 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from paceline.data.disk_cache import TOO_FRESH_NS, Stamp, remember, stamp_of
+from paceline.data.disk_cache import Stamp, found_once, stamp_of
 from paceline.data.image.decode import (
     HEIF_ENDINGS,
     LARGEST_PIXELS,
@@ -29,12 +26,10 @@ from paceline.data.image.decode import (
 )
 from paceline.data.image.source import FileSource, Ids
 from paceline.errors import DataError
-from paceline.machine import cache_folder
-from paceline.plain_json import load_json
 
 MOST_TRIED = 20_000
 WORTH_SECONDS = 0.2  # what took less is done again
-_VERSION = 1  # of what is cached
+_VERSION = 2  # of what is cached
 _UNREADABLE = "it cannot be read"  # perhaps at this moment only
 
 _READERS = 8  # each waits for the disk most of the time
@@ -58,26 +53,33 @@ def broken_files(source: FileSource) -> dict[int, str]:
     samples = spread(len(source), MOST_TRIED)
     paths = source.files(samples)
     begin, now = time.perf_counter(), time.time_ns()
+
+    def stamp(path: str) -> Stamp | None:
+        try:
+            return stamp_of(path)
+        except OSError:
+            return None
+
+    def find() -> list[tuple[int, str]]:
+        pieces = (paths[first : first + _AT_ONCE] for first in range(0, len(paths), _AT_ONCE))
+        try:
+            tried = itertools.chain.from_iterable(pool.map(lambda piece: list(map(why_broken, piece)), pieces))
+            return [(index, reason) for index, reason in enumerate(tried) if reason]
+        except OSError as error:
+            raise DataError(
+                f"{error.filename or 'an image'!r} could not be read: {error.strerror}. The disk or its server "
+                "failed, not the file: run the same command again when it is back."
+            ) from error
+
+    def is_kept(found: list[tuple[int, str]]) -> bool:
+        took_long = time.perf_counter() - begin >= WORTH_SECONDS
+        return took_long and not any(reason.startswith(_UNREADABLE) for _, reason in found)
+
     with ThreadPoolExecutor(_READERS) as pool:
-        stamps = list(pool.map(_stamp_if_there, paths))
-        state = _digest([_VERSION, stamps, HEIF_ENDINGS])
-        memory = cache_folder() / "heads" / f"{_digest(paths)}.json"
-        found = _recall(memory, state)
-        if found is None:
-            pieces = (paths[first : first + _AT_ONCE] for first in range(0, len(paths), _AT_ONCE))
-            try:
-                reasons = list(itertools.chain.from_iterable(pool.map(_try_all, pieces)))
-            except OSError as error:
-                raise DataError(
-                    f"{error.filename or 'an image'!r} could not be read: {error.strerror}. The disk or its server "
-                    "failed, not the file: run the same command again when it is back."
-                ) from error
-            found = {index: reason for index, reason in enumerate(reasons) if reason}
-            settled = all(each is not None and max(each[2:]) < now - TOO_FRESH_NS for each in stamps)
-            settled = settled and not any(reason.startswith(_UNREADABLE) for reason in found.values())
-            if settled and time.perf_counter() - begin >= WORTH_SECONDS:
-                remember(memory, json.dumps({"state": state, "broken": found}).encode())
-    return {int(samples[index]): reason for index, reason in found.items()}
+        stamps = list(pool.map(stamp, paths))
+        key = (_VERSION, HEIF_ENDINGS, paths)
+        found = found_once("heads", key, stamps, find, now=now, is_kept=is_kept)
+    return {int(samples[index]): reason for index, reason in found}
 
 
 def why_broken(path: str) -> str:
@@ -94,7 +96,7 @@ def why_broken(path: str) -> str:
             end = file.read()
         if not head:
             return "an empty file"
-        if _lacks_its_end(head, end, size):
+        if lacks_its_end(head, end, size):
             decode(path, 3)
         elif (known := head_of(head)) is None or known[0] * known[1] > LARGEST_PIXELS:
             check_head(path)
@@ -105,35 +107,10 @@ def why_broken(path: str) -> str:
     return ""
 
 
-def _lacks_its_end(head: bytes, end: bytes, size: int) -> bool:
-    """Whether a file may end before its last pixel."""
+def lacks_its_end(head: bytes, end: bytes, size: int) -> bool:
+    """Whether a file may end before its last pixel, by its first and last bytes and its size."""
     if head.startswith(b"\xff\xd8"):
         return not end.endswith(b"\xff\xd9")
     if head.startswith(b"\x89PNG"):
         return b"IEND" not in end
     return head.startswith(b"RIFF") and size < 8 + int.from_bytes(head[4:8], "little")
-
-
-def _try_all(paths: Sequence[str]) -> list[str]:
-    return [why_broken(path) for path in paths]
-
-
-def _stamp_if_there(path: str) -> Stamp | None:
-    try:
-        return stamp_of(path)
-    except OSError:
-        return None
-
-
-def _recall(memory: os.PathLike[str], state: str) -> dict[int, str] | None:
-    try:
-        with open(memory, "rb") as file:
-            known = load_json(file.read())
-        found = {int(index): str(reason) for index, reason in known["broken"].items()}
-        return found if known["state"] == state else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
-
-
-def _digest(facts: Sequence[object]) -> str:
-    return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:32]

@@ -27,25 +27,6 @@ from paceline.files import refuse_odd_kinds
 _MOST_MAPPED = 256
 
 
-@dataclass(frozen=True)
-class PlacedNames:
-    """Names of samples, and what they lie in, for people.
-
-    Attributes:
-        names: What each is called there.
-        places: Files or a folder.
-        place_of: Which of these each sample lies in, integers [N]; None where there is one.
-    """
-
-    names: Names
-    places: tuple[str, ...]
-    place_of: NDArray[Any] | None = None
-
-    def __call__(self, sample: int) -> str:
-        """Return the name, and where it lies."""
-        return f"{self.names.text(sample)} in {self.places[0 if self.place_of is None else self.place_of[sample]]}"
-
-
 class MappedFile(NamedTuple):
     """A file as it was when it was opened.
 
@@ -92,25 +73,22 @@ class MappedBytes:
     def __init__(self, files: Sequence[MappedFile], places: Places) -> None:
         self._files = tuple(files)
         self._places = places
-        self._file, self._begin, self._length = places.file, places.begin, places.length
 
     def __len__(self) -> int:
-        return len(self._begin)
+        return len(self._places.begin)
 
     def __getitem__(self, index: int) -> memoryview:
         """Return part ``index``; raises OSError if its file is gone or has changed."""
-        begin = int(self._begin[index])
-        return memoryview(_mapped(self._files[self._file[index]]))[begin : begin + int(self._length[index])]
+        places, begin = self._places, int(self._places.begin[index])
+        return memoryview(_mapped(self._files[places.file[index]]))[begin : begin + int(places.length[index])]
 
     def will_read(self, indices: Ids) -> None:
         """Have these parts fetched from the disk, all at once and beside what goes on here."""
         for index in indices.tolist():
-            begin = int(self._begin[index])
+            begin, length = int(self._places.begin[index]), int(self._places.length[index])
             page = begin - begin % mmap.PAGESIZE
             with suppress(OSError):  # reading it will say what is wrong
-                _mapped(self._files[self._file[index]]).madvise(
-                    mmap.MADV_WILLNEED, page, begin - page + int(self._length[index])
-                )
+                _mapped(self._files[self._places.file[index]]).madvise(mmap.MADV_WILLNEED, page, begin - page + length)
 
     def part(self, begin: int, end: int) -> MappedBytes:
         """Parts ``begin`` to ``end`` of the same files."""
@@ -123,8 +101,7 @@ class MappedBytes:
 
     def file_of(self, index: int) -> str:
         """Path of the file that part ``index`` lies in."""
-        path: str = self._files[self._file[index]].path
-        return path
+        return self._files[int(self._places.file[index])].path
 
 
 # One file's descriptor and address space for all sources of the process; a fork inherits them.
@@ -178,14 +155,14 @@ class EncodedImages:
 class MappedSource(EncodedImages):
     """Image files inside larger files that are mapped into memory."""
 
-    def __init__(self, content: MappedBytes, labels: Ids, channels: int, name: PlacedNames) -> None:
-        """Take one part per label; ``name`` gives each sample's name for people."""
+    def __init__(self, content: MappedBytes, labels: Ids, channels: int, names: Names) -> None:
+        """Take one part per label; ``names`` are what the samples are called where they lie."""
         if len(content) != len(labels):
             raise ValueError(f"found {len(content)} parts for {len(labels)} labels")
         self.labels = labels
         self.channels = channels
+        self.names = names
         self._content = content
-        self._name = name
 
     def encoded(self, sample: int) -> memoryview:
         """Return the content of image file ``sample``, which is not copied; raises BrokenImageError."""
@@ -204,13 +181,8 @@ class MappedSource(EncodedImages):
         self._content.will_read(samples)
 
     def path(self, sample: int) -> str:
-        """Return the sample's name, and where it lies."""
-        return self._name(sample)
-
-    @property
-    def names(self) -> Names:
-        """What the samples are called where they lie."""
-        return self._name.names
+        """Return the sample's name, and the file that it lies in."""
+        return f"{self.names.text(sample)} in {self._content.file_of(sample)}"
 
 
 def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:

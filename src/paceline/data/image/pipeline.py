@@ -365,10 +365,7 @@ def _too_large(data: Data, dataset: ImageDataset, processes: int) -> str:
 def _decoded(dataset: ImageDataset) -> tuple[int, str]:
     count, size = len(dataset.train) + len(dataset.validation), dataset.image_size
     total = count * size * size * dataset.channels
-    return (
-        total,
-        f"{format_count(count)} images of {size}x{size}x{dataset.channels} take {format_bytes(total)}",
-    )
+    return total, f"{format_count(count)} images of {size}x{size}x{dataset.channels} take {format_bytes(total)}"
 
 
 @dataclass(frozen=True, kw_only=True)

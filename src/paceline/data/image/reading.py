@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -32,8 +31,7 @@ from paceline.units import format_bytes
 _PIXELS_AT_ONCE = 2**16
 
 
-@dataclass(frozen=True)
-class ReadFailure:
+class ReadFailure(Exception):  # noqa: N818 (handed over as a value)
     """A defect, not a broken file, that came up while reading; travels from a worker in place of its batch.
 
     Attributes:
@@ -41,16 +39,9 @@ class ReadFailure:
         trace: The traceback, as text; empty where the message says it all.
     """
 
-    message: str
-    trace: str
-
-
-class _DefectError(Exception):
-    """Carries a failure out of the reading of a slice."""
-
-    def __init__(self, failure: ReadFailure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message, trace)
+        self.message, self.trace = message, trace
 
 
 class _Reading:
@@ -90,8 +81,8 @@ class SliceReader:
         try:
             inputs = self._empty(len(piece.ids), shape)
             broken = self._fill(inputs, piece.ids, shape, draws)
-        except _DefectError as error:
-            return error.failure
+        except ReadFailure as failure:
+            return failure
         ids, keys = piece.ids, piece.variation_keys
         if broken:
             whole = ~np.isin(np.arange(len(ids)), list(broken))
@@ -139,7 +130,7 @@ class SliceReader:
         except Exception as error:  # noqa: BLE001 (raised by the training process, which knows what to stop)
             where = f"Reading sample {sample} ({self._source.path(sample)})"
             message = f"{where} failed: {type(error).__name__}: {error}"
-            raise _DefectError(ReadFailure(message, traceback.format_exc())) from None
+            raise ReadFailure(message, traceback.format_exc()) from None
         return True
 
     def _open(self, reading: _Reading) -> None:
@@ -205,7 +196,7 @@ def _new_shared(size: int) -> torch.UntypedStorage:
     """Shared memory of so many bytes.
 
     Raises:
-        _DefectError: If there is no room for it.
+        ReadFailure: If there is no room for it.
     """
     try:
         # As torch's own collation does; the call carries no types.
@@ -219,5 +210,5 @@ def _new_shared(size: int) -> torch.UntypedStorage:
             "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "
             "data.workers, data.prefetch or batch.micro_size."
         )
-        raise _DefectError(ReadFailure(message, "")) from None
+        raise ReadFailure(message) from None
     return storage

@@ -37,78 +37,59 @@ from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 
 _HEAD = "paceline split 1"
-_SIDES = ("train", "validation")
 
 
-class KeptSplit:
-    """What a split file says."""
+def _kept_split(
+    path: Path, names: Sequence[bytes], hashes: Hashes, drawn: NDArray[np.bool_], fraction: float
+) -> tuple[NDArray[np.bool_], str, str]:
+    """Read which samples a split file holds out, or write it with those that were drawn if it is not there.
 
-    def __init__(
-        self, path: Path, fraction: float, held_out: dict[bytes, bool], sha256: str, *, is_new: bool = False
-    ) -> None:
-        self.path = path
-        self.fraction = fraction
-        self.sha256 = sha256
-        self._is_new = is_new
-        self._held_out = held_out
+    Of several processes, one writes it. Images that the file does not know are held out if the hash of their name says
+    so: a function of the name alone, so that they too never change sides.
 
-    @property
-    def holds_out(self) -> bool:
-        """Whether it holds any image out."""
-        return any(self._held_out.values())
-
-    def places(self, names: Sequence[bytes], hashes: Hashes) -> tuple[NDArray[np.bool_], str]:
-        """Say which samples are held out, and what is to be told of that.
-
-        Images that the file does not know are held out if the hash of their name says so: a function of the name
-        alone, so that they too never change sides.
-
-        Raises:
-            DataError: If it knows none of them: then it is another data set's.
-        """
-        known = [self._held_out.get(name) for name in names]
-        new = np.array([each is None for each in known], dtype=bool)
-        if len(names) and new.all():
-            raise DataError(
-                f"the split file {str(self.path)!r} knows none of the {len(names):,} images, the first of which is "
-                f"{names[0].decode()!r}: it is another data set's; name another file in data.saved_split, which is "
-                "then written."
-            )
-        held_out = np.array([bool(each) for each in known], dtype=bool)
-        held_out[new] = hashes[new] < np.uint64(min(self.fraction * 2.0**64, 2.0**64 - 2048))
-        gone = len(self._held_out) - int((~new).sum())
-        keeps = "keeps it from now on, written now" if self._is_new else "keeps it"
-        parts = [f"as {str(self.path)!r} {keeps}: {int(held_out.sum()):,} of {len(names):,} images are held out"]
-        parts += [f"{int(new.sum()):,} that it does not know are placed by their names"] if new.any() else []
-        parts += [f"{gone:,} that it knows are gone"] if gone else []
-        return held_out, "; ".join(parts)
-
-
-def keep_split(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], fraction: float) -> KeptSplit:
-    """Read a split file, or write it with these images if it is not there; of several processes, one writes it.
+    Returns:
+        Which samples are held out, what is to be told of that, and the digest of the file's lines.
 
     Raises:
-        DataError: If it can be neither, or is damaged.
+        DataError: If it can be neither read nor written, is damaged or another data set's, or a side has gone with its
+            images.
         RecipeError: If it was written for another fraction.
     """
     is_new = not path.exists()
     if is_new:
-        _write(path, names, held_out, fraction)
-    kept = read_split(path, is_new=is_new)
-    if kept.fraction != fraction:
+        _write(path, names, drawn, fraction)
+    sides, written_for, sha256 = _read(path)
+    if written_for != fraction:
         raise RecipeError(
-            f"data.validation_fraction={fraction}, but the split file {str(path)!r} was written with {kept.fraction}: "
-            f"set data.validation_fraction={kept.fraction}, or name another file in data.saved_split."
+            f"data.validation_fraction={fraction}, but the split file {str(path)!r} was written with {written_for}: "
+            f"set data.validation_fraction={written_for}, or name another file in data.saved_split."
         )
-    return kept
+    known = [sides.get(name) for name in names]
+    new = np.array([each is None for each in known], dtype=bool)
+    if len(names) and new.all():
+        raise DataError(
+            f"the split file {str(path)!r} knows none of the {len(names):,} images, the first of which is "
+            f"{names[0].decode()!r}: it is another data set's; name another file in data.saved_split, which is "
+            "then written."
+        )
+    held_out = np.array([bool(each) for each in known], dtype=bool)
+    held_out[new] = hashes[new] < np.uint64(min(fraction * 2.0**64, 2.0**64 - 2048))
+    for side, is_empty in (("training", held_out.all()), ("held-out", any(sides.values()) and not held_out.any())):
+        if is_empty:
+            raise DataError(
+                f"no image that is left is a {side} one by the split file {str(path)!r} (data.saved_split): "
+                "restore the images, or name another file, which is then written."
+            )
+    gone = len(sides) - int((~new).sum())
+    keeps = "keeps it from now on, written now" if is_new else "keeps it"
+    parts = [f"as {str(path)!r} {keeps}: {int(held_out.sum()):,} of {len(names):,} images are held out"]
+    parts += [f"{int(new.sum()):,} that it does not know are placed by their names"] if new.any() else []
+    parts += [f"{gone:,} that it knows are gone"] if gone else []
+    return held_out, "; ".join(parts), sha256
 
 
-def read_split(path: Path, *, is_new: bool = False) -> KeptSplit:
-    """Read a split file; ``is_new`` says that it was written just now.
-
-    Raises:
-        DataError: If it cannot be read, is none, or is not as it was written.
-    """
+def _read(path: Path) -> tuple[dict[bytes, bool], float, str]:
+    """Whether each image that a split file knows is held out, the fraction, and the digest of its lines."""
     refuse_odd_kinds(path)
     try:
         content = path.read_bytes()
@@ -130,16 +111,16 @@ def read_split(path: Path, *, is_new: bool = False) -> KeptSplit:
             f"{found[:12]}…, and its first line says {said[:12]}…): restore it, or name another file in "
             "data.saved_split."
         )
-    held_out = {}
-    for line in rest.splitlines():
-        side, _, name = line.partition(b"\t")
-        held_out[_unescaped(name)] = side == b"validation"
-    return KeptSplit(path, fraction, held_out, said, is_new=is_new)
+    sides = (line.partition(b"\t") for line in rest.splitlines())
+    return {_unescaped(name): side == b"validation" for side, _, name in sides}, fraction, said
 
 
 def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], fraction: float) -> None:
     pairs = zip(held_out.tolist(), names, strict=True)
-    lines = b"".join(b"%s\t%s\n" % (_SIDES[held].encode(), _escaped(name)) for held, name in pairs)
+    escaped = (
+        (held, name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")) for held, name in pairs
+    )
+    lines = b"".join(b"%s\t%s\n" % (b"validation" if held else b"train", name) for held, name in escaped)
     head = {
         "file": _HEAD,
         "fraction": fraction,
@@ -172,10 +153,6 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
         ) from None
 
 
-def _escaped(name: bytes) -> bytes:
-    return name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
-
-
 def _unescaped(name: bytes) -> bytes:
     if b"\\" not in name:
         return name
@@ -200,13 +177,30 @@ def select(data: Data, dataset: ImageDataset) -> ImageDataset:
         DataError: If the file that keeps the split cannot be used.
     """
     dataset = _split_anew(data, dataset)
-    dataset = _with_holdout(data, dataset)
-    if data.only_classes is not None and dataset.train.labels.ndim > 1:
-        raise RecipeError("data.only_classes has no effect where images do not have one class each; leave it out.")
+    if data.holdout_fraction > 0:
+        whole = dataset.train
+        hashes = hashed_names(sample_names(whole), _HOLDOUT) if data.split_by == "name" else None
+        ids, held_out = hold_out(whole.labels, data.holdout_fraction, hashes)
+        if len(held_out) == 0:
+            raise RecipeError(
+                f"data.holdout_fraction={data.holdout_fraction} holds nothing out: no class has two training images; "
+                "leave it out."
+            )
+        dataset = replace(dataset, train=SubsetSource(whole, ids), holdout=SubsetSource(whole, held_out))
     if data.only_classes is not None:
+        if dataset.train.labels.ndim > 1:
+            raise RecipeError("data.only_classes has no effect where images do not have one class each; leave it out.")
         dataset = _with_classes(data.only_classes, dataset)
     if data.subset is not None:
-        dataset = _with_subset(data.subset, dataset)
+        train = first_of_all(dataset.train, data.subset)
+        taken = f"{len(train):,} of {len(dataset.train):,} training images, of each class alike, always the same"
+        dataset = replace(
+            dataset,
+            train=train,
+            digest=digest_of(dataset.digest, "subset", train.ids),
+            selection={**dataset.selection, "subset": len(train)},
+            reasons={**dataset.reasons, "subset": taken},
+        )
     return dataset
 
 
@@ -263,15 +257,6 @@ def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str 
     return sorted(chosen)
 
 
-def of_classes(source: SampleSource, chosen: Sequence[int], classes: int) -> SubsetSource:
-    """The images of some classes, numbered anew."""
-    numbers = np.full(classes, -1, dtype=np.int64)
-    numbers[list(chosen)] = np.arange(len(chosen))
-    labels = numbers[source.labels]
-    ids = np.flatnonzero(labels >= 0)
-    return part_of(source, ids, labels[ids])
-
-
 def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset") -> SubsetSource:
     """So many images, or such a share of them, of each class alike; in the order that they have in the source.
 
@@ -315,11 +300,9 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
     if data.saved_split is not None:
         held_out = np.zeros(len(whole), dtype=bool)
         held_out[ids[1]] = True
-        file = keep_split(Path(data.saved_split), names, held_out, fraction)
-        held_out, told = file.places(names, hashes)
+        held_out, told, sha256 = _kept_split(Path(data.saved_split), names, hashes, held_out, fraction)
         ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-        _check_sides(file, ids)
-        kept = {"split_file_sha256": file.sha256}
+        kept = {"split_file_sha256": sha256}
     return replace(
         dataset,
         train=part_of(whole, ids[0]),
@@ -328,30 +311,6 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
         selection={**dataset.selection, **kept},
         reasons={**dataset.reasons, "validation": told},
     )
-
-
-def _check_sides(file: KeptSplit, ids: Sequence[Ids]) -> None:
-    """Refuse a split of which a side has gone with its images."""
-    for side, found in zip(("training", "held-out"), ids, strict=True):
-        if len(found) == 0 and (side == "training" or file.holds_out):
-            raise DataError(
-                f"no image that is left is a {side} one by the split file {str(file.path)!r} (data.saved_split): "
-                "restore the images, or name another file, which is then written."
-            )
-
-
-def _with_holdout(data: Data, dataset: ImageDataset) -> ImageDataset:
-    """Take away from the training images what a recipe holds out of them."""
-    if data.holdout_fraction == 0:
-        return dataset
-    hashes = hashed_names(sample_names(dataset.train), _HOLDOUT) if data.split_by == "name" else None
-    train, held_out = hold_out(dataset.train.labels, data.holdout_fraction, hashes)
-    if len(held_out) == 0:
-        raise RecipeError(
-            f"data.holdout_fraction={data.holdout_fraction} holds nothing out: no class has two training images; leave "
-            "it out."
-        )
-    return replace(dataset, train=SubsetSource(dataset.train, train), holdout=SubsetSource(dataset.train, held_out))
 
 
 def take_classes(
@@ -373,9 +332,14 @@ def take_classes(
     """
     chosen = choose_classes(asked, classes, key)
     names = tuple(classes[number] for number in chosen)
-    parts = {name: of_classes(source, chosen, len(classes)) for name, source in splits.items()}
-    for name, part in parts.items():
-        if len(part) == 0 < len(splits[name]):
+    numbers = np.full(len(classes), -1, dtype=np.int64)
+    numbers[chosen] = np.arange(len(chosen))
+    parts = {}
+    for name, source in splits.items():
+        labels = numbers[source.labels]
+        ids = np.flatnonzero(labels >= 0)
+        parts[name] = part_of(source, ids, labels[ids])
+        if len(ids) == 0 < len(source):
             raise RecipeError(f"{key}={list(asked)} leaves no {name} images: none is of these classes; take others.")
     train = next(iter(parts.values()))
     if empty := sorted(set(range(len(chosen))) - set(train.labels.tolist())):
@@ -410,17 +374,3 @@ def among_classes(dataset: ImageDataset, known: Sequence[str]) -> ImageDataset:
     note = f"of {len(missing)} of the {len(known)} classes that the weights know, there are no images: {named}"
     found = relabelled(dataset, lambda labels: numbers[labels])
     return replace(found, classes=tuple(known), left_out=(*dataset.left_out, note))
-
-
-def _with_subset(part: int | str, dataset: ImageDataset) -> ImageDataset:
-    train = first_of_all(dataset.train, part)
-    return replace(
-        dataset,
-        train=train,
-        digest=digest_of(dataset.digest, "subset", train.ids),
-        selection={**dataset.selection, "subset": len(train)},
-        reasons={
-            **dataset.reasons,
-            "subset": f"{len(train):,} of {len(dataset.train):,} training images, of each class alike, always the same",
-        },
-    )

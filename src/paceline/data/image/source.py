@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,43 +121,35 @@ class HeadedSource(SampleSource, Protocol):
         ...
 
 
-@runtime_checkable
-class FiledSource(SampleSource, Protocol):
-    """A source that knows the files which its images lie in."""
+def leaves_of(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
+    """The sources that samples of a source are of in the end, with their numbers there.
 
-    def files(self, samples: Ids) -> Sequence[str]:
-        """Return the paths of the files that these samples lie in, and perhaps of more."""
-        ...
-
-
-@runtime_checkable
-class HeldSource(SampleSource, Protocol):
-    """A source whose images are pixels already, all of one size or not."""
-
-    def pixels(self) -> Image | None:
-        """Return all images, uint8 [N, H, W, C], or None if they are not all of one size."""
-        ...
-
-
-@runtime_checkable
-class ForeseeingSource(SampleSource, Protocol):
-    """A source that gains from being told what will be read: the disk then fetches it all at once."""
-
-    def will_read(self, samples: Ids) -> None:
-        """Take note that these samples are going to be read, in this order."""
-        ...
+    Such a source may have methods ``files(samples)``, the paths of the files that samples lie in and perhaps of more;
+    ``will_read(samples)``, so that the disk fetches them all at once; and ``pixels()``, all of its images if it holds
+    them in one size, uint8 [N, H, W, C].
+    """
+    if isinstance(source, SubsetSource):
+        return leaves_of(source.base, source.ids[samples])
+    if isinstance(source, JoinedSource):
+        numbers = source.part_numbers[samples]
+        parts = ((each, samples[numbers == at] - source.starts[at]) for at, each in enumerate(source.parts.values()))
+        return [found for each, ids in parts for found in leaves_of(each, ids)]
+    return [(source, samples)]
 
 
 def announce(source: SampleSource, samples: Ids) -> None:
     """Tell a source which samples are going to be read, if that is of use to it."""
-    if isinstance(source, SubsetSource):
-        ids = source.ids[samples]
-        announce(source.base, np.unique(ids) if isinstance(source, RepeatedSource) else ids)
-    elif isinstance(source, JoinedSource):
-        for part, ids in source.samples_by_part(samples):
-            announce(part, ids)
-    elif isinstance(source, ForeseeingSource):
-        source.will_read(samples)
+    for part, ids in leaves_of(source, samples):
+        if hasattr(part, "will_read"):
+            part.will_read(np.unique(ids))
+
+
+def files_of(source: SampleSource, samples: Ids) -> list[str] | None:
+    """Paths of the files that samples lie in; None if the source does not know."""
+    parts = leaves_of(source, samples)
+    if not all(hasattr(part, "files") for part, _ in parts):
+        return None
+    return [path for part, ids in parts for path in part.files(ids)]
 
 
 class ArraySource:
@@ -279,8 +271,8 @@ class JoinedSource:
         self.parts = dict(parts)
         self.labels = labels
         self.part_numbers: Ids = np.repeat(np.arange(len(parts)), [len(each) for each in parts.values()])
-        self._names, self._sources = list(parts), list(parts.values())
-        self._starts = np.searchsorted(self.part_numbers, np.arange(len(parts))).tolist()
+        self.starts = np.searchsorted(self.part_numbers, np.arange(len(parts))).tolist()
+        self._pairs = list(parts.items())
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -288,7 +280,7 @@ class JoinedSource:
     def find(self, sample: int) -> tuple[str, SampleSource, int]:
         """Return the name of the part that a sample is in, the part, and the sample's number there."""
         part = int(self.part_numbers[sample])
-        return self._names[part], self._sources[part], sample - self._starts[part]
+        return *self._pairs[part], sample - self.starts[part]
 
     def read(self, sample: int) -> Image:
         """Read the part's sample; raises BrokenImageError."""
@@ -312,11 +304,6 @@ class JoinedSource:
         """Return the part's name of the sample."""
         _, source, number = self.find(sample)
         return source.path(number)
-
-    def samples_by_part(self, samples: Ids) -> list[tuple[SampleSource, Ids]]:
-        """Return each part with those of the samples that are in it, by their numbers there."""
-        numbers = self.part_numbers[samples]
-        return [(source, samples[numbers == part] - self._starts[part]) for part, source in enumerate(self._sources)]
 
 
 def part_numbers(source: SampleSource) -> Ids | None:
@@ -359,26 +346,15 @@ def _decodes_as_we_do(kind: type) -> bool:
     return "encoded" in vars(first)
 
 
-def files_of(source: SampleSource, samples: Ids) -> Sequence[str] | None:
-    """Paths of the files that samples lie in; None if the source does not know."""
-    if isinstance(source, SubsetSource):
-        return files_of(source.base, np.unique(source.ids[samples]))
-    if isinstance(source, JoinedSource):
-        found = [files_of(part, ids) for part, ids in source.samples_by_part(samples)]
-        return None if None in found else [path for each in found for path in each or ()]
-    return source.files(samples) if isinstance(source, FiledSource) else None
-
-
 def as_array(source: SampleSource) -> Image | None:
     """Return all images of a source that holds them in memory, uint8 [N, H, W, C], else None."""
     if isinstance(source, ArraySource):
         return source.images
-    if isinstance(source, HeldSource):
-        return source.pixels()
     if isinstance(source, SubsetSource):
         images = as_array(source.base)
         return None if images is None else images[source.ids]
-    return None
+    pixels: Callable[[], Image | None] = getattr(source, "pixels", lambda: None)
+    return pixels()
 
 
 # ITU-R 601 luma in 16 bits, as Pillow has it.
@@ -405,20 +381,6 @@ def array_digest(*sources: ArraySource) -> str:
 
 
 Hashes = NDArray[np.uint64]
-
-
-class _Names(Protocol):
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> str | bytes: ...
-
-
-@runtime_checkable
-class _NamedSource(Protocol):
-    """A source that knows what its images are called within the data set."""
-
-    @property
-    def names(self) -> _Names: ...
 
 
 def sample_names(source: SampleSource) -> list[bytes]:
@@ -449,7 +411,7 @@ def _name(source: SampleSource, sample: int) -> bytes:
     if isinstance(source, JoinedSource):
         part, within, number = source.find(sample)
         return part.encode("utf-8", "backslashreplace") + b"/" + _name(within, number)
-    names = source.names if isinstance(source, _NamedSource) else None
+    names = getattr(source, "names", None)  # within the data set
     if isinstance(names, Names) and not isinstance(source, FileSource):
         text = names.text(sample)  # UTF-8 within files, whatever this system's encoding of file names is
     else:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
-from paceline.data.image.source import FileSource, Ids, Names
+from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import TRAIN, WORDS, split_of
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
@@ -101,7 +101,14 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
     written = {label for labels in parts for label in labels}
     number: dict[int | str, int]
     if _are_numbers(written, path):
-        number = {label: _index(label, path) for label in written}
+        number = {}
+        for label in written:
+            if len(str(label)) > len(str(_LARGEST_LABEL)) or int(label) >= _LARGEST_LABEL:
+                raise DataError(
+                    f"{path!r} has the label {str(label)[:40]}, but labels that are numbers go up to "
+                    f"{_LARGEST_LABEL - 1:,}: write names, with a letter in one of them."
+                )
+            number[label] = int(label)
         classes = tuple(map(str, range(max(number.values()) + 1)))
     else:
         classes = tuple(sorted(map(str, set(parts[0]))))
@@ -130,15 +137,6 @@ def _are_numbers(written: set[int | str], path: str) -> bool:
     return False
 
 
-def _index(label: int | str, path: str) -> int:
-    if len(str(label)) > len(str(_LARGEST_LABEL)) or int(label) >= _LARGEST_LABEL:
-        raise DataError(
-            f"{path!r} has the label {str(label)[:40]}, but labels that are numbers go up to {_LARGEST_LABEL - 1:,}: "
-            "write names, with a letter in one of them."
-        )
-    return int(label)
-
-
 def number_rows(
     values: Sequence[object],
     parts: Sequence[Ids],
@@ -158,7 +156,18 @@ def number_rows(
     Raises:
         DataError: If a row has no label, or one of no class.
     """
-    found = [[_label_of(values[row], row, name) for row in part.tolist()] for part in parts]
+
+    def label(row: int) -> int | str:
+        value = values[row]
+        if value is None or value == "" or value == -1:  # -1 as Hugging Face's library writes what is not known
+            raise DataError(
+                f"{name(row)} has no label ({value!r}): give one, leave the row out, or name another column in "
+                "data.label_column."
+            )
+        # A yes or no is a class like any other.
+        return str(value).lower() if isinstance(value, bool) else as_label(value, name(row))
+
+    found = [list(map(label, part.tolist())) for part in parts]
     named = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
     if not named:
         return number_classes(found, path)
@@ -247,16 +256,6 @@ def _number_in(cell: Any) -> float:
         return float(cell)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def _label_of(value: object, row: int, name: Callable[[int], str]) -> int | str:
-    if value is None or value == "" or value == -1:  # -1 as Hugging Face's library writes what is not known
-        raise DataError(
-            f"{name(row)} has no label ({value!r}): give one, leave the row out, or name another column in "
-            "data.label_column."
-        )
-    # A yes or no is a class like any other.
-    return str(value).lower() if isinstance(value, bool) else as_label(value, name(row))
 
 
 _USUAL = {
@@ -469,28 +468,20 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     classes: tuple[str, ...]
     numbered: Sequence[NDArray[Any]]
     if numbers is None:
-        name_classes = name_rows if request.several_labels else number_rows
-        classes, numbered = name_classes(rows.labels, parts, rows.where, table)
+        name: Callable[..., tuple[tuple[str, ...], Sequence[NDArray[Any]]]]
+        name = name_rows if request.several_labels else number_rows
+        classes, numbered = name(rows.labels, parts, rows.where, table)
     else:
         classes, numbered = data.target_columns, [numbers[part] for part in parts]
-    names = [os.fsencode(each) for each in rows.paths]
-    listed = [Names.of(names[row] for row in part.tolist()) for part in parts]
-    whole = [FileSource(rows.root, each, label, 3) for each, label in zip(listed, numbered, strict=True)]
-    digest = hashlib.sha256()
+    sources, digest = [], hashlib.sha256()
     for part, targets in zip(parts, numbered, strict=True):
-        lines = (
-            b"%s\0%d\0%s\n" % (names[row], sizes[row], str(label).encode())
-            for row, label in zip(part, targets.tolist(), strict=True)
-        )
-        digest.update(b"".join(lines) + b"\0")
+        names = [os.fsencode(rows.paths[row]) for row in part.tolist()]
+        sources.append(FileSource(rows.root, names, targets, 3))
+        for name, row, label in zip(names, part, targets.tolist(), strict=True):
+            digest.update(b"%s\0%d\0%s\n" % (name, sizes[row], str(label).encode()))
+        digest.update(b"\0")
     digest.update("\0".join(classes).encode())
-    return file_splits(
-        request,
-        whole,
-        rows.parts.told,
-        classes=classes,
-        digest=digest.hexdigest(),
-    )
+    return file_splits(request, sources, rows.parts.told, classes=classes, digest=digest.hexdigest())
 
 
 def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
@@ -500,39 +491,32 @@ def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
     for row in np.sort(wanted).tolist():
         path = rows.paths[row]
         whole = os.path.normpath(os.path.join(rows.root, path))
+        try:
+            found = os.stat(whole)
+            size = found.st_size if stat.S_ISREG(found.st_mode) else None
+        except (OSError, ValueError):  # a name with a zero byte in it
+            size = None
+        more: tuple[str, ...] = (repr(path),)
         if not path:
-            problems.add_row("{} names no image: give its path, or remove the line.", rows.where(row))
+            sentence, more = "{} names no image: give its path, or remove the line.", ()
         elif _ADDRESS.match(path):
             # Not repeated: an address may hold a password.
-            problems.add_row(
-                "{} names an address, and a table names files: copy the images here, and give paths from the table on.",
-                rows.where(row),
+            sentence = (
+                "{} names an address, and a table names files: copy the images here, and give paths from the table on."
             )
+            more = ()
         elif whole in seen:
-            where, otherwise = rows.where(seen[whole]), _otherwise(rows, seen[whole], row)
+            one, other = rows.labels[seen[whole]], rows.labels[row]
+            otherwise = "" if one == other else f", with the label {one!r} there and {other!r} here"
             sentence = "{} names {}, which {} names too{}: keep one of them."
-            problems.add_row(sentence, rows.where(row), repr(path), where, otherwise)
-        elif (size := _size(whole)) is None:
-            if kind := odd_kind(whole):
-                sentence = "{} names {}, which is {}: correct it, or remove the line."
-                problems.add_row(sentence, rows.where(row), repr(path), kind)
-            else:
-                sentence = "{} names {}, but there is no file {}: correct it, or remove the line."
-                problems.add_row(sentence, rows.where(row), repr(path), repr(whole))
+            more = (repr(path), rows.where(seen[whole]), otherwise)
+        elif size is not None:
+            sizes[row], seen[whole] = size, row
+            continue
+        elif kind := odd_kind(whole):
+            sentence, more = "{} names {}, which is {}: correct it, or remove the line.", (repr(path), kind)
         else:
-            seen[whole] = row
-            sizes[row] = size
+            sentence = "{} names {}, but there is no file {}: correct it, or remove the line."
+            more = (repr(path), repr(whole))
+        problems.add_row(sentence, rows.where(row), *more)
     return sizes
-
-
-def _otherwise(rows: PathRows, first: int, second: int) -> str:
-    one, other = rows.labels[first], rows.labels[second]
-    return "" if one == other else f", with the label {one!r} there and {other!r} here"
-
-
-def _size(path: str) -> int | None:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):  # a name with a zero byte in it
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None

@@ -12,7 +12,8 @@ in its micro-batch, or before its own repeats there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -228,41 +229,39 @@ def asks_for_variation(augment: Augment) -> bool:
 
 def variations(augment: Augment) -> list[str]:
     """The keys of `data.augment` by which a recipe asks for any of this, in the order in which they are applied."""
+    return [name for name, (is_asked, _) in _operations(augment, []).items() if is_asked]
+
+
+def _operations(augment: Augment, fill: list[int]) -> dict[str, tuple[bool, Callable[[Any], Any]]]:
+    """Whether each operation is asked for, and how it is made of torchvision's module, in the order they have."""
     jitter = augment.jitter
-    asked = {
-        "vertical_flip": augment.vertical_flip > 0,
-        "policy": augment.policy != "none",
-        "jitter": any((jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)),
-        "grayscale": augment.grayscale > 0,
-        "blur": augment.blur > 0,
-        "erase": augment.erase > 0,
+    colours = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
+    return {
+        "vertical_flip": (augment.vertical_flip > 0, lambda v2: v2.RandomVerticalFlip(augment.vertical_flip)),
+        "policy": (augment.policy != "none", lambda v2: _policy(v2, augment, fill)),
+        "jitter": (any(colours), lambda v2: v2.RandomApply([v2.ColorJitter(*colours)], jitter.probability)),
+        "grayscale": (augment.grayscale > 0, lambda v2: v2.RandomGrayscale(augment.grayscale)),
+        "blur": (
+            augment.blur > 0,
+            lambda v2: v2.RandomApply([v2.GaussianBlur(kernel_size=9, sigma=(0.1, 2.0))], augment.blur),
+        ),
+        "erase": (
+            augment.erase > 0,
+            lambda v2: v2.RandomErasing(augment.erase, augment.erase_scale, augment.erase_ratio, fill),
+        ),
     }
-    return [name for name, is_asked in asked.items() if is_asked]
 
 
 def _transforms(augment: Augment, fill: list[int]) -> list[Callable[[Tensor], Tensor]]:
-    names = variations(augment)
-    if not names:
+    makers = [make for is_asked, make in _operations(augment, fill).values() if is_asked]
+    if not makers:
         return []
     from torchvision.transforms import v2
 
-    jitter = augment.jitter
-    make: dict[str, Callable[[], Any]] = {
-        "vertical_flip": lambda: v2.RandomVerticalFlip(augment.vertical_flip),
-        "policy": lambda: _policy(augment, fill),
-        "jitter": lambda: v2.RandomApply(
-            [v2.ColorJitter(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)], jitter.probability
-        ),
-        "grayscale": lambda: v2.RandomGrayscale(augment.grayscale),
-        "blur": lambda: v2.RandomApply([v2.GaussianBlur(kernel_size=9, sigma=(0.1, 2.0))], augment.blur),
-        "erase": lambda: v2.RandomErasing(augment.erase, augment.erase_scale, augment.erase_ratio, fill),
-    }
-    return [make[name]() for name in names]
+    return [make(v2) for make in makers]
 
 
-def _policy(augment: Augment, fill: list[int]) -> Any:
-    from torchvision.transforms import v2
-
+def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
     shared: dict[str, Any] = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": fill}
     match augment.policy:
         case "randaugment":
@@ -332,6 +331,8 @@ class Mixing:
 
     def draw(self, step: int, height: int, width: int) -> Mixture | None:
         """What a step does to images of a size; None if it mixes nothing."""
+        from scipy.special import betaincinv
+
         mix = self._mix
         happens, kind, share, down, across = uniforms(
             seed_of(self._seed, _MIXING_PURPOSE), 0, np.array([step], dtype=np.int64), 5
@@ -339,15 +340,9 @@ class Mixing:
         if happens >= mix.probability:
             return None
         cuts = mix.cutmix > 0 and (mix.mixup == 0 or kind < mix.switch)
-        own = _beta(mix.cutmix if cuts else mix.mixup, share)
+        alpha = mix.cutmix if cuts else mix.mixup
+        own = float(betaincinv(alpha, alpha, share))  # a draw from Beta(alpha, alpha)
         return _cut(own, height, width, down, across) if cuts else Mixture(own)
-
-
-def _beta(alpha: float, uniform: float) -> float:
-    """A draw from Beta(alpha, alpha), by the inverse of its distribution function."""
-    from scipy.special import betaincinv
-
-    return float(betaincinv(alpha, alpha, uniform))
 
 
 def _cut(share: float, height: int, width: int, down: float, across: float) -> Mixture:
@@ -387,16 +382,11 @@ def first_images(source: SampleSource, view: View, count: int) -> torch.Tensor:
         DataError: If none of them can be read.
     """
     ids = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(np.int64))
-    found = list(_whole(source, view, ids.tolist()))
+    found = []
+    for sample in ids.tolist():
+        with suppress(BrokenImageError):  # told, and counted, when training comes to it
+            image = source.read(sample)
+            found.append(evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation))
     if not found:
         raise DataError(f"none of {len(ids)} training images could be read, from which the network was to begin.")
     return torch.stack(found)
-
-
-def _whole(source: SampleSource, view: View, ids: list[int]) -> Iterator[torch.Tensor]:
-    for sample in ids:
-        try:
-            image = source.read(sample)
-        except BrokenImageError:
-            continue  # told, and counted, when training comes to it
-        yield evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation)

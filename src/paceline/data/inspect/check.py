@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.data.image.source import encoded_source
+from paceline.data.image.source import JoinedSource, encoded_source
 from paceline.data.inspect.findings import (
-    Entry,
     Finding,
     class_figures,
     cost_figures,
@@ -21,30 +20,11 @@ from paceline.data.inspect.findings import (
     size_figures,
     whole,
 )
-from paceline.data.inspect.gather import Gathered, Progress, Samples, Subject, gather, open_subject
+from paceline.data.inspect.gather import Progress, gather, open_subject
 from paceline.data.inspect.look import SEVERITIES, Viewer
 from paceline.data.inspect.quarantine import Quarantine, check_place, move_away
 from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be checked, and how.
-
-    Attributes:
-        source: A folder, an archive, a recipe's name or file.
-        overrides: Changes to the recipe's data section.
-        workers: Processes that read; None for one per core.
-        limit: Images to look at, spread over all; None for all.
-        quarantine: Folder that what breaks a run is moved to; None to move nothing.
-    """
-
-    source: str
-    overrides: tuple[str, ...] = ()
-    workers: int | None = None
-    limit: int | None = None
-    quarantine: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +89,17 @@ class DataReport:
             "found": self.count,
             "splits": self.splits,
             "validation": self.validation,
-            "findings": [_finding(each) for each in self.findings],
+            "findings": [
+                {
+                    "kind": each.kind.name,
+                    "severity": each.kind.severity,
+                    "count": each.count,
+                    "means": each.kind.means,
+                    "advice": each.kind.advice,
+                    "entries": list(map(asdict, each.entries)),
+                }
+                for each in self.findings
+            ],
             "classes": self.classes,
             "sizes": self.sizes,
             "pixels": self.pixels,
@@ -121,39 +111,70 @@ class DataReport:
         }
 
 
-def check_data(asked: Asked, progress: Progress) -> DataReport:
+def check_data(
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    workers: int | None = None,
+    limit: int | None = None,
+    quarantine: Path | None = None,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> DataReport:
     """Look at the images, and say what would break or spoil a run.
+
+    Args:
+        source: A folder, an archive, a recipe's name or file.
+        overrides: Changes to the recipe's data section.
+        workers: Processes that read; None for one per core.
+        limit: Images to look at, spread over all; None for all.
+        quarantine: Folder that what breaks a run is moved to; None to move nothing.
+        progress: Told how far it is.
 
     Raises:
         PacelineError: If there is nothing to be checked.
     """
     begin = time.perf_counter()
-    subject = open_subject(asked.source, asked.overrides)
-    if asked.quarantine is not None:
+    subject = open_subject(source, overrides)
+    if quarantine is not None:
         if subject.root is None or not subject.is_folder:
             raise RecipeError(
-                f"--quarantine moves files out of a folder of class folders, which {asked.source!r} is not; leave it "
-                "out."
+                f"--quarantine moves files out of a folder of class folders, which {source!r} is not; leave it out."
             )
-        check_place(subject.root, asked.quarantine)
-    samples = Samples(subject.splits)
-    workers = asked.workers or available_cores()
+        check_place(subject.root, quarantine)
+    labels = np.concatenate([each.labels for each in subject.splits.values()])
+    samples = JoinedSource(subject.splits, labels)
+    workers = workers or available_cores()
     dataset = subject.dataset
     viewers = [
-        Viewer(dataset.image_size, dataset.channels, encoded_source(source) is not None)
-        for source in subject.splits.values()
+        Viewer(dataset.image_size, dataset.channels, encoded_source(each) is not None)
+        for each in subject.splits.values()
     ]
-    gathered = gather(samples, viewers, limit=asked.limit, workers=workers, progress=progress)
+    gathered = gather(samples, viewers, limit=limit, workers=workers, progress=progress)
     findings = find_all(subject, gathered, workers=workers, progress=progress)
     read = whole(gathered)
-    moved = None
-    if asked.quarantine is not None and subject.root is not None:
-        moved = move_away(findings, subject.root, asked.quarantine)
+    is_whole = np.zeros(len(gathered.numbers), dtype=bool)
+    is_whole[read] = True
+    split_of = samples.part_numbers[gathered.numbers]
+    moved, unusable = None, ""
+    if quarantine is not None and subject.root is not None:
+        moved = move_away(findings, subject.root, quarantine)
+        if moved.moved:  # a class may be gone with its last image
+            try:
+                unusable = next(open_subject(source, overrides).problems.sentences(), "")
+            except PacelineError as error:
+                unusable = str(error)
     return DataReport(
-        source=asked.source,
+        source=source,
         dataset=subject.dataset.name,
         root=None if subject.root is None else str(subject.root),
-        splits=_splits(gathered),
+        splits={
+            name: {
+                "samples": len(each),
+                "checked": int((split_of == split).sum()),
+                "broken": int((~is_whole[split_of == split]).sum()),
+            }
+            for split, (name, each) in enumerate(subject.splits.items())
+        },
         validation=subject.dataset.reasons.get("validation", ""),
         findings=findings,
         classes=class_figures(subject),
@@ -162,47 +183,6 @@ def check_data(asked: Asked, progress: Progress) -> DataReport:
         cost={} if subject.is_in_memory else cost_figures(gathered, read),
         workers=workers,
         quarantine=moved,
-        unusable=_why_unusable(asked) if moved is not None and moved.moved else "",
+        unusable=unusable,
         seconds=time.perf_counter() - begin,
     )
-
-
-def _why_unusable(asked: Asked) -> str:
-    """Say why a run would refuse what is there now: a class may be gone with its last image."""
-    try:
-        return next(open_subject(asked.source, asked.overrides).problems.sentences(), "")
-    except PacelineError as error:
-        return str(error)
-
-
-def _splits(gathered: Gathered) -> dict[str, dict[str, int]]:
-    samples = gathered.samples
-    is_whole = np.zeros(len(gathered.numbers), dtype=bool)
-    is_whole[whole(gathered)] = True
-    checked = samples.split_of[gathered.numbers]
-    return {
-        name: {
-            "samples": int((samples.split_of == split).sum()),
-            "checked": int((checked == split).sum()),
-            "broken": int((~is_whole[checked == split]).sum()),
-        }
-        for split, name in enumerate(samples.names)
-    }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        "kind": finding.kind.name,
-        "severity": finding.kind.severity,
-        "count": finding.count,
-        "means": finding.kind.means,
-        "advice": finding.kind.advice,
-        "entries": [_entry(entry) for entry in finding.entries],
-    }
-
-
-def _entry(entry: Entry) -> dict[str, Any]:
-    return dataclasses.asdict(entry)
-
-
-__all__ = ["Asked", "DataReport", "Subject", "check_data"]

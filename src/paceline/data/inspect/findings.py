@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.data.image.source import Ids
 from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, Subject, similar
-from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, Kind
+from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 
 Hashes = NDArray[np.uint64]
 
@@ -42,7 +42,7 @@ def first_of(content: Hashes, present: NDArray[np.bool_]) -> Ids:
     return first
 
 
-def look_alikes(hashes: Hashes, split_of: NDArray[np.int8], first: Ids) -> Ids:
+def look_alikes(hashes: Hashes, split_of: Ids, first: Ids) -> Ids:
     """Pairs (sample, the one in an earlier split that looks most like it), int64 [pairs, 2].
 
     What is the same file is left out, and so are samples whose hash is 0.
@@ -103,8 +103,7 @@ def class_figures(subject: Subject) -> dict[str, Any]:
     """How many samples each class has, and how unlike these are."""
     counts = class_counts(subject)
     train = counts["train"]
-    smallest = int(train.min(initial=0)) if len(train) == 0 else int(train.min())
-    largest = int(train.max(initial=0))
+    smallest, largest = (int(train.min()), int(train.max())) if len(train) else (0, 0)
     return {
         "count": len(subject.dataset.classes),
         "smallest_train": smallest,
@@ -139,24 +138,20 @@ def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
             {"from_ms": low, "to_ms": high, "images": int(count)}
             for low, high, count in zip((0.0, *EDGES), (*EDGES, None), counts, strict=True)
         ],
-        "slowest": [_slow(gathered, position) for position in slowest.tolist()],
-    }
-
-
-def _slow(gathered: Gathered, position: int) -> dict[str, Any]:
-    row = gathered.rows[position]
-    return {
-        "path": gathered.samples.path(int(gathered.numbers[position])),
-        "cpu_ms": 1000.0 * float(row["seconds"]),
-        "width": int(row["width"]),
-        "height": int(row["height"]),
-        "file_bytes": int(row["file_bytes"]),
+        "slowest": [
+            {
+                "path": gathered.samples.path(int(gathered.numbers[position])),
+                "cpu_ms": 1000.0 * float(gathered.rows[position]["seconds"]),
+                **{key: int(gathered.rows[position][key]) for key in ("width", "height", "file_bytes")},
+            }
+            for position in slowest.tolist()
+        ],
     }
 
 
 def pixel_figures(subject: Subject, gathered: Gathered, read: Ids) -> dict[str, Any]:
     """Mean and deviation of each channel in [0, 1] over the training images, beside those that a run subtracts."""
-    in_train = gathered.samples.split_of[gathered.numbers[read]] == 0
+    in_train = gathered.samples.part_numbers[gathered.numbers[read]] == 0
     rows = gathered.rows[read[in_train]]
     if len(rows) == 0:
         return {}
@@ -226,9 +221,8 @@ def find_all(subject: Subject, gathered: Gathered, *, workers: int, progress: Pr
         *_of_copies(gathered, workers=workers, progress=progress),
         *_of_classes(subject),
     ]
-    order = list(KINDS)
-    ranks = {"breaks": 0, "spoils": 1, "costs": 2, "notice": 3}
-    return tuple(sorted(found, key=lambda each: (ranks[each.kind.severity], order.index(each.kind.name))))
+    worst, order = list(SEVERITIES), list(KINDS)
+    return tuple(sorted(found, key=lambda each: (worst.index(each.kind.severity), order.index(each.kind.name))))
 
 
 def _of_folder(subject: Subject) -> Iterator[Finding]:
@@ -263,7 +257,7 @@ def _entry(gathered: Gathered, position: int, detail: str = "", other: int | Non
     number = int(gathered.numbers[position])
     return Entry(
         name=samples.path(number),
-        split=samples.names[samples.split_of[number]],
+        split=samples.find(number)[0],
         detail=detail,
         other=None if other is None else samples.path(int(gathered.numbers[other])),
     )
@@ -273,7 +267,7 @@ def _of_copies(gathered: Gathered, *, workers: int, progress: Progress) -> Itera
     present = np.zeros(len(gathered.numbers), dtype=bool)
     present[whole(gathered)] = True
     first = first_of(gathered.rows["content"], present)
-    split_of = gathered.samples.split_of[gathered.numbers]
+    split_of = gathered.samples.part_numbers[gathered.numbers]
     labels = gathered.samples.labels[gathered.numbers]
     copies = np.flatnonzero(first != np.arange(len(first)))
     elsewhere = split_of[copies] != split_of[first[copies]]
@@ -299,23 +293,19 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
     classes = subject.dataset.classes
     counts = class_counts(subject)
     train, held_out = counts["train"], counts["validation"]
+
+    def sized(number: int) -> Entry:
+        count = int(train[number])
+        return Entry(classes[number], detail=f"{count:,} image{'' if count == 1 else 's'}")
+
+    found = {"imbalance": list[Entry]()}
     if len(train) and train.max() > IMBALANCED * max(int(train.min()), 1):
-        extremes = [int(train.argmax()), int(train.argmin())]
-        yield _classes("imbalance", [Entry(classes[each], detail=_images(train[each])) for each in extremes])
-    few = [Entry(classes[each], detail=_images(train[each])) for each in np.flatnonzero(train < FEW)]
-    yield from [_classes("small_class", few)] if few else []
-    lacking = [Entry(classes[each]) for each in np.flatnonzero(held_out == 0)] if held_out.sum() else []
-    yield from [_classes("no_held_out", lacking)] if lacking else []
+        found["imbalance"] = [sized(int(train.argmax())), sized(int(train.argmin()))]
+    found["small_class"] = [sized(each) for each in np.flatnonzero(train < FEW).tolist()]
+    lacking = np.flatnonzero(held_out == 0).tolist()
+    found["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
     alike = defaultdict(list)
     for name in classes:
         alike["".join(name.casefold().split())].append(name)
-    same = [Entry(names[1], other=names[0]) for names in alike.values() if len(names) > 1]
-    yield from [_classes("alike_names", same)] if same else []
-
-
-def _images(count: int) -> str:
-    return f"{count:,} image{'' if count == 1 else 's'}"
-
-
-def _classes(name: str, entries: list[Entry]) -> Finding:
-    return Finding(KINDS[name], len(entries), tuple(entries))
+    found["alike_names"] = [Entry(names[1], other=names[0]) for names in alike.values() if len(names) > 1]
+    yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in found.items() if entries)

@@ -6,7 +6,6 @@ distributed over all cores, where a damaged image may end the process that reads
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from paceline.data.image.heads import spread
 from paceline.data.image.selection import relabelled
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
-from paceline.data.image.source import BrokenImageError, Ids, Image, SampleSource, as_array
+from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource, as_array
 from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.packing.origins import detect
 from paceline.errors import DataError, PacelineError, RecipeError
@@ -49,7 +48,6 @@ class Subject:
     """What is checked.
 
     Attributes:
-        name: What the user called it.
         dataset: What a run would make of it; of a folder that a run refuses, what can be made of it.
         splits: Its images by split; ``test`` are those of a folder that a run does not read.
         problems: What a run refuses about a folder or a table.
@@ -58,7 +56,6 @@ class Subject:
         is_folder: Whether that is a folder of class folders.
     """
 
-    name: str
     dataset: ImageDataset
     splits: dict[str, SampleSource]
     problems: Problems = field(default_factory=Problems)
@@ -72,32 +69,6 @@ class Subject:
         return all(as_array(source) is not None for source in self.splits.values())
 
 
-class Samples:
-    """The samples of all splits, under one numbering."""
-
-    def __init__(self, splits: dict[str, SampleSource]) -> None:
-        self.names = tuple(splits)
-        self._sources = tuple(splits.values())
-        sizes = [len(source) for source in self._sources]
-        self._ends = np.cumsum(sizes, dtype=np.int64)
-        self.labels: Ids = np.concatenate([source.labels for source in self._sources])
-        self.split_of = np.repeat(np.arange(len(sizes), dtype=np.int8), sizes)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def find(self, number: int) -> tuple[SampleSource, int]:
-        """The source a sample is in, and its id there."""
-        split = int(self.split_of[number])
-        source = self._sources[split]
-        return source, number - int(self._ends[split]) + len(source)
-
-    def path(self, number: int) -> str:
-        """The name of a sample."""
-        source, sample = self.find(number)
-        return source.path(sample)
-
-
 def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     """Open what the user names: a folder, an archive, a shipped recipe or a recipe file.
 
@@ -109,7 +80,18 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     if data.dataset == "synthetic":
         raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), and there is nothing in it to check.")
     problems = Problems()
-    dataset = _opened(recipe, problems)
+    try:
+        dataset = open_dataset(data, problems, several_labels=recipe.task == "image_multilabel")
+    except PacelineError as error:
+        if is_reference(recipe.task):
+            raise DataError(
+                f"task={recipe.task} may read its data itself, and check-data looks at sets of images only, not at "
+                f"data.dataset={data.dataset} ({str(error).rstrip('.')}); nothing was checked."
+            ) from error
+        raise
+    if dataset.train.labels.ndim > 1:
+        # Images that do not have one class each are looked at as those of one.
+        dataset = replace(relabelled(dataset, strata), classes=("images",))
     splits = {"train": dataset.train, "validation": dataset.validation}
     if dataset.holdout is not None:
         splits["holdout"] = dataset.holdout
@@ -123,23 +105,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         if test is not None:
             splits["test"] = test
         unread = tuple(unread_entries(root))
-    return Subject(source, dataset, splits, problems, unread, root, is_folder)
-
-
-def _opened(recipe: Recipe, problems: Problems) -> ImageDataset:
-    try:
-        found = open_dataset(recipe.data, problems, several_labels=recipe.task == "image_multilabel")
-    except PacelineError as error:
-        if is_reference(recipe.task):
-            raise DataError(
-                f"task={recipe.task} may read its data itself, and check-data looks at sets of images only, not at "
-                f"data.dataset={recipe.data.dataset} ({str(error).rstrip('.')}); nothing was checked."
-            ) from error
-        raise
-    if found.train.labels.ndim == 1:
-        return found
-    # Images that do not have one class each are looked at as those of one.
-    return replace(relabelled(found, strata), classes=("images",))
+    return Subject(dataset, splits, problems, unread, root, is_folder)
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
@@ -181,6 +147,7 @@ Progress = Callable[[str, int, int], None]
 
 MOST_NAMED = 10_000
 _PARTS = 32
+_KILLED = "killed, as the system does when memory is short"
 
 
 @dataclass(frozen=True)
@@ -194,7 +161,7 @@ class Gathered:
         said: By kind, (position in ``numbers``, what more there is to say) of the first ten thousand.
     """
 
-    samples: Samples
+    samples: JoinedSource
     numbers: Ids
     rows: Rows
     said: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -213,7 +180,7 @@ class Gathered:
 
 
 def gather(
-    samples: Samples, viewers: Sequence[Viewer], *, limit: int | None, workers: int, progress: Progress
+    samples: JoinedSource, viewers: Sequence[Viewer], *, limit: int | None, workers: int, progress: Progress
 ) -> Gathered:
     """Look at every sample, or at ``limit`` of them, with each split's viewer."""
     numbers = spread(len(samples), limit)
@@ -226,8 +193,8 @@ def gather(
         defects = []
         for place, position in enumerate(piece):
             note(position)
-            source, sample = samples.find(int(numbers[position]))
-            viewer = viewers[samples.split_of[numbers[position]]]
+            _, source, sample = samples.find(int(numbers[position]))
+            viewer = viewers[samples.part_numbers[numbers[position]]]
             if not warm:  # a process's first image pays for loading the decoder, too
                 warm.append(position)
                 look(source, sample, viewer, rows[place].copy())
@@ -238,7 +205,9 @@ def gather(
     done = 0
     for result in in_parallel(work, len(numbers), workers=workers):
         if isinstance(result, Died):
-            found.add(result.item, [("reader_died", _ending(result.exit_code))])
+            code = result.exit_code
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            found.add(result.item, [("reader_died", _KILLED if code == -signal.SIGKILL else how)])
             done += 1
         else:
             rows, defects = result.result
@@ -260,7 +229,11 @@ def similar(
         values = []
         for number in piece:
             note(number)
-            values.append(_correlation(*(_parts(gathered, int(position)) for position in pairs[number])))
+            one, other = (_parts(gathered, int(position)) for position in pairs[number])
+            if one is None or other is None:
+                values.append(0.0)
+            else:
+                values.append(float(np.corrcoef(one.reshape(-1), other.reshape(-1))[0, 1]))
         return values
 
     done = 0
@@ -273,30 +246,19 @@ def similar(
 
 
 def _parts(gathered: Gathered, position: int) -> Image | None:
-    source, sample = gathered.samples.find(int(gathered.numbers[position]))
     try:
-        return grey_parts(source.read(sample), _PARTS, _PARTS)
+        return grey_parts(gathered.samples.read(int(gathered.numbers[position])), _PARTS, _PARTS)
     except BrokenImageError:  # it was whole when it was looked at
         return None
-
-
-def _correlation(one: Image | None, other: Image | None) -> float:
-    if one is None or other is None:
-        return 0.0
-    return float(np.corrcoef(one.reshape(-1), other.reshape(-1))[0, 1])
-
-
-def _ending(exit_code: int) -> str:
-    if exit_code == -9:
-        return "killed, as the system does when memory is short"
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 T = TypeVar("T")
 Note = Callable[[int], None]
 Work = Callable[[range, Note], T]
 
-_ITEMS = 32  # per piece: fetched often enough for progress to be seen, seldom enough to cost nothing
+# Per process: seldom enough for starting processes to cost nothing, often enough for progress to be seen.
+_LEAST_ITEMS, _MOST_ITEMS = 32, 256
+_PIECES = 8  # for each worker
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORK = multiprocessing.get_context("fork")  # what is shared need not be picklable, and is not copied
 
@@ -317,45 +279,8 @@ class Died:
     exit_code: int
 
 
-class _Reader(Generic[T]):
-    """A process that does one piece after the other."""
-
-    def __init__(self, work: Work[T]) -> None:
-        self.piece = range(0)
-        self.connection, theirs = _FORK.Pipe()
-        self._at = _FORK.RawValue("q", -1)
-        self._process = _FORK.Process(target=_serve, args=(work, theirs, self._at), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def give(self, piece: range) -> None:
-        """Have a piece done."""
-        self.piece = piece
-        self._at.value = piece.start
-        # A process that has died says so where its result is awaited.
-        with contextlib.suppress(BrokenPipeError):
-            self.connection.send(piece)
-
-    def take(self) -> Done[T] | Died:
-        """The result of the piece, which is there."""
-        try:
-            failed, result = self.connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join()
-            return Died(int(self._at.value), self._process.exitcode or 0)
-        if failed:
-            raise RuntimeError(f"a process that reads images failed:\n{result}")
-        return Done(self.piece, result)
-
-    def end(self) -> None:
-        """End the process, whatever it does."""
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
-
-
-def _serve(work: Work[Any], connection: Connection, at: Any) -> None:
-    """Do pieces until the process is ended."""
+def _serve(work: Work[Any], piece: range, connection: Connection, at: Any) -> None:
+    """Do a piece, in a process of its own."""
     # A terminal sends its interrupt to all; the first process ends the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -367,13 +292,10 @@ def _serve(work: Work[Any], connection: Connection, at: Any) -> None:
     def note(item: int) -> None:
         at.value = item
 
-    while True:
-        piece = connection.recv()
-        try:
-            answer = (False, work(piece, note))
-        except Exception:  # noqa: BLE001 (raised again where it can be told)
-            answer = (True, traceback.format_exc())
-        connection.send(answer)
+    try:
+        connection.send((False, work(piece, note)))
+    except Exception:  # noqa: BLE001 (raised again where it can be told)
+        connection.send((True, traceback.format_exc()))
 
 
 def _end_with_the_first() -> None:
@@ -394,46 +316,43 @@ def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] 
         items: How many there are.
         workers: Processes.
     """
-    waiting = deque(range(begin, min(begin + _ITEMS, items)) for begin in range(0, items, _ITEMS))
-    readers: dict[Connection, _Reader[T]] = {}
+    size = min(max(_LEAST_ITEMS, items // (_PIECES * workers)), _MOST_ITEMS)
+    waiting = deque(range(begin, min(begin + size, items)) for begin in range(0, items, size))
+    running: dict[Any, tuple[range, Any, Any]] = {}
     try:
-        for _ in range(min(workers, len(waiting))):
-            _begin(work, readers, waiting.popleft())
-        while readers:
-            for connection in wait(list(readers)):
-                assert isinstance(connection, Connection)
-                yield from _collect(work, readers, connection, waiting)
+        while waiting or running:
+            while waiting and len(running) < workers:
+                piece, at = waiting.popleft(), _FORK.RawValue("q", -1)
+                at.value = piece.start
+                ours, theirs = _FORK.Pipe()
+                process = _FORK.Process(target=_serve, args=(work, piece, theirs, at), daemon=True)
+                # Held back, or an interrupt could be lost: what is raised in Python's own code around a fork is not
+                # passed on.
+                held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+                try:
+                    process.start()
+                    running[ours] = piece, process, at
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, held)
+                theirs.close()
+            for connection in wait(list(running)):
+                piece, process, at = running[connection]
+                answer: tuple[bool, Any] | None
+                try:
+                    answer = cast(Connection, connection).recv()
+                except (EOFError, ConnectionResetError):
+                    answer = None
+                process.join()
+                del running[connection]
+                if answer is None:
+                    item = int(at.value)
+                    waiting.extendleft(each for each in (range(item + 1, piece.stop), range(piece.start, item)) if each)
+                    yield Died(item, process.exitcode or 0)
+                elif answer[0]:
+                    raise RuntimeError(f"a process that reads images failed:\n{answer[1]}")
+                else:
+                    yield Done(piece, answer[1])
     finally:
-        for reader in readers.values():
-            reader.end()
-
-
-def _begin(work: Work[T], readers: dict[Connection, _Reader[T]], piece: range) -> None:
-    # Held back, or an interrupt could be lost: what is raised in Python's own code around a fork is not passed on.
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
-        reader = _Reader(work)
-        readers[reader.connection] = reader
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-    reader.give(piece)
-
-
-def _collect(
-    work: Work[T], readers: dict[Connection, _Reader[T]], connection: Connection, waiting: deque[range]
-) -> Iterator[Done[T] | Died]:
-    """Take what a process has done, and have it, or another in its place, go on."""
-    reader = readers[connection]
-    result = reader.take()
-    if isinstance(result, Died):
-        piece = reader.piece
-        before, after = range(piece.start, result.item), range(result.item + 1, piece.stop)
-        waiting.extendleft(part for part in (after, before) if part)
-    if waiting and isinstance(result, Done):
-        reader.give(waiting.popleft())
-    else:
-        del readers[connection]
-        reader.end()
-        if waiting:
-            _begin(work, readers, waiting.popleft())
-    yield result
+        for _, process, _ in running.values():
+            process.kill()
+            process.join()

@@ -9,7 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
+from paceline.data.image import heads
 from paceline.data.image.decode import LARGEST_PIXELS, looks_like
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
 
@@ -161,7 +162,7 @@ _EXTENSIONS = {
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"P6", b"P5")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """What the head of an image file says.
 
@@ -176,14 +177,14 @@ class Header:
         progressive: Whether it is a JPEG in several scans.
     """
 
-    file_format: str
-    mode: str
+    file_format: str = ""
+    mode: str = ""
     pixels: int
-    turned: bool
-    sixteen_bit: bool
-    transparent: bool
-    several_frames: bool
-    progressive: bool
+    turned: bool = False
+    sixteen_bit: bool = False
+    transparent: bool = False
+    several_frames: bool = False
+    progressive: bool = False
 
     @property
     def is_grey(self) -> bool:
@@ -197,34 +198,21 @@ def read_header(content: Content) -> Header | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(content)) as image:
-                return _header(image, content)
+                file_format = image.format or ""
+                return Header(
+                    file_format=file_format,
+                    mode=image.mode,
+                    pixels=image.width * image.height,
+                    turned=_orientation(image) in range(2, 9),
+                    sixteen_bit=_is_sixteen_bit(image, content),
+                    transparent=image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info,
+                    several_frames=bool(getattr(image, "is_animated", False)),  # not every plugin has it, says Pillow
+                    progressive=file_format in ("JPEG", "MPO") and bool(image.info.get("progressive")),
+                )
     except Image.DecompressionBombError:
-        return Header(
-            file_format="",
-            mode="",
-            pixels=LARGEST_PIXELS + 1,
-            turned=False,
-            sixteen_bit=False,
-            transparent=False,
-            several_frames=False,
-            progressive=False,
-        )
+        return Header(pixels=LARGEST_PIXELS + 1)
     except Exception:  # noqa: BLE001 (Pillow's plugins raise anything)
         return None
-
-
-def _header(image: Image.Image, content: Content) -> Header:
-    file_format = image.format or ""
-    return Header(
-        file_format=file_format,
-        mode=image.mode,
-        pixels=image.width * image.height,
-        turned=_orientation(image) in range(2, 9),
-        sixteen_bit=_is_sixteen_bit(image, content),
-        transparent=image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info,
-        several_frames=bool(getattr(image, "is_animated", False)),  # not every plugin has it, says Pillow
-        progressive=file_format in ("JPEG", "MPO") and bool(image.info.get("progressive")),
-    )
 
 
 def _orientation(image: Image.Image) -> object:
@@ -244,15 +232,6 @@ def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
         bits = image.tag_v2.get(_BITS_PER_SAMPLE, (8,))
         return 16 in (bits if isinstance(bits, tuple) else (bits,))
     return image.mode.startswith("I")
-
-
-def mismatch(name: str, header: Header) -> str | None:
-    """Say which format a file has, if its name says another."""
-    extension = name.rpartition(".")[2].lower()
-    said = any(extension in names for names in _EXTENSIONS.values())
-    if not said or extension in _EXTENSIONS.get(header.file_format, ()):
-        return None
-    return f"{header.file_format} content"
 
 
 def lacks_its_end(content: Content) -> bool:
@@ -287,18 +266,13 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):
         return "not_an_image", looks_like(head) or reason
-    return ("truncated" if _is_cut_off(content, reason) else "corrupt"), "" if header is None else reason
-
-
-def _is_cut_off(content: Content, reason: str) -> bool:
-    head, tail = bytes(content[:12]), bytes(content[-64:])
-    if head.startswith(b"\x89PNG"):
-        return b"IEND" not in tail
     if head.startswith(_JPEG_START):
-        return lacks_its_end(content)
-    if head.startswith(b"RIFF"):
-        return len(content) < 8 + int.from_bytes(head[4:8], "little")
-    return any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
+        is_cut_off = lacks_its_end(content)
+    elif head.startswith((b"\x89PNG", b"RIFF")):
+        is_cut_off = heads.lacks_its_end(head, bytes(content[-64:]), len(content))
+    else:
+        is_cut_off = any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
+    return ("truncated" if is_cut_off else "corrupt"), "" if header is None else reason
 
 
 Pixels = NDArray[np.uint8]
@@ -353,7 +327,9 @@ def look(source: SampleSource, sample: int, viewer: Viewer, row: np.void) -> lis
     try:
         image = source.read(sample)
     except BrokenImageError as error:
-        return [_broken_link(where) or _broken(source, sample, error)]
+        if os.path.islink(where) and not os.path.exists(where):
+            return [("broken_link", f"to {os.readlink(where)}")]
+        return [_broken(source, sample, error)]
     except Exception as error:  # noqa: BLE001 (a source of one's own may raise anything; a run would stop)
         return [("unreadable", f"{type(error).__name__}: {error}")]
     row["seconds"] = time.thread_time() - begin
@@ -362,13 +338,6 @@ def look(source: SampleSource, sample: int, viewer: Viewer, row: np.void) -> lis
     _measure(image, content, row)
     header = None if content is None else read_header(content)
     return [*_of_header(where, header, content), *_of_pixels(image, header, viewer)]
-
-
-def _broken_link(where: str) -> Defect | None:
-    """What a link says that leads nowhere; None for everything else."""
-    if not os.path.islink(where) or os.path.exists(where):
-        return None
-    return "broken_link", f"to {os.readlink(where)}"
 
 
 def _broken(source: SampleSource, sample: int, error: BrokenImageError) -> Defect:
@@ -429,20 +398,16 @@ def grey_parts(image: Pixels, width: int, height: int) -> Pixels:
 def _of_header(where: str, header: Header | None, content: Content | None) -> Iterator[Defect]:
     if header is None or content is None:
         return
-    if (other := mismatch(where, header)) is not None:
-        yield "wrong_extension", other
+    extension = where.rpartition(".")[2].lower()
+    is_known = any(extension in names for names in _EXTENSIONS.values())
+    if is_known and extension not in _EXTENSIONS.get(header.file_format, ()):
+        yield "wrong_extension", f"{header.file_format} content"
     if header.file_format in ("JPEG", "MPO") and lacks_its_end(content):
         yield "unfinished", ""
-    facts = {
-        "progressive": header.progressive,
-        "cmyk": header.mode == "CMYK",
-        "sixteen_bit": header.sixteen_bit,
-        "transparent": header.transparent,
-        "palette": header.mode in ("P", "PA"),
-        "several_frames": header.several_frames,
-        "turned": header.turned,
-    }
-    yield from ((name, "") for name, holds in facts.items() if holds)
+    facts = {**asdict(header), "cmyk": header.mode == "CMYK", "palette": header.mode in ("P", "PA")}
+    for name in ("progressive", "cmyk", "sixteen_bit", "transparent", "palette", "several_frames", "turned"):
+        if facts[name]:
+            yield name, ""
 
 
 def _of_pixels(image: Pixels, header: Header | None, viewer: Viewer) -> Iterator[Defect]:
@@ -456,7 +421,8 @@ def _of_pixels(image: Pixels, header: Header | None, viewer: Viewer) -> Iterator
         yield "extreme_ratio", said
     if (rows := _flat_rows(image)) * _FLAT_PART >= height:
         yield "flat_end", f"the last {rows} of {height} rows"
-    if viewer.channels == 3 and _is_grey(image):
+    thin = _thinned(image)
+    if viewer.channels == 3 and (thin == thin[:, :, :1]).all():
         yield "grey_among_colour", ""
     if viewer.channels == 1 and header is not None and not header.is_grey:
         yield "colour_among_grey", header.mode
@@ -472,8 +438,3 @@ def _flat_rows(image: Pixels) -> int:
     if colour.min() < _BLACK or colour.max() > _WHITE or (image[-1] != colour).any() or (image[0] == colour).all():
         return 0
     return len(image) - 1 - int(np.flatnonzero((image != colour).any(axis=(1, 2)))[-1])
-
-
-def _is_grey(image: Pixels) -> bool:
-    thin = _thinned(image)
-    return bool((thin == thin[:, :, :1]).all())

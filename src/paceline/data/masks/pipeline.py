@@ -232,7 +232,7 @@ class MaskPipeline(SimplePipeline):
 
         def read(row: int) -> tuple[Tensor, Tensor]:
             image, labels = source.read(int(part.ids[row]))
-            return view(image, labels, None if drawn is None else drawn.part(row, row + 1))
+            return view(image, labels, None if drawn is None else drawn.where(slice(row, row + 1)))
 
         found, ids, broken = read_whole(part, read)
         if not found:

@@ -17,7 +17,7 @@ from paceline.data.image.selection import digest_of, first_of_all, take_classes
 from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
 from paceline.data.image.sets.huggingface import find_files
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
-from paceline.data.image.sets.parquet import LARGEST_KEPT, ParquetSource
+from paceline.data.image.sets.parquet import LARGEST_KEPT, TableSource
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
@@ -68,7 +68,8 @@ class OpenedOrigin:
         bases = list(self.splits.values())
         while any(isinstance(each, SubsetSource) for each in bases):
             bases = [each.base if isinstance(each, SubsetSource) else each for each in bases]
-        groups = [group.size for each in bases if isinstance(each, ParquetSource) for group in each.groups]
+        tables = [each for each in bases if isinstance(each, TableSource) and not each.is_mapped]
+        groups = [group.size for each in tables for group in each.groups]
         return max(1, LARGEST_KEPT // max(groups, default=1))
 
     def name(self, source: SampleSource, sample: int) -> str:
@@ -77,7 +78,7 @@ class OpenedOrigin:
             return self.name(source.base, int(source.ids[sample]))
         if isinstance(source, FileSource):
             return os.path.relpath(source.path(sample), self.root)
-        if isinstance(source, MappedSource | PackedPixels | ParquetSource):
+        if isinstance(source, MappedSource | PackedPixels | TableSource):
             return source.names.text(sample)
         return source.path(sample)
 

@@ -48,7 +48,7 @@ def test_crops_share_the_flip_column() -> None:
 
 def test_parts_and_choices() -> None:
     draws = draw(EVERYTHING[1], 0, 0, np.arange(10))
-    part = draws.part(2, 5)
+    part = draws.where(slice(2, 5))
     assert np.array_equal(part.flip, draws.flip[2:5])
     assert part.offsets is not None
     assert draws.offsets is not None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.data import disk_cache
 from paceline.data.image import heads
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.heads import broken_files, why_broken
@@ -67,7 +68,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileSource:
     """Eight files, of which the third is broken, so old that what is found may be remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(heads, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(heads, "TOO_FRESH_NS", -(10**12))
+    monkeypatch.setattr(disk_cache, "TOO_FRESH_NS", -(10**12))
     (tmp_path / "set").mkdir()
     for number in range(8):
         (tmp_path / "set" / f"{number}.png").write_bytes(b"words" if number == 2 else PNG)
@@ -108,11 +109,11 @@ def test_what_was_found_is_remembered_until_a_file_changes(source: FileSource, t
 def test_what_changed_just_now_or_cannot_be_read_is_not_remembered(
     source: FileSource, tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "TOO_FRESH_NS", 10**12)
+    monkeypatch.setattr(disk_cache, "TOO_FRESH_NS", 10**12)
     broken_files(source)
     assert list(broken_files(source)) == [2]
     assert len(tried) == 16
-    monkeypatch.setattr(heads, "TOO_FRESH_NS", -(10**12))
+    monkeypatch.setattr(disk_cache, "TOO_FRESH_NS", -(10**12))
     Path(source.path(7)).unlink()
     assert "cannot be read" in broken_files(source)[7]
     assert broken_files(source).keys() == {2, 7}

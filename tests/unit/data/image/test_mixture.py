@@ -17,7 +17,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.class_balance import ClassDraws, counts_by_ratio, drawn_order
 from paceline.data.image.datasets import content_of, open_dataset
 from paceline.data.image.source import announce, encoded_source, files_of, part_numbers, sample_names
-from paceline.data.inspect.check import Asked, check_data
+from paceline.data.inspect.check import check_data
 from paceline.data.order import StepGeometry
 from paceline.distributed.device import describe_machine
 from paceline.errors import DataError, PacelineError, RecipeError
@@ -232,8 +232,7 @@ def test_the_data_check_looks_at_every_set(sets: Path) -> None:
     (sets / "more" / "owl" / "broken.jpg").write_bytes(b"junk")
     copied = open_dataset(data(sets, {"photos": 1, "split": 1})).train.path(0)
     (sets / "split" / "val" / "owl" / "copy.png").write_bytes(Path(copied).read_bytes())
-    asked = Asked(source="recipe.yaml", overrides=("data.mixture={split: 1}",), workers=1)
-    report = check_data(asked, lambda _what, _done, _total: None)
+    report = check_data("recipe.yaml", ("data.mixture={split: 1}",), workers=1)
     found = {each.kind.name: [entry.name for entry in each.entries] for each in report.findings}
     assert found["not_an_image"] == [str(sets / "more" / "owl" / "broken.jpg")]
     assert found["leak"] == [str(sets / "split" / "val" / "owl" / "copy.png")]

@@ -14,7 +14,7 @@ from PIL import Image
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
 from paceline.data.image.sets import parquet as parquet_source
-from paceline.data.image.source import SubsetSource, encoded_source
+from paceline.data.image.source import encoded_source
 from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError
 from paceline.recipe.data import Data
@@ -209,20 +209,3 @@ def test_groups_too_large_for_one_image_are_refused(tmp_path: Path, monkeypatch:
     assert (origin.origin.kind, origin.readers > 1000) == ("parquet", True)
     monkeypatch.setattr("paceline.data.packing.origins.LARGEST_KEPT", 300)
     assert origin.readers == 1  # in several threads, each image would be read with its group anew
-
-
-def test_images_that_a_file_stores_once_count_as_often_as_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = png(1)
-    path = write(tmp_path / "t.parquet", {"image": [one] * 40, "label": [0, 1] * 20}, group=20)
-    monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 10 * len(one))
-    source = parquet_source.ParquetSource([path], "image", np.zeros(40, np.int64), [""] * 40)
-    assert source.groups[0].size < 10 * len(one)
-    with pytest.raises(DataError, match=r"has 20 images, .* in one row group"):
-        open_dataset(data(path))
-    monkeypatch.setattr(parquet_source, "LARGEST_KEPT", 30 * len(one))
-    found = open_dataset(data(path, validation_fraction=0)).train
-    assert isinstance(found, SubsetSource)
-    assert isinstance(found.base, parquet_source.ParquetSource)
-    assert len(found.base._kept) == 1

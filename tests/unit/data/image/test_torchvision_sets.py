@@ -184,6 +184,21 @@ def test_labels_that_are_no_classes_are_refused(tmp_path: Path) -> None:
         opened("CocoDetection", tmp_path / "pictures", options={"annFile": str(tmp_path / "boxes.json")})
 
 
+def test_a_class_that_takes_any_argument_is_given_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ImageNet hands on what it is given, and what it hands it to knows no download."""
+
+    class Handing(known.ImageFolder):
+        def __init__(self, root: str, split: str = "train", **kwargs: Any) -> None:
+            super().__init__(f"{root}/{split}", **kwargs)
+
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            jpeg(tmp_path / split / name / "1.jpg", 1)
+    monkeypatch.setattr(known, "ImageNet", Handing)
+    found = opened("ImageNet", tmp_path)
+    assert (len(found.train), len(found.validation)) == (2, 2)
+
+
 def test_channels_first_are_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SVHN and STL-10 hold their pixels so; both insist on the published bytes, which are not here."""
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.inspect.check import Asked, DataReport, check_data
+from paceline.data.inspect.check import DataReport, check_data
 from paceline.errors import DataError, RecipeError
 
 
 def check(source: Path, folder: Path | None) -> DataReport:
-    return check_data(Asked(source=str(source), workers=1, quarantine=folder), lambda _what, _done, _total: None)
+    return check_data(str(source), workers=1, quarantine=folder)
 
 
 def contents(*roots: Path) -> dict[str, bytes]:
@@ -90,7 +90,7 @@ def test_what_takes_the_place_of_a_file_stays_when_it_is_moved_back(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from paceline.data.inspect.check import Asked, check_data
+from paceline.data.inspect.check import check_data
 left, rename = [int(sys.argv[3])], os.rename
 
 def counted(source, target):
@@ -100,7 +100,7 @@ def counted(source, target):
     rename(source, target)
 
 os.rename = counted
-check_data(Asked(source=sys.argv[1], workers=1, quarantine=Path(sys.argv[2])), lambda *_: None)
+check_data(sys.argv[1], workers=1, quarantine=Path(sys.argv[2]))
 """
 
 

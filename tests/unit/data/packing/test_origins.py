@@ -111,7 +111,7 @@ def test_the_published_cifar10_is_what_it_is_unpacked(tmp_path: Path) -> None:
         for mine, other in ((ours.train, theirs.train), (ours.validation, theirs.validation)):
             assert mine.labels.tolist() == other.labels.tolist()
             assert all(np.array_equal(mine.read(sample), other.read(sample)) for sample in range(len(other)))
-    assert ours.train.path(3) == f"cifar10 train[3] in {tmp_path / 'dest'}"
+    assert ours.train.path(3) == f"cifar10 train[3] in {tmp_path / 'dest' / 'train-00000.arrow'}"
     with pytest.raises(DataError, match="--mode original keeps image files as they are, but cifar10 holds pixels"):
         packed(source, tmp_path / "other", mode="original")
     packed(source, tmp_path / "jpegs", mode="jpeg", quality=100)

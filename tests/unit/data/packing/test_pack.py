@@ -49,7 +49,7 @@ def test_originals_are_the_files(photos: Path, tmp_path: Path) -> None:
         for sample in range(len(theirs)):
             path = Path(theirs.path(sample))
             assert bytes(ours.encoded(sample)) == path.read_bytes()
-            assert ours.path(sample) == f"{path.relative_to(photos)} in {tmp_path / 'dest'}"
+            assert ours.path(sample).startswith(f"{path.relative_to(photos)} in {tmp_path / 'dest'}/")
             assert np.array_equal(ours.read(sample), theirs.read(sample))
             assert ours.size(sample) == theirs.size(sample) == ours.read(sample).shape[:2]  # type: ignore[attr-defined]
 

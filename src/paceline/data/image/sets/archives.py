@@ -2,15 +2,15 @@
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; LeCun, Cortes and Burges, "The MNIST database
 of handwritten digits", 1998; Xiao, Rasul and Vollgraf, "Fashion-MNIST", 2017. CIFAR is read in its binary and its
-Python version. The Python version consists of pickles, which could run any code; they are read by an unpickler that
-builds numpy arrays and nothing else. The labels of CIFAR-100 are the fine ones.
+Python version. The Python version consists of pickles, which could run any code: only the published ones are loaded, by
+the digests that torchvision knows. The labels of CIFAR-100 are the fine ones.
 """
 
 from __future__ import annotations
 
 import fcntl
 import gzip
-import io
+import hashlib
 import os
 import pickle
 import re
@@ -19,16 +19,16 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
+from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
 from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.sets.image_folder import open_image_folder
-from paceline.data.image.source import ArraySource, Image, array_digest, with_channels
+from paceline.data.image.source import ArraySource, Image, with_channels
 from paceline.dataset_registry import Size, dataset
 from paceline.errors import DataError
 
@@ -89,9 +89,9 @@ class Cifar(Archive):
     test: str
     names: tuple[str, str] | None = None
     labels: int = 1
-    key: bytes = b"labels"
+    key: str = "labels"
     count: int = 10
-    folders: tuple[str, ...] = field(default=())
+    folders: tuple[str, ...] = ()
 
     def files(self, suffix: str) -> list[str]:
         """Names of all files of a version: ``""`` Python's, ``".bin"`` the binary one."""
@@ -120,7 +120,7 @@ ARCHIVES: dict[str, Archive] = {
         test="test",
         names=("meta", "fine_label_names.txt"),
         labels=2,
-        key=b"fine_labels",
+        key="fine_labels",
         count=100,
         folders=("cifar-100-binary", "cifar-100-python"),
     ),
@@ -154,18 +154,24 @@ def find_archive(root: Path, kind: str) -> Path | None:
     return None
 
 
-def open_archive(root: Path, kind: str, channels: int | None = None) -> StoredImages:
-    """Read an archive.
-
-    Args:
-        root: The folder or file at which it lies.
-        kind: Which one, of ``ARCHIVES``.
-        channels: What the images become, 1 or 3; None to leave them as they are.
+@dataset("fashion_mnist", keys=_KEYS, size=Size("Fashion-MNIST", 60_000, 10, 28))
+@dataset("mnist", keys=_KEYS, size=Size("MNIST", 60_000, 10, 28))
+@dataset("cifar100", keys=_KEYS, size=Size("CIFAR-100", 50_000, 100, 32))
+def open_archive(request: DatasetRequest) -> StoredImages:
+    """Read a published archive, downloaded first if the recipe asks for that.
 
     Raises:
-        DataError: If there is none, or it is damaged.
+        DataError: If there is none, or it is damaged, or cannot be downloaded.
     """
-    archive, found = ARCHIVES[kind], find_archive(root, kind)
+    root, kind = request.path, request.data.dataset
+    archive = ARCHIVES[kind]
+    if request.data.download:
+        with downloading(root, archive.title):
+            if find_archive(root, kind) is None:
+                import torchvision.datasets
+
+                getattr(torchvision.datasets, archive.torchvision)(str(root), download=True)
+    found = find_archive(root, kind)
     if found is None:
         other = None if isinstance(archive, Cifar) else find_mnist(root)
         but = "" if other is None else f", by its name, for {str(other)!r} is the other MNIST's"
@@ -178,20 +184,8 @@ def open_archive(root: Path, kind: str, channels: int | None = None) -> StoredIm
     else:
         train, test = (_read_mnist(found, split, prefix) for split, prefix in (("train", "train"), ("test", "t10k")))
         classes = archive.classes
-    native = train.images.shape[-1]
-    channels = channels or native
-    shown = [ArraySource(with_channels(each.images, channels), each.labels, each.name) for each in (train, test)]
-    return StoredImages(
-        train=shown[0],
-        validation=shown[1],
-        classes=classes,
-        digest=array_digest(train, test),
-        split="the archive's test images",
-        is_split_off=False,
-        channels=channels,
-        probe=Probe(len(train), train.size(0), greyscale=native == 1),
-        statistics=archive.statistics(channels, train.images),
-    )
+    known = archive.statistics(request.channels or train.images.shape[-1], train.images)
+    return pixel_images(request, [train, test], "the archive's test images", classes=classes, statistics=known)
 
 
 # ---------------------------------------------------------------------------------------------------- CIFAR
@@ -219,7 +213,15 @@ def _read_cifar(path: Path, kind: str, archive: Cifar) -> tuple[ArraySource, Arr
 
     classes = archive.classes
     if archive.names is not None:
-        classes = _class_names(archive, files[needed[-1]], f"{path}/{needed[-1]}")
+        content, name = files[needed[-1]], f"{path}/{needed[-1]}"
+        said = (
+            content.decode("utf-8", "replace").split()
+            if suffix
+            else _unpickled(archive, content, name)["fine_label_names"]
+        )
+        classes = tuple(said)
+        if len(set(classes)) != archive.count:
+            raise _damaged(archive, name, f"it names {len(set(classes))} classes")
     return read(archive.train, "train"), read((archive.test,), "test"), classes
 
 
@@ -243,93 +245,33 @@ def _files_in_tar(path: Path, wanted: set[str]) -> dict[str, bytes]:
 
 def _batch(archive: Cifar, content: bytes, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Pixels uint8 [N, 3072], channel after channel, and labels int64 [N] of one file."""
-    if name.endswith(".bin"):
-        record = archive.labels + _PIXELS
-        if not content or len(content) % record:
-            raise _damaged(archive, name, f"its {len(content)} bytes are no multiple of {record}, a label and an image")
-        table = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
-        pixels, labels = table[:, archive.labels :], table[:, archive.labels - 1].astype(np.int64)
-    else:
+    if not name.endswith(".bin"):
         batch = _unpickled(archive, content, name)
-        try:
-            pixels, labels = batch[b"data"], np.asarray(batch[archive.key], dtype=np.int64)
-        except Exception as error:  # of whatever type the pickle is
-            raise _damaged(archive, name, f"{type(error).__name__}: {error}") from error
-        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXELS):
-            raise _damaged(archive, name, "its data are not uint8 [N, 3072]")
-    if labels.min(initial=0) < 0 or labels.max(initial=0) >= archive.count:
+        return batch["data"], np.asarray(batch[archive.key], dtype=np.int64)
+    record = archive.labels + _PIXELS
+    if not content or len(content) % record:
+        raise _damaged(archive, name, f"its {len(content)} bytes are no multiple of {record}, a label and an image")
+    table = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
+    labels = table[:, archive.labels - 1].astype(np.int64)
+    if labels.max() >= archive.count:
         raise _damaged(archive, name, f"it has labels outside 0 … {archive.count - 1}")
-    return pixels, labels
+    return table[:, archive.labels :], labels
 
 
-def _class_names(archive: Cifar, content: bytes, name: str) -> tuple[str, ...]:
-    if name.endswith(".txt"):
-        names = content.decode("utf-8", "replace").split()
-    else:
-        said = _unpickled(archive, content, name)
-        try:
-            names = [each.decode() for each in said[b"fine_label_names"]]
-        except Exception as error:  # of whatever type the pickle is
-            raise _damaged(archive, name, f"{type(error).__name__}: {error}") from error
-    if len(set(names)) != archive.count:
-        raise _damaged(archive, name, f"it names {len(set(names))} classes")
-    return tuple(names)
+def _unpickled(archive: Cifar, content: bytes, name: str) -> Any:
+    """Load a pickle if it is the published one: any other could run code."""
+    import torchvision.datasets
+
+    known: Any = getattr(torchvision.datasets, archive.torchvision)
+    published = {known.meta["filename"]: known.meta["md5"], **dict((*known.train_list, *known.test_list))}
+    if hashlib.md5(content, usedforsecurity=False).hexdigest() != published[Path(name).name]:
+        raise _damaged(archive, name, "it is not the published file, and loading another pickle can run any code")
+    return pickle.loads(content, encoding="latin1")
 
 
 def _damaged(archive: Cifar, name: str, reason: str) -> DataError:
     return DataError(f"{name!r} is no part of {archive.title} ({reason}): download the archive again.")
 
-
-def _unpickled(archive: Cifar, content: bytes, name: str) -> Any:
-    try:
-        return _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
-    except Exception as error:  # a damaged pickle can fail in any way
-        raise _damaged(archive, name, f"{type(error).__name__}: {error}") from error
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Builds what the published batches consist of: dicts, lists, bytes, numbers and numpy arrays."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name, if arrays are made with it."""
-        allowed = _ALLOWED.get((module, name))
-        if allowed is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, and only arrays are read")
-        return allowed
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """Stand in for ``_codecs.encode``, by which old pickles write bytes."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}")
-    return text.encode("latin1")
-
-
-# Stands in for the class ``numpy.ndarray``, which must be named but not called.
-_ARRAY_CLASS = object()
-
-
-def _reconstruct(array_class: object, *_: object) -> object:
-    """Stand in for numpy's function of the same name: an empty array, which the pickle then fills."""
-    if array_class is not _ARRAY_CLASS:
-        raise pickle.UnpicklingError("it asks for an array of another class")
-    return np.ndarray((0,), dtype=np.uint8)
-
-
-def _dtype(code: object, *_: object) -> object:
-    """Stand in for ``numpy.dtype``: pixels are unsigned bytes."""
-    if code not in ("u1", b"u1"):
-        raise pickle.UnpicklingError(f"it asks for the data type {code!r}")
-    return np.dtype("u1")
-
-
-_ALLOWED: dict[tuple[str, str], object] = {
-    ("numpy", "ndarray"): _ARRAY_CLASS,
-    ("numpy", "dtype"): _dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("_codecs", "encode"): _latin1,
-}
 
 # ---------------------------------------------------------------------------------------------------- MNIST
 
@@ -406,21 +348,6 @@ def _read_idx(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarr
 # ------------------------------------------------------------------------------------------------- downloads
 
 
-def download(root: Path, kind: str) -> None:
-    """Download an archive into a folder, unless it is there.
-
-    Raises:
-        DataError: If there is no network, or the folder cannot be written to.
-    """
-    with downloading(root, ARCHIVES[kind].title):
-        if find_archive(root, kind) is None:
-            import torchvision.datasets
-
-            fetch: Any = getattr(torchvision.datasets, ARCHIVES[kind].torchvision)
-            # What it makes of the files is not looked at: they are read here, without running what is in a pickle.
-            fetch(str(root), download=True)
-
-
 @contextmanager
 def downloading(root: Path, name: str) -> Iterator[None]:
     """Let one process at a time download into a folder, and report a failure in one sentence.
@@ -450,16 +377,6 @@ def downloading(root: Path, name: str) -> Iterator[None]:
 def _cifar10(request: DatasetRequest) -> StoredImages:
     """CIFAR-10 as it is published, or as an image folder."""
     if request.data.download or find_archive(request.path, "cifar10") is not None:
-        return _archive(request)
+        return open_archive(request)
     found = open_image_folder(request)
     return replace(found, statistics=ARCHIVES["cifar10"].statistics(found.channels))
-
-
-@dataset("fashion_mnist", keys=_KEYS, size=Size("Fashion-MNIST", 60_000, 10, 28))
-@dataset("mnist", keys=_KEYS, size=Size("MNIST", 60_000, 10, 28))
-@dataset("cifar100", keys=_KEYS, size=Size("CIFAR-100", 50_000, 100, 32))
-def _archive(request: DatasetRequest) -> StoredImages:
-    """A published archive, downloaded first if the recipe asks for that."""
-    if request.data.download:
-        download(request.path, request.data.dataset)
-    return open_archive(request.path, request.data.dataset, request.channels)

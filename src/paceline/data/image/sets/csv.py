@@ -69,11 +69,6 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
             f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
             "or the path."
         ) from None
-    _check(file, header, rows, lines)
-    return header, rows, lines
-
-
-def _check(file: Path, header: list[str], rows: list[list[str]], lines: list[int]) -> None:
     if not rows:
         raise DataError(f"{str(file)!r} has no rows: expected is a line of column names, and one for each image.")
     twice = sorted({name for name in header if header.count(name) > 1})
@@ -85,3 +80,4 @@ def _check(file: Path, header: list[str], rows: list[list[str]], lines: list[int
                 f"line {line} of {str(file)!r} has {len(row)} fields, but its first line names {len(header)} columns "
                 f"({', '.join(header)}): a field with a separator in it stands in quotation marks."
             )
+    return header, rows, lines

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
+from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
 from paceline.data.image.sets import PART, SPLIT
-from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.data.image.source import ArraySource
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 
@@ -30,7 +30,17 @@ def read_digits() -> ArraySource:
     Raises:
         DataError: If scikit-learn is not installed, or has no such file.
     """
-    with gzip.open(_file(), "rt", encoding="ascii") as file:
+    # Importing scikit-learn takes seconds; only its data file is needed.
+    package = importlib.util.find_spec("sklearn")
+    folders = [] if package is None else package.submodule_search_locations or []
+    paths = [Path(folder, "datasets", "data", "digits.csv.gz") for folder in folders]
+    path = next((each for each in paths if each.is_file()), None)
+    if path is None:
+        raise DataError(
+            "The digits data set is a part of scikit-learn, which is not installed here, or without its data: "
+            "run 'pip install scikit-learn', or choose another data.dataset."
+        )
+    with gzip.open(path, "rt", encoding="ascii") as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.int64)
     # round(x * 255 / 16), in whole numbers; halves go up
     grey = ((table[:, :-1] * 255 * 2 + 16) // 32).astype(np.uint8)
@@ -40,29 +50,6 @@ def read_digits() -> ArraySource:
 @dataset("digits", keys=(*PART, *SPLIT))
 def open_digits(request: DatasetRequest) -> StoredImages:
     """The digits that scikit-learn brings, with a share of each class held out."""
-    source, channels = read_digits(), request.channels or 1
-    whole = ArraySource(with_channels(source.images, channels), source.labels, source.name)
-    return in_splits(
-        [whole],
-        "",
-        request.validation_fraction,
-        classes=CLASSES,
-        digest=array_digest(source),
-        channels=channels,
-        probe=Probe(len(source), (SIZE, SIZE), greyscale=True),
-        statistics=Statistics(MEAN * channels, STD * channels, "of the digits"),
-    )
-
-
-def _file() -> Path:
-    # Importing scikit-learn takes seconds; only its data file is needed.
-    package = importlib.util.find_spec("sklearn")
-    folders = package.submodule_search_locations if package is not None else None
-    for folder in folders or ():
-        path = Path(folder, "datasets", "data", "digits.csv.gz")
-        if path.is_file():
-            return path
-    raise DataError(
-        "The digits data set is a part of scikit-learn, which is not installed here, or without its data: "
-        "run 'pip install scikit-learn', or choose another data.dataset."
-    )
+    channels = request.channels or 1
+    known = Statistics(MEAN * channels, STD * channels, "of the digits")
+    return pixel_images(request, [read_digits()], classes=CLASSES, statistics=known)

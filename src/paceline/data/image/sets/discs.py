@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
-from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
+from paceline.data.image.source import ArraySource, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 
@@ -59,15 +59,6 @@ def open_discs(request: DatasetRequest) -> StoredImages:
         targets: NDArray[Any] = numbers[:, [_NUMBERS.index(name) for name in names]]
         return ArraySource(with_channels(images, channels), targets, "discs")
 
-    train, validation = source(0, data.samples), source(data.samples, max(1, data.samples // 10))
-    return StoredImages(
-        train=train,
-        validation=validation,
-        classes=names,
-        digest=array_digest(train, validation),
-        split="",
-        is_split_off=False,
-        channels=channels,
-        probe=Probe(data.samples, (_SIZE, _SIZE), greyscale=True),
-        statistics=Statistics((0.2,) * channels, (0.23,) * channels, "of the discs"),
-    )
+    splits = [source(0, data.samples), source(data.samples, max(1, data.samples // 10))]
+    known = Statistics((0.2,) * channels, (0.23,) * channels, "of the discs")
+    return pixel_images(request, splits, classes=names, statistics=known)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages
-from paceline.data.image.source import ArraySource, array_digest, with_channels
+from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages, pixel_images
+from paceline.data.image.source import ArraySource, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import RecipeError
 
@@ -62,15 +62,6 @@ def open_figures(request: DatasetRequest) -> StoredImages:
         images, labels = draw_figures(first, count)
         return ArraySource(with_channels(images, channels), labels, "figures")
 
-    train, validation = source(0, data.samples), source(data.samples, max(1, data.samples // 10))
-    return StoredImages(
-        train=train,
-        validation=validation,
-        classes=_FIGURES,
-        digest=array_digest(train, validation),
-        split="",
-        is_split_off=False,
-        channels=channels,
-        probe=Probe(data.samples, (_SIZE, _SIZE), greyscale=True),
-        statistics=Statistics((0.2,) * channels, (0.23,) * channels, "of the figures"),
-    )
+    splits = [source(0, data.samples), source(data.samples, max(1, data.samples // 10))]
+    known = Statistics((0.2,) * channels, (0.23,) * channels, "of the figures")
+    return pixel_images(request, splits, classes=_FIGURES, statistics=known)

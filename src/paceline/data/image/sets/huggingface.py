@@ -1,8 +1,6 @@
 """Datasets of Hugging Face's on the local disk: what ``save_to_disk`` wrote, and parquet files as on the hub.
 
-The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run. Images of
-``save_to_disk`` lie in the files as they are and are read there, in any order; those of parquet are read with the row
-group that they lie in.
+The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run.
 """
 
 from __future__ import annotations
@@ -12,27 +10,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places, mapped_files
+from paceline.data.image.dataset import DatasetRequest, StoredImages, probe
 from paceline.data.image.sets import IMAGENET, TABLE
-from paceline.data.image.sets.parquet import open_parquet, read_schema
-from paceline.data.image.source import Ids, Names
-from paceline.data.image.tables import (
-    Found,
-    files_ending_in,
-    find_columns,
-    mapped,
-    number_rows,
-    reading,
-    require_pyarrow,
-    splits_of_files,
-)
+from paceline.data.image.sets.parquet import ImageTable, StreamSource, open_parquet, read_schema
+from paceline.data.image.source import Names
+from paceline.data.image.tables import files_ending_in, reading, splits_of_files
 from paceline.data.splits import held_out_among, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
@@ -148,27 +135,29 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     train_split, held_out_split, held_out = choose_splits(files)
     if files.is_parquet:
         return open_parquet(replace(request, data=data))
-    where, names = str(files.root), list(files.features)
-    columns = find_columns(data, names, repr(where), files.features)
-    (label,) = columns.labels
-    splits = [_read_split(files, columns, name) for name in (train_split, held_out_split) if name is not None]
-    ends = np.cumsum([0, *(len(each.values) for each in splits)])
-    classes, labels = number_rows(
-        [value for each in splits for value in each.values],
-        [np.arange(begin, end) for begin, end in pairwise(ends.tolist())],
-        PlacedNames(Names.of(name for each in splits for name in each.names), (where,)),
-        where,
-        files.features.get(label),
-    )
-    digest = hashlib.sha256(json.dumps([columns.image, label, classes]).encode())
-    sources = []
-    for each, numbers in zip(splits, labels, strict=True):
-        placed = Names.of(each.names)
-        for part in (each.places.length, numbers, placed.ends, placed.blob):
+    splits = {train_split: files.splits[train_split]}
+    if held_out_split is not None:
+        splits[held_out_split] = files.splits[held_out_split]
+    paths = [file for each in splits.values() for file in each]
+    named = [split for split, each in splits.items() for _ in each]
+    from pyarrow import compute
+
+    table = ImageTable(files.root, paths, replace(request, data=data), files.features, named)
+    if len(table.parts.splits) < len(splits):
+        raise DataError(f"The split {held_out_split} of {str(files.root)!r} is empty.")
+    table.parts = table.parts._replace(told=held_out)
+    classes, labels = table.labels()
+    source = StreamSource(table.paths, table.leaf, labels, table.names(list(splits)))
+    table.check_present(source)
+    digest = hashlib.sha256(json.dumps([table.columns.image, table.columns.labels[0], classes]).encode())
+    images = (source.rows_of(number) for number in range(len(source.groups)))
+    lengths = np.concatenate([compute.binary_length(each).to_numpy().astype(np.int64) for each in images])
+    for rows in table.parts.splits:
+        names = Names.of(source.names[row] for row in rows.tolist())
+        for part in (lengths[rows], labels[rows], names.ends, names.blob):
             digest.update(np.ascontiguousarray(part).tobytes())
-        content = MappedBytes(each.files, each.places)
-        sources.append(MappedSource(content, numbers, 3, PlacedNames(placed, (where,))))
-    return file_splits(request, sources, held_out, classes=classes, digest=digest.hexdigest(), left_out=left_out.told())
+    probed = probe(source, table.parts.train.tolist())
+    return table.opened(source, classes, probed, digest.hexdigest(), left_out=left_out.told())
 
 
 def _not_there(path: Path) -> DataError:
@@ -183,72 +172,3 @@ def _not_there(path: Path) -> DataError:
         f"`datasets.load_dataset({name!r}).save_to_disk('FOLDER')` in Python, where there is a "
         "network; then set data.path=FOLDER."
     )
-
-
-class _Split(NamedTuple):
-    """What the files of a split hold: where each image lies, what its row says of it, and what it is called."""
-
-    files: Sequence[MappedFile]
-    places: Places
-    values: list[object]
-    names: list[str]
-
-
-def _read_split(files: HuggingFaceFiles, columns: Found, split: str) -> _Split:
-    found = mapped_files(files.splits[split])
-    rows = [_rows(Path(file.path), columns) for file in found]
-    names = [name for each in rows for name in each[3]]
-    if not names:
-        raise DataError(f"The split {split} of {str(files.root)!r} is empty.")
-    return _Split(
-        files=found,
-        places=Places(
-            file=np.repeat(np.arange(len(rows)), [len(each[0]) for each in rows]),
-            begin=np.concatenate([each[0] for each in rows]),
-            length=np.concatenate([each[1] for each in rows]),
-        ),
-        values=[value for each in rows for value in each[2]],
-        names=[name or f"{split}[{row}]" for row, name in enumerate(names)],
-    )
-
-
-def _rows(path: Path, columns: Found) -> tuple[Ids, Ids, list[object], list[str | None]]:
-    """Where the images of a file lie in it (first byte, length), what the rows say of their labels, and their names."""
-    arrow = require_pyarrow()
-    nothing = np.zeros(0, dtype=np.int64)
-    begin, length, labels, names = [nothing], [nothing], list[object](), list[str | None]()
-    with reading(path), mapped(path) as file:
-        whole = file.read_buffer()
-        for batch in arrow.ipc.open_stream(whole):
-            batch.validate(full=True)
-            images = batch.column(columns.image)
-            if not arrow.types.is_struct(images.type) or images.type.get_field_index("bytes") < 0:
-                raise DataError(
-                    f"{str(path)!r}: column {columns.image!r} is of the type {images.type}, but images are a struct "
-                    "with bytes and path: name another in data.image_column."
-                )
-            content = images.field("bytes")
-            if images.null_count:
-                row = len(names) + images.is_null().to_numpy(zero_copy_only=False).argmax()
-                raise DataError(
-                    f"{str(path)!r} has no image in its row {row} (counted from 0): leave such rows out "
-                    "(Dataset.filter), and save the dataset again."
-                )
-            if content.null_count:
-                raise DataError(
-                    f"{str(path)!r} names image files in place of holding them: save the dataset again, with "
-                    "save_to_disk, which puts them in."
-                )
-            _, offsets, data = content.buffers()
-            kind = "<i8" if arrow.types.is_large_binary(content.type) else "<i4"
-            ends = np.frombuffer(offsets, dtype=kind)[content.offset : content.offset + len(content) + 1]
-            ends = ends.astype(np.int64) + (0 if data is None else data.address - whole.address)
-            if len(ends) > 1 and (ends[:-1].min() < 0 or ends[1:].max() > whole.size):  # a copy, out of compression
-                raise DataError(
-                    f"{str(path)!r} is compressed: pack it with `paceline pack`, or save the dataset again."
-                )
-            begin.append(ends[:-1])
-            length.append(np.diff(ends))
-            labels += batch.column(columns.labels[0]).to_pylist()
-            names += images.field("path").to_pylist()
-    return np.concatenate(begin), np.concatenate(length), labels, names

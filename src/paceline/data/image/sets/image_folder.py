@@ -9,15 +9,14 @@ that.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +29,9 @@ from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, has_ending, is_folder, visible
 from paceline.machine import cache_folder
-from paceline.plain_json import load_json
 
 WORTH_SECONDS = 0.5  # listing that takes less is done again
-_VERSION = 2
+_VERSION = 3
 _SPOT_CHECKS = 64
 
 Stamp = tuple[int, ...]
@@ -63,22 +61,9 @@ class Listing:
         return np.array([numbers.get(name, -1) for name in self.classes], dtype=np.int64)[self.labels]
 
 
-@dataclass(frozen=True)
-class Listed:
-    """Some folders, listed.
-
-    Attributes:
-        listings: One for each.
-        digest: SHA-256 over the relative paths and sizes of all files.
-        how: How long that took, or what it was known from; for people.
-    """
-
-    listings: tuple[Listing, ...]
-    digest: str
-    how: str
-
-
-def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, remembered: bool) -> Listed:
+def list_folders(
+    root: Path, folders: Sequence[Path], problems: Problems, *, remembered: bool
+) -> tuple[list[Listing], str, str]:
     """List folders of class folders that lie under ``root``, or are it.
 
     Args:
@@ -86,29 +71,47 @@ def list_folders(root: Path, folders: Sequence[Path], problems: Problems, *, rem
         folders: Which to list.
         problems: Told of what is laid out in another way.
         remembered: Whether an earlier listing may be recalled, and this one remembered if nothing is wrong with it.
+
+    Returns:
+        The listing of each; SHA-256 over the relative paths and sizes of all files; and how long that took, or what it
+        was known from, for people.
     """
-    memory = cache_file(root)
-    known = _recall(memory, root, folders) if remembered else None
-    if known is not None:
-        return known
+    memory, begin, now = cache_file(root), time.perf_counter(), time.time_ns()
+    classes = [sorted(entry.name for entry in visible(folder) if is_folder(entry)) for folder in folders]
+    # Taken before anything is listed, so that a change meanwhile is seen.
+    paths = [
+        path for folder, names in zip(folders, classes, strict=True) for path in (folder, *map(folder.joinpath, names))
+    ]
+    stamps = list(map(_stamp, paths))
+    state = repr([_VERSION, list(map(os.path.abspath, paths)), classes, stamps])
+    if remembered and (arrays := recall_arrays(memory)) is not None:
+        with suppress(ValueError, LookupError, TypeError, AttributeError):  # of another version
+            known = _recalled(arrays, state, root, classes)
+            if known is not None:
+                seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in known[0])
+                since = f"as remembered from an earlier listing and unchanged since ({seconds:.1f} s; {memory})"
+                return *known, f"{count:,} files, {since}"
     wrong_before = problems.count
-    begin, now = time.perf_counter(), time.time_ns()
-    stamps: dict[str, Stamp] = {}
     hashed = hashlib.sha256()
     listings: list[Listing] = []
-    for folder in folders:
+    for folder, names in zip(folders, classes, strict=True):
         # A class that is trained on may have no image to score.
         trained = {each.classes[label] for each in listings for label in np.unique(each.labels)}
-        listings.append(_list_classes(root, folder, stamps, hashed, problems, trained))
+        listings.append(_list_classes(root, folder, names, hashed, problems, trained))
     digest = hashed.hexdigest()
     seconds = time.perf_counter() - begin
     how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
-    settled = all(max(stamp[:2]) < now - TOO_FRESH_NS for stamp in stamps.values())
-    unchanged = all(_stamp(path) == stamp for path, stamp in stamps.items())
+    settled = all(stamp is not None and max(stamp[:2]) < now - TOO_FRESH_NS for stamp in stamps)
     is_clean = remembered and problems.count == wrong_before
-    if is_clean and seconds >= WORTH_SECONDS and settled and unchanged:
-        how += _remember(memory, folders, Listed(tuple(listings), digest, how), stamps)
-    return Listed(tuple(listings), digest, how)
+    if is_clean and seconds >= WORTH_SECONDS and settled and stamps == list(map(_stamp, paths)):
+        arrays = {"state": np.array(state.encode("ascii", "backslashreplace")), "digest": np.array(digest)}
+        for index, listing in enumerate(listings):
+            arrays[f"joined{index}"] = listing.names.blob
+            arrays[f"lengths{index}"] = np.diff(listing.names.ends).astype(np.uint32)
+            arrays[f"sizes{index}"] = listing.sizes
+            arrays[f"counts{index}"] = np.bincount(listing.labels, minlength=len(listing.classes))
+        how += ", and remembered" if remember_arrays(memory, arrays) else ""
+    return listings, digest, how
 
 
 def cache_file(root: Path) -> Path:
@@ -123,13 +126,11 @@ def cache_file(root: Path) -> Path:
 def _list_classes(
     root: Path,
     folder: Path,
-    stamps: dict[str, Stamp],
+    classes: Sequence[str],
     hashed: hashlib._Hash,
     problems: Problems,
     may_be_empty: Collection[str],
 ) -> Listing:
-    _note(stamps, folder)
-    classes = sorted(entry.name for entry in visible(folder) if is_folder(entry))
     if not classes:
         problems.add(
             "{} has no folders in it, but images are expected as {}/CLASS/*: make one folder per class, or correct "
@@ -144,7 +145,6 @@ def _list_classes(
     sizes: list[int] = []
     counts = []
     for name in classes:
-        _note(stamps, folder / name)
         try:
             files = _list_images(folder / name, problems)
         except DataError as error:
@@ -204,91 +204,27 @@ def _stamp(folder: str | Path) -> Stamp | None:
     return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
 
 
-def _note(stamps: dict[str, Stamp], folder: Path) -> None:
-    """Take a folder's stamp; before it is listed, so that a change meanwhile is seen."""
-    stamp = _stamp(folder)
-    if stamp is not None:
-        stamps[str(folder)] = stamp
-
-
-def _remember(memory: Path, folders: Sequence[Path], listed: Listed, stamps: dict[str, Stamp]) -> str:
-    """Write what was listed, whole or not at all; say where, or nothing where it cannot be written."""
-    arrays: Arrays = {}
-    for index, listing in enumerate(listed.listings):
-        arrays[f"joined{index}"] = listing.names.blob
-        arrays[f"lengths{index}"] = np.diff(listing.names.ends).astype(np.uint32)
-        arrays[f"sizes{index}"] = listing.sizes
-        arrays[f"counts{index}"] = np.bincount(listing.labels)
-    facts = {
-        "version": _VERSION,
-        "folders": [os.path.abspath(folder) for folder in folders],
-        "classes": [listing.classes for listing in listed.listings],
-        "digest": listed.digest,
-        "stamps": {os.path.abspath(folder): stamp for folder, stamp in stamps.items()},
-    }
-    # ASCII, with what is no text escaped: names of folders may be any bytes.
-    arrays["facts"] = np.frombuffer(json.dumps(facts).encode("ascii"), dtype=np.uint8)
-    return ", and remembered" if remember_arrays(memory, arrays) else ""
-
-
-def _recall(memory: Path, root: Path, folders: Sequence[Path]) -> Listed | None:
-    """What was listed earlier, if it is still so."""
-    begin = time.perf_counter()
-    arrays = recall_arrays(memory)
-    if arrays is None:
+def _recalled(
+    arrays: Arrays, state: str, root: Path, classes: Sequence[Sequence[str]]
+) -> tuple[list[Listing], str] | None:
+    """What was listed in this state, and its digest; None if it was another, or some files have another size."""
+    if arrays["state"].item() != state.encode("ascii", "backslashreplace"):
         return None
-    try:
-        facts = load_json(arrays["facts"].tobytes())
-        if not _is_valid(facts, folders):
-            return None
-        listings = tuple(_recalled(arrays, index, classes) for index, classes in enumerate(facts["classes"]))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None  # of another version
-    if not all(_sizes_hold(root, listing) for listing in listings):
-        return None
-    seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in listings)
-    how = f"{count:,} files, as remembered from an earlier listing and unchanged since ({seconds:.1f} s; {memory})"
-    return Listed(listings, str(facts["digest"]), how)
-
-
-def _is_valid(facts: dict[str, Any], folders: Sequence[Path]) -> bool:
-    if facts["version"] != _VERSION or facts["folders"] != [os.path.abspath(folder) for folder in folders]:
-        return False
-    needed = {
-        path
-        for folder, classes in zip(facts["folders"], facts["classes"], strict=True)
-        for path in (folder, *(os.path.join(folder, name) for name in classes))
-    }
-    stamps = facts["stamps"]
-    return needed == stamps.keys() and all(_stamp(path) == tuple(stamp) for path, stamp in stamps.items())
-
-
-def _recalled(arrays: Arrays, index: int, classes: Sequence[str]) -> Listing:
-    lengths, counts = arrays[f"lengths{index}"].astype(np.int64), arrays[f"counts{index}"]
-    return Listing(
-        tuple(classes),
-        Names(arrays[f"joined{index}"], _ends(lengths)),
-        arrays[f"sizes{index}"],
-        np.repeat(np.arange(len(classes), dtype=np.int64), counts),
-    )
-
-
-def _sizes_hold(root: Path, listing: Listing) -> bool:
-    """Whether some files, others each time, are as large as they were."""
-    count = len(listing.names)
-    chosen = np.random.default_rng().choice(count, min(count, _SPOT_CHECKS), replace=False).tolist()
-    for index in chosen:
-        try:
-            size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size
-        except OSError:
+    listings = []
+    for index, names in enumerate(classes):
+        ends = np.concatenate([[0], np.cumsum(arrays[f"lengths{index}"].astype(np.int64))]).astype(np.int64)
+        labels = np.repeat(np.arange(len(names), dtype=np.int64), arrays[f"counts{index}"])
+        listings.append(Listing(tuple(names), Names(arrays[f"joined{index}"], ends), arrays[f"sizes{index}"], labels))
+    for listing in listings:
+        # Others each time.
+        chosen = np.random.default_rng().permutation(len(listing.names))[:_SPOT_CHECKS].tolist()
+        for index in chosen:
             size = 0
-        if size != listing.sizes[index]:
-            return False
-    return True
-
-
-def _ends(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+            with suppress(OSError):
+                size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size
+            if size != listing.sizes[index]:
+                return None
+    return listings, str(arrays["digest"].item())
 
 
 _HELD_OUT = ("val", "test")
@@ -308,8 +244,8 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     root, problems, left_out = _existing_folder(request.path), request.problems, LeftOut()
     train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
-    listed = list_folders(root, folders, problems, remembered=not request.tolerant)
-    listings, split = list(listed.listings), ""
+    listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
+    split = ""
     if held_out_folder is not None:
         first, second = ({each.classes[label] for label in np.unique(each.labels)} for each in listings)
         second |= first & set(listings[1].classes)  # a class that is trained on may have no image to score
@@ -333,8 +269,8 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         sources * 2 if request.score_all and held_out_folder is None else sources,
         split,
         classes=classes,
-        digest=listed.digest,
-        listing=listed.how,
+        digest=digest,
+        listing=how,
         left_out=left_out.told(),
     )
 
@@ -350,7 +286,7 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
     root = Path(path).expanduser()
     if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
         return None
-    (listing,) = list_folders(root, [root / "test"], Problems(), remembered=False).listings
+    ((listing,), *_) = list_folders(root, [root / "test"], Problems(), remembered=False)
     labels = listing.labels_among(classes)
     names = [listing.names[index] for index in np.flatnonzero(labels >= 0).tolist()]
     return FileSource(root, names, labels[labels >= 0], channels) if names else None

@@ -62,9 +62,8 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
         # Parts of one source, so that `data.split_by` and `data.saved_split` can split it anew.
         pairs = [(cast(SubsetSource, each.train), cast(SubsetSource, each.validation)) for each in opened]
         whole = joined([first.base for first, _ in pairs])
-        starts = np.searchsorted(whole.part_numbers, np.arange(len(pairs)))
         train, validation = (
-            SubsetSource(whole, np.concatenate([start + each.ids for start, each in zip(starts, split, strict=True)]))
+            SubsetSource(whole, np.concatenate([at + each.ids for at, each in zip(whole.starts, split, strict=True)]))
             for split in zip(*pairs, strict=True)
         )
     sizes = {each.probe.size for each in opened}

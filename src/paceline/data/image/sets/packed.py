@@ -24,8 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
-from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
 from paceline.dataset_registry import dataset
@@ -213,7 +212,15 @@ def read_manifest(root: Path) -> Manifest:
     try:
         tree = load_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise _no_manifest(root) from error
+        if (root / UNFINISHED).is_dir():
+            raise DataError(
+                f"{str(root)!r} is a packed dataset that is not finished: run the same `paceline pack` command again, "
+                "which goes on where it was interrupted."
+            ) from error
+        there = f"has no {MANIFEST}" if root.is_dir() else "is no directory"
+        raise DataError(
+            f"{str(root)!r} is no packed dataset: it {there}; make one with `paceline pack SOURCE DEST`."
+        ) from error
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     known = tree.pop("format", None) if isinstance(tree, dict) else None
@@ -226,16 +233,6 @@ def read_manifest(root: Path) -> Manifest:
         return TypeAdapter(Manifest).validate_json(json.dumps(tree))
     except ValidationError as error:
         raise _damaged(path, error.errors()[0]["msg"]) from error
-
-
-def _no_manifest(root: Path) -> DataError:
-    if (root / UNFINISHED).is_dir():
-        return DataError(
-            f"{str(root)!r} is a packed dataset that is not finished: run the same `paceline pack` command again, "
-            "which goes on where it was interrupted."
-        )
-    there = f"has no {MANIFEST}" if root.is_dir() else "is no directory"
-    return DataError(f"{str(root)!r} is no packed dataset: it {there}; make one with `paceline pack SOURCE DEST`.")
 
 
 def _damaged(path: Path, reason: str) -> DataError:
@@ -288,8 +285,8 @@ class PackedIndex:
 class PackedFiles(MappedSource):
     """The image files of one split."""
 
-    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int, name: PlacedNames) -> None:
-        super().__init__(content, index.label.copy(), channels, name)
+    def __init__(self, content: MappedBytes, index: PackedIndex, channels: int) -> None:
+        super().__init__(content, index.label.copy(), channels, index.name)
         self._height, self._width = index.height, index.width
 
     def size(self, sample: int) -> tuple[int, int]:
@@ -300,48 +297,25 @@ class PackedFiles(MappedSource):
 class PackedPixels:
     """The images of one split that are stored as pixels: nothing is decoded."""
 
-    def __init__(self, content: MappedBytes, index: PackedIndex, channels: tuple[int, int], name: PlacedNames) -> None:
-        """Take what the index says; ``channels`` are those stored, and those wanted."""
-        self.labels: Ids = index.label.copy()
-        self._content = content
-        self._height, self._width = index.height, index.width
-        self._stored, self._channels = channels
-        self._name = name
+    def __init__(self, parts: PackedFiles, stored: int) -> None:
+        """Take the parts of files that pixels of so many channels are stored in."""
+        self.labels: Ids = parts.labels
+        self._parts, self._stored = parts, stored
+        self.size, self.path, self.will_read, self.names = parts.size, parts.path, parts.will_read, parts.names
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, sample: int) -> Image:
         """Return image ``sample``, read-only uint8 [H, W, C]; raises BrokenImageError."""
-        try:
-            view = self._content[sample]
-        except OSError as error:
-            raise BrokenImageError(self.path(sample), error.strerror or str(error)) from error
-        image = np.frombuffer(view, dtype=np.uint8).reshape(*self.size(sample), self._stored)
-        return image if self._channels == self._stored else with_channels(image, self._channels)
-
-    def size(self, sample: int) -> tuple[int, int]:
-        """Return (height, width) of image ``sample``."""
-        return int(self._height[sample]), int(self._width[sample])
-
-    def path(self, sample: int) -> str:
-        """Return the sample's name, and where it lies."""
-        return self._name(sample)
-
-    def will_read(self, samples: Ids) -> None:
-        """Have the images fetched from the disk before they are asked for one by one."""
-        self._content.will_read(samples)
-
-    @property
-    def names(self) -> Names:
-        """What the samples were called in the source."""
-        return self._name.names
+        image = np.frombuffer(self._parts.encoded(sample), dtype=np.uint8)
+        return with_channels(image.reshape(*self.size(sample), self._stored), self._parts.channels)
 
     def pixels(self) -> Image | None:
         """Return a copy of all images, uint8 [N, H, W, C], or None if they are not all of one size."""
-        if len(self) == 0 or (self._height != self._height[0]).any() or (self._width != self._width[0]).any():
+        if len({self.size(sample) for sample in range(len(self))}) != 1:
             return None
-        images = np.empty((len(self), *self.size(0), self._channels), dtype=np.uint8)
+        images = np.empty((len(self), *self.size(0), self._parts.channels), dtype=np.uint8)
         for sample in range(len(self)):
             images[sample] = self.read(sample)
         return images
@@ -385,7 +359,12 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
         if files[facts.name].size != facts.size:
             found = files[facts.name].size
             raise _incomplete(root / facts.name, f"has {found} bytes in place of {facts.size}")
-    columns = _columns(root / manifest.index.name, manifest)
+    with open(root / manifest.index.name, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    columns = {
+        name: np.frombuffer(mapped, dtype=column.dtype, count=column.count, offset=column.offset)
+        for name, column in manifest.columns.items()
+    }
     places = Places(file=columns["shard"], begin=columns["offset"], length=columns["length"])
     if check_index:
         _check_index(root, manifest, columns["label"], places)
@@ -415,11 +394,8 @@ def packed_images(request: DatasetRequest) -> StoredImages:
     for split in SPLITS if origin.held_out else SPLITS[:1]:
         end = begin + manifest.samples.get(split, 0)
         index, content = packed.index.part(begin, end), packed.content.part(begin, end)
-        name = PlacedNames(index.name, (str(packed.root),))
-        if form.mode == "raw":
-            sources.append(PackedPixels(content, index, (form.channels, wanted), name))
-        else:
-            sources.append(PackedFiles(content, index, wanted, name))
+        files = PackedFiles(content, index, wanted)
+        sources.append(PackedPixels(files, form.channels) if form.mode == "raw" else files)
         begin = end
     known = None
     if origin.mean is not None and origin.std is not None and len(origin.mean) == wanted:
@@ -434,15 +410,6 @@ def packed_images(request: DatasetRequest) -> StoredImages:
         probe=Probe(count=manifest.total, size=manifest.native_size, greyscale=form.channels == 1),
         statistics=known,
     )
-
-
-def _columns(path: Path, manifest: Manifest) -> dict[str, Values]:
-    with open(path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return {
-        name: np.frombuffer(mapped, dtype=column.dtype, count=column.count, offset=column.offset)
-        for name, column in manifest.columns.items()
-    }
 
 
 def _check_index(root: Path, manifest: Manifest, labels: Ids, places: Places) -> None:

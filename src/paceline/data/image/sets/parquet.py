@@ -1,18 +1,18 @@
-"""Parquet tables of images: images in the rows, as on the hub, or paths of files.
+"""Tables of images in parquet files or Arrow streams: images in the rows, as on the hub, or paths of files.
 
 A page of parquet holds many images, compressed together, so that none can be read by itself. Images are read row group
 by row group, of which the last few are kept. What a group costs is known from the file's end; nothing else is read
-before an image is asked for.
+before an image is asked for. The images of Arrow streams lie in mapped memory; such a file is one group.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,6 @@ from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import LeftOut, refuse_odd_kinds
 from paceline.plain_json import load_json
-from paceline.recipe.data import Data
 from paceline.units import format_bytes
 
 # Kept in each process that reads; hub datasets have groups of 100 images.
@@ -71,15 +70,6 @@ class RowGroup(NamedTuple):
     nulls: int
 
 
-def read_metadata(path: Path) -> Any:
-    """The end of a parquet file.
-
-    Raises:
-        DataError: If it is damaged, or none.
-    """
-    return _read_end(path, "read_metadata")
-
-
 def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
     """The columns of a parquet file, and what Hugging Face's library has written down of each, if it has.
 
@@ -100,8 +90,32 @@ def _read_end(path: Path, read: str) -> Any:
         return getattr(require_pyarrow().parquet, read)(mapped(path))
 
 
-class ParquetSource(EncodedImages):
+def read_stream(path: str | Path) -> Any:
+    """All of an Arrow stream as a table in mapped memory; raises DataError, and what Arrow raises."""
+    refuse_odd_kinds(path)
+    ipc = require_pyarrow().ipc
+    # Without threads, which a forked loader process does not have.
+    found = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
+    found.validate(full=True)
+    return found
+
+
+def _bytes_in(images: Any) -> Any:
+    """The images' content, of a column of bytes or of structs with bytes."""
+    return field_of(images, "bytes") if require_pyarrow().types.is_struct(images.type) else images
+
+
+def field_of(column: Any, name: str) -> Any:
+    """A field of a column of structs; null where the struct is."""
+    import pyarrow.compute
+
+    return pyarrow.compute.struct_field(column, name)
+
+
+class TableSource(EncodedImages):
     """The images of some parquet files; keeps the row groups that were read last."""
+
+    is_mapped = False
 
     def __init__(self, paths: Sequence[Path], leaf: str, labels: Ids, names: Sequence[str]) -> None:
         """Read the ends of the files.
@@ -120,17 +134,27 @@ class ParquetSource(EncodedImages):
         self.names = Names.of(names)
         self.leaf = leaf
         self.paths = mapped_files(paths)
-        self._metadata = [read_metadata(path) for path in paths]
-        groups = [
-            _row_group(metadata, number, group, file.path, leaf)
-            for number, (file, metadata) in enumerate(zip(self.paths, self._metadata, strict=True))
-            for group in range(metadata.num_row_groups)
-        ]
-        self.groups = [group for group in groups if group.rows]
+        self.groups = [group for group in self._find_groups() if group.rows]
         self.starts = np.cumsum([0, *(group.rows for group in self.groups)])
         self._kept: dict[int, Any] = {}
-        # Number and length in memory of the group that came to most; images that repeat are stored once in a file.
-        self._largest = (0, 0)
+
+    def _find_groups(self) -> list[RowGroup]:
+        self._metadata = [_read_end(Path(file.path), "read_metadata") for file in self.paths]
+        groups = []
+        for file, metadata in enumerate(self._metadata):
+            for number in range(metadata.num_row_groups):
+                found = metadata.row_group(number)
+                columns = map(found.column, range(found.num_columns))
+                images = next((one for one in columns if one.path_in_schema == self.leaf), None)
+                if images is None:
+                    raise DataError(
+                        f"{self.paths[file].path!r} lacks the column {self.leaf!r}, which other files of the table "
+                        "have."
+                    )
+                said = images.statistics
+                nulls = said.null_count if said is not None and said.has_null_count else 0
+                groups.append(RowGroup(file, number, found.num_rows, images.total_uncompressed_size, nulls))
+        return groups
 
     def encoded(self, sample: int) -> memoryview:
         """Return the content of image file ``sample``; raises BrokenImageError."""
@@ -168,21 +192,21 @@ class ParquetSource(EncodedImages):
             in_any_order: Whether row groups are refused that are too large to be read for one image.
 
         Raises:
-            DataError: If one is too large, by what its file says or by what it came to.
+            DataError: If one is too large, by what its file says.
         """
-        if in_any_order:
-            largest = max(self.groups, key=lambda group: group.size)
-            _check_size(largest, largest.size, path)
+        largest = max(self.groups, key=lambda group: group.size)
+        if in_any_order and largest.size > LARGEST_KEPT:
+            raise DataError(
+                f"{path!r} has {largest.rows:,} images, {format_bytes(largest.size)}, in one row group, and none of "
+                f"them can be read without the others: run `paceline pack {path} DEST`, and train with "
+                "data.dataset=packed data.path=DEST; or write the table again with smaller groups (row_group_size=100)."
+            )
         groups = len(self.groups)
         spread = [
             np.linspace(self.starts[group], self.starts[group + 1] - 1, _PROBED_IN_EACH).astype(np.int64)
             for group in range(0, groups, max(1, -(-groups // _GROUPS_PROBED)))
         ]
-        found = probe(self, np.unique(np.concatenate(spread)).tolist())
-        if in_any_order:
-            number, size = self._largest
-            _check_size(self.groups[number], size, path)
-        return found
+        return probe(self, np.unique(np.concatenate(spread)).tolist())
 
     def digest(self) -> str:
         """Over labels and names, and the files' names and sizes."""
@@ -196,14 +220,16 @@ class ParquetSource(EncodedImages):
     def rows_of(self, number: int) -> Any:
         """Read a row group: Arrow's array of images; raises OSError and what Arrow raises."""
         group = self.groups[number]
-        file, arrow = self.paths[group.file], require_pyarrow()
+        file = self.paths[group.file]
         if MappedFile.at(file.path) != file:
             # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
             raise OSError("it has changed since the run began")
-        with arrow.parquet.ParquetFile(mapped(file.path), metadata=self._metadata[group.file]) as opened:
+        return self._read_group(group, file.path)
+
+    def _read_group(self, group: RowGroup, path: str) -> Any:
+        with require_pyarrow().parquet.ParquetFile(mapped(path), metadata=self._metadata[group.file]) as opened:
             rows = opened.read_row_group(group.number, columns=[self.leaf], use_threads=False)
-        images = rows.column(0).combine_chunks()
-        return images.field("bytes") if require_pyarrow().types.is_struct(images.type) else images
+        return _bytes_in(rows.column(0).combine_chunks())
 
     def _group_of(self, sample: int) -> int:
         return int(np.searchsorted(self.starts, sample, side="right")) - 1
@@ -217,8 +243,7 @@ class ParquetSource(EncodedImages):
             reason = f"{path}, in which it lies: {' '.join(str(error).split())}"
             raise BrokenImageError(self.path(sample), reason) from error
         # What a file says of a group is its length there, where images that repeat may be stored once.
-        room = LARGEST_KEPT - images.nbytes
-        self._largest = max(self._largest, (number, images.nbytes), key=itemgetter(1))
+        room = (math.inf if self.is_mapped else LARGEST_KEPT) - images.nbytes
         # Several threads may ask at once: the worst that comes of it is a group read twice.
         for each, kept in list(self._kept.items())[::-1]:
             room -= kept.nbytes
@@ -228,24 +253,21 @@ class ParquetSource(EncodedImages):
         return images
 
 
-def _row_group(metadata: Any, file: int, number: int, path: str, leaf: str) -> RowGroup:
-    found = metadata.row_group(number)
-    columns = [found.column(index) for index in range(found.num_columns)]
-    images = next((one for one in columns if one.path_in_schema == leaf), None)
-    if images is None:
-        raise DataError(f"{path!r} lacks the column {leaf!r}, which other files of the table have.")
-    said = images.statistics
-    nulls = said.null_count if said is not None and said.has_null_count else 0
-    return RowGroup(file, number, found.num_rows, images.total_uncompressed_size, nulls)
+class StreamSource(TableSource):
+    """The images of some Arrow streams, which lie in mapped memory; a file is one row group."""
 
+    is_mapped = True
 
-def _check_size(group: RowGroup, size: int, path: str) -> None:
-    if size > LARGEST_KEPT:
-        raise DataError(
-            f"{path!r} has {group.rows:,} images, {format_bytes(size)}, in one row group, and none of them "
-            f"can be read without the others: run `paceline pack {path} DEST`, and train with data.dataset=packed "
-            "data.path=DEST; or write the table again with smaller groups (row_group_size=100)."
-        )
+    def _find_groups(self) -> list[RowGroup]:
+        groups = []
+        for number, file in enumerate(self.paths):
+            with reading(Path(file.path)):
+                images = self._read_group(None, file.path)
+            groups.append(RowGroup(number, 0, len(images), 0, images.null_count))
+        return groups
+
+    def _read_group(self, group: RowGroup | None, path: str) -> Any:
+        return _bytes_in(read_stream(path).column(self.leaf.partition(".")[0]))
 
 
 @dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
@@ -258,58 +280,84 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If there is no such table, or a column or a label is missing.
     """
-    left_out = LeftOut()
-    table = _Table(request.path, request.data, left_out)
-    parts = table.parts
+    root, left_out = request.path, LeftOut()
+    if root.is_dir():
+        paths = files_ending_in("parquet", root, left_out)
+    elif glob.has_magic(str(root)):
+        paths = sorted(Path(each) for each in glob.glob(str(root), recursive=True) if not Path(each).is_dir())
+    else:
+        paths = [root] if root.exists() else []
+    if not paths:
+        what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
+        raise DataError(f"data.path is {str(root)!r}, and there {what}: correct the path.")
+    table = ImageTable(root, paths, request)
     if table.kind == "path":
-        images = open_paths(table.path_rows(), str(table.root), request)
+        images = open_paths(table.path_rows(), str(root), request)
         return replace(images, left_out=(*left_out.told(), *images.left_out))
-    classes, labels = table.labels(request)
-    source = ParquetSource(table.paths, table.leaf, labels, table.names())
+    classes, labels = table.labels()
+    source = TableSource(table.paths, table.leaf, labels, table.names())
     table.check_present(source)
     probe = source.probe(str(request.data.path), in_any_order=request.in_any_order)
-    source.channels = request.channels or (1 if probe.greyscale else 3)
     digest = hashlib.sha256(source.digest().encode() + "\0".join(classes).encode())
-    for ids in (parts.train, parts.held_out):
+    for ids in (table.parts.train, table.parts.held_out):
         digest.update(b"-" if ids is None else ids.astype("<i8").tobytes())
-    return in_splits(
-        [source] if parts.held_out is None else [SubsetSource(source, each) for each in parts.splits],
-        "; ".join(each for each in (parts.told, table.unread) if each),
-        request.validation_fraction,
-        classes=classes,
-        digest=digest.hexdigest(),
-        channels=source.channels,
-        probe=probe,
-        listing=source.described(),
-        left_out=left_out.told(),
+    return table.opened(
+        source, classes, probe, digest.hexdigest(), listing=source.described(), left_out=left_out.told()
     )
 
 
-class _Table:
-    """Parquet files of one table, of which all columns in use were read but the images."""
+class ImageTable:
+    """Files of one table, of which all columns in use were read but the images."""
 
-    def __init__(self, root: Path, data: Data, left_out: LeftOut) -> None:
-        if root.is_dir():
-            paths = files_ending_in("parquet", root, left_out)
-        elif glob.has_magic(str(root)):
-            paths = sorted(Path(each) for each in glob.glob(str(root), recursive=True) if not Path(each).is_dir())
-        else:
-            paths = [root] if root.exists() else []
-        if not paths:
-            what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
-            raise DataError(f"data.path is {str(root)!r}, and there {what}: correct the path.")
-        self.root, self.paths, self._data = root, paths, data
+    def __init__(
+        self,
+        root: Path,
+        paths: Sequence[Path],
+        request: DatasetRequest,
+        features: Mapping[str, Any] | None = None,
+        splits: Sequence[str] = (),
+    ) -> None:
+        """Read the files.
+
+        Args:
+            root: Where they lie, for messages.
+            paths: The files, parquet or Arrow streams.
+            request: Names columns.
+            features: Of Arrow streams, what Hugging Face's library says of each column.
+            splits: Of Arrow streams, the split that each file is of.
+
+        Raises:
+            DataError: If a file cannot be read, or a column is missing.
+        """
+        self.root, self.paths, self._request, self._is_stream = root, list(paths), request, bool(splits)
         self.name = repr(str(root))
-        self.schema, self.features = read_schema(paths[0])
-        self.columns = find_columns(data, self.schema.names, self.name, self.features)
-        self.kind = self._kind()
-        self.unread, named = "", [TRAIN] * len(paths)
-        if self.columns.split is None:
-            named = self._name_splits()
-        self.counts = [read_metadata(each).num_rows for each in self.paths]
+        if features is None:
+            self.schema, features = read_schema(paths[0])
+            names = self.schema.names
+        else:
+            with reading(paths[0]):
+                self.schema, names = read_stream(paths[0]).schema, list(features)
+        self.features = features
+        self.columns = find_columns(request.data, names, self.name, features)
+        with reading(paths[0]):
+            image_type = self.schema.field(self.columns.image).type
+        self.kind = self._kind(image_type)
+        named, self.unread = list(splits) or [TRAIN] * len(paths), ""
+        if self.columns.split is None and not splits:
+            # By the files' names; those of splits that are not read are taken away.
+            base = root if root.is_dir() else Path(os.path.commonpath([each.parent for each in paths]))
+            named = splits_of_files(paths, base) if len(paths) > 1 else [TRAIN]
+            known = {TRAIN, VALIDATION, TEST}
+            self.unread = unread_splits(sorted(set(named) - known))
+            self.paths = [path for path, split in zip(paths, named, strict=True) if split in known]
+            named = [split for split in named if split in known]
+        image, labels, split = self.columns
+        wanted = [*labels, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
+        tables = [self._read(path, wanted) for path in self.paths]
+        self.counts = [len(table) for table in tables]
         if sum(self.counts) == 0:
             raise DataError(f"{self.name} has no rows: make the table again.")
-        self.rows = self._read()
+        self.rows = {name: [cell for table in tables for cell in table.column(name).to_pylist()] for name in wanted}
         self.parts = self._parts(named)
 
     @property
@@ -317,10 +365,9 @@ class _Table:
         """Where in the image column the bytes are."""
         return f"{self.columns.image}.bytes" if self.kind == "struct" else self.columns.image
 
-    def _kind(self) -> str:
+    def _kind(self, found: Any) -> str:
         """What the column of images holds: ``bytes``, a ``struct`` with bytes, or a ``path``."""
-        types, column = require_pyarrow().types, self.columns.image
-        found = self.schema.field(column).type
+        types = require_pyarrow().types
         if types.is_binary(found) or types.is_large_binary(found):
             return "bytes"
         inner = found.field("bytes").type if types.is_struct(found) and found.get_field_index("bytes") >= 0 else None
@@ -330,31 +377,19 @@ class _Table:
             return "path"
         others = [each.name for each in self.schema if types.is_struct(each.type) or types.is_binary(each.type)]
         raise DataError(
-            f"{self.name}: column {column!r} is of the type {found}, but images are bytes, a struct with bytes and "
-            f"path, or paths: name another in data.image_column.{did_you_mean(column, others)}"
+            f"{self.name}: column {self.columns.image!r} is of the type {found}, but images are bytes, a struct with "
+            f"bytes and path, or paths: name another in data.image_column.{did_you_mean(self.columns.image, others)}"
         )
 
-    def _name_splits(self) -> list[str]:
-        """The split of each file by its name; files of splits that are not read are taken away."""
-        base = self.root if self.root.is_dir() else Path(os.path.commonpath([each.parent for each in self.paths]))
-        named = splits_of_files(self.paths, base) if len(self.paths) > 1 else [TRAIN]
-        known = {TRAIN, VALIDATION, TEST}
-        self.unread = unread_splits(sorted(set(named) - known))
-        self.paths = [path for path, split in zip(self.paths, named, strict=True) if split in known]
-        return [split for split in named if split in known]
-
-    def _read(self) -> dict[str, list[Any]]:
-        arrow, (image, labels, split) = require_pyarrow(), self.columns
-        wanted = [*labels, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
-        found: dict[str, list[Any]] = {name: [] for name in wanted}
-        for path in self.paths:
-            with reading(path), arrow.parquet.ParquetFile(mapped(path)) as opened:
-                if lacking := [name for name in wanted if name not in opened.schema_arrow.names]:
+    def _read(self, path: Path, columns: list[str]) -> Any:
+        """Read columns of a file, or fields of columns, as Arrow's table."""
+        with reading(path):
+            if self._is_stream:
+                return read_stream(path).select([each.partition(".")[0] for each in columns])
+            with require_pyarrow().parquet.ParquetFile(mapped(path)) as opened:
+                if lacking := [name for name in columns if name.partition(".")[0] not in opened.schema_arrow.names]:
                     raise DataError(f"{str(path)!r} lacks the column {lacking[0]!r}, which {str(self.paths[0])!r} has.")
-                table = opened.read(columns=wanted, use_threads=False)
-                for name in wanted:
-                    found[name] += table.column(name).to_pylist()
-        return found
+                return opened.read(columns=columns, use_threads=False)
 
     def _parts(self, named: Sequence[str]) -> Parts:
         """Which rows are whose: as a column says, or else the files' names."""
@@ -391,24 +426,24 @@ class _Table:
     def _label_cells(self) -> list[Any]:
         """What the column of labels holds, one for each row; of columns of numbers, tuples."""
         cells = [self.rows[name] for name in self.columns.labels]
-        return list(zip(*cells, strict=True)) if self._data.target_columns else cells[0]
+        return list(zip(*cells, strict=True)) if self._request.data.target_columns else cells[0]
 
-    def labels(self, request: DatasetRequest) -> tuple[tuple[str, ...], NDArray[Any]]:
+    def labels(self) -> tuple[tuple[str, ...], NDArray[Any]]:
         """Class names, and a label for each row, -1 for rows that are not read; or columns, and their numbers.
 
         Raises:
             DataError: If a row has no label, or no number where one is to be learned.
         """
-        parts, data = self.parts.splits, self._data
+        parts, request = self.parts.splits, self._request
 
         def name(row: int) -> str:
             return f"row {row:,} (counted from 0) of {self.root!s}"
 
-        if data.target_columns:
+        if request.data.target_columns:
             rows = np.sort(np.concatenate(parts))
             numbers = read_numbers(self._label_cells(), rows, name, request, request.problems.add)
             request.refuse_problems()
-            return data.target_columns, numbers
+            return request.data.target_columns, numbers
         numbered: Sequence[NDArray[Any]]
         if request.several_labels:
             classes, numbered = name_rows(self._label_cells(), parts, name, str(self.root))
@@ -420,24 +455,20 @@ class _Table:
             labels[part] = each
         return classes, labels
 
-    def names(self) -> list[str]:
+    def names(self, splits: Sequence[str] = (TRAIN, VALIDATION)) -> list[str]:
         """What each row is called: its path, if it names one, or else its place in its split."""
         names = [""] * sum(self.counts)
-        for split, ids in zip((TRAIN, VALIDATION), self.parts.splits, strict=False):
+        for split, ids in zip(splits, self.parts.splits, strict=False):
             for place, row in enumerate(ids.tolist()):
                 names[row] = f"{split}[{place}]"
         column = self.columns.image
         if self.kind != "struct" or self.schema.field(column).type.get_field_index("path") < 0:
             return names
-        paths: list[str | None] = []
-        for file in self.paths:
-            with reading(file), require_pyarrow().parquet.ParquetFile(mapped(file)) as opened:
-                table = opened.read(columns=[f"{column}.path"], use_threads=False)
-                for piece in table.column(column).chunks:
-                    paths += piece.field("path").to_pylist()
+        tables = [self._read(file, [f"{column}.path"]) for file in self.paths]
+        paths = [path for table in tables for path in field_of(table.column(column), "path").to_pylist()]
         return [path or name for path, name in zip(paths, names, strict=True)]
 
-    def check_present(self, source: ParquetSource) -> None:
+    def check_present(self, source: TableSource) -> None:
         """Refuse rows without an image, as far as the files' ends tell of them."""
         number = next((number for number, group in enumerate(source.groups) if group.nulls), None)
         if number is None:
@@ -451,3 +482,20 @@ class _Table:
                 f"names a file, {name!r}, in place of holding an image: embed the images, or name a column of paths"
             )
         raise DataError(f"{self.name}: row {row:,} (counted from 0) {advice}, and write the table again.")
+
+    def opened(
+        self, source: TableSource, classes: tuple[str, ...], probe: Probe, digest: str, **facts: Any
+    ) -> StoredImages:
+        """The images of the table; ``facts`` are further attributes of :class:`StoredImages`."""
+        source.channels = self._request.channels or (1 if probe.greyscale else 3)
+        held_out = self.parts.held_out
+        return in_splits(
+            [source] if held_out is None else [SubsetSource(source, each) for each in self.parts.splits],
+            "; ".join(each for each in (self.parts.told, self.unread) if each),
+            self._request.validation_fraction,
+            classes=classes,
+            digest=digest,
+            channels=source.channels,
+            probe=probe,
+            **facts,
+        )

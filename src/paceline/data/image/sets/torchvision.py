@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
     """
     data, name = request.data, request.data.dataset.removeprefix(PREFIX)
     root = None if data.path is None else request.path
-    splits, held_out = _open_splits(_class(name), name, root, data.download, dict(data.options))
+    splits, held_out = _open_splits(_class(name, data.options), name, root, data.download, data.options)
     labels = [_labels(each, name) for each in splits]
     classes = _classes(splits[0], labels, data.options)
     found = [_source(each, label, root) for each, label in zip(splits, labels, strict=True)]
@@ -64,7 +64,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
         held_out,
         request.validation_fraction,
         classes=classes,
-        digest=_digest(found, splits, root),
+        digest=_digest(found, splits),
         channels=channels,
         probe=probed,
         listing=_told(whole[0]),
@@ -99,7 +99,7 @@ class AskedSource:
         return f"{type(self._dataset).__name__}[{sample}]"
 
 
-def _class(name: str) -> Any:
+def _class(name: str, options: Mapping[str, Any]) -> Any:
     try:
         import torchvision.datasets as known
     except ImportError as error:
@@ -115,74 +115,61 @@ def _class(name: str) -> Any:
             f"data.dataset is {PREFIX + name!r}, and torchvision.datasets has no data set {name!r}."
             f"{did_you_mean(name, sets)}"
         )
+    taken = [key for key in inspect.signature(found.__init__).parameters if key not in _NO_OPTIONS]
+    unknown = [key for key in options if key in _NO_OPTIONS or (key not in taken and "kwargs" not in taken)]
+    if unknown:
+        raise DataError(
+            f"data.options names {unknown[0]!r}, but {name} takes {', '.join(taken)}.{did_you_mean(unknown[0], taken)}"
+        )
     return found
 
 
 def _open_splits(
-    made: Any, name: str, root: Path | None, download: bool, options: dict[str, Any]
+    made: Any, name: str, root: Path | None, download: bool, options: Mapping[str, Any]
 ) -> tuple[list[Any], str]:
     """Open the splits by the words that the class knows; return them, and where the held-out one comes from."""
     parameters = inspect.signature(made.__init__).parameters
-    known = [key for key in parameters if key not in _NO_OPTIONS]
-    unknown = [key for key in options if key in _NO_OPTIONS or (key not in known and "kwargs" not in known)]
-    if unknown:
-        raise DataError(
-            f"data.options names {unknown[0]!r}, but {name} takes {', '.join(known)}.{did_you_mean(unknown[0], known)}"
-        )
     arguments = dict(options)
     if "root" in parameters:
-        if root is None:
-            raise DataError(f"data.dataset={PREFIX}{name} needs to know where the data lies: set data.path.")
-        _refuse_pickles(name, root)
-        arguments["root"] = str(root)
-    if download:
-        _fetch(made, name, root, arguments, parameters)
-    if "download" in parameters:
-        arguments["download"] = False  # a few classes would, if nobody said
+        arguments["root"] = str(_checked(name, root))
+    if download and not parameters.keys() & {"download", "kwargs"}:
+        raise DataError(f"torchvision cannot download {name}: get its files yourself, and leave data.download out.")
+    if download or "download" in parameters:
+        arguments["download"] = download  # a few classes would, if nobody said
     # EMNIST and QMNIST hand `train` on; their own `split` and `what` are something else.
     key = next((each for each in _SPLIT_PARAMETERS if each in parameters or name in _PICKLED), None)
     if key is None or (key in options):
         return [_made(made, name, root, arguments)], ""
     words: Sequence[Any] = (True,) if key == "train" else _TRAIN
-    train, _ = _first(made, name, root, arguments, key, words)
-    try:
-        held_out, word = _first(made, name, root, arguments, key, (False,) if key == "train" else _HELD_OUT)
-    except _NoSuchSplitError:
+
+    def first(words: Sequence[Any]) -> tuple[Any, Any]:
+        """The split by the first word that the class takes, and the word."""
+        for word in words:
+            with suppress(ValueError):  # by which torchvision refuses a word
+                return _made(made, name, root, {**arguments, key: word}), word
+        return None, ""
+
+    train, _ = first(words)
+    held_out, word = first((False,) if key == "train" else _HELD_OUT)
+    if train is None:
+        raise DataError(f"data.dataset={PREFIX}{name} has no split for training: name one in data.options.")
+    if held_out is None:
         return [train], ""
     said = "test" if key == "train" else word
     unread = ""
-    if said in ("val", "valid") and _accepts(made, {**arguments, key: "test"}):
-        unread = "; test is not read"
+    if said in ("val", "valid"):
+        with suppress(ValueError, RuntimeError, OSError):
+            made(**arguments, **{key: "test"})
+            unread = "; test is not read"
     return [train, held_out], f"torchvision's split {said}{unread}"
-
-
-class _NoSuchSplitError(Exception):
-    """The class knows none of the words for a split."""
-
-
-def _first(
-    made: Any, name: str, root: Path | None, arguments: Mapping[str, Any], key: str, words: Sequence[Any]
-) -> tuple[Any, Any]:
-    """The split by the first word that the class takes."""
-    for word in words:
-        with suppress(ValueError):  # by which torchvision refuses a word
-            return _made(made, name, root, {**arguments, key: word}), word
-    raise _NoSuchSplitError
-
-
-def _accepts(made: Any, arguments: Mapping[str, Any]) -> bool:
-    try:
-        made(**arguments)
-    except (ValueError, RuntimeError, OSError):
-        return False
-    return True
 
 
 def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any]) -> Any:
     """Open a split; what is missing or damaged is told in one sentence."""
     try:
-        return made(**arguments)
-    except ValueError:  # by which torchvision refuses a word
+        with downloading(root, name) if root is not None and arguments.get("download") else nullcontext():
+            return made(**arguments)
+    except (ValueError, DataError):  # torchvision refuses a word by the first
         raise
     except Exception as error:
         raise DataError(
@@ -192,20 +179,10 @@ def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any])
         ) from error
 
 
-def _fetch(
-    made: Any, name: str, root: Path | None, arguments: Mapping[str, Any], parameters: Mapping[str, Any]
-) -> None:
-    if "download" not in parameters and "kwargs" not in parameters:
-        raise DataError(f"torchvision cannot download {name}: get its files yourself, and leave data.download out.")
-    assert root is not None
-    key = next((each for each in _SPLIT_PARAMETERS if each in parameters), None)
-    with downloading(root, name):
-        for word in (True, False) if key == "train" else (*_TRAIN, *_HELD_OUT) if key else (None,):
-            with suppress(ValueError):
-                made(**arguments, **({} if key is None or key in arguments else {key: word}), download=True)
-
-
-def _refuse_pickles(name: str, root: Path) -> None:
+def _checked(name: str, root: Path | None) -> Path:
+    """Refuse what would load pickles."""
+    if root is None:
+        raise DataError(f"data.dataset={PREFIX}{name} needs to know where the data lies: set data.path.")
     if name in _REMEMBERED_AS_PICKLES:
         raise DataError(
             f"data.dataset={PREFIX}{name} keeps its list of images as a pickle in the working directory, and loading "
@@ -217,6 +194,7 @@ def _refuse_pickles(name: str, root: Path) -> None:
             f"{str(processed)!r} holds files of an older torchvision, which are pickles, and loading those can run any "
             "code: remove that folder; the published files lie in raw/."
         )
+    return root
 
 
 def _labels(dataset: Any, name: str) -> Ids:
@@ -229,16 +207,18 @@ def _labels(dataset: Any, name: str) -> Ids:
     for each in lists:
         with suppress(TypeError, ValueError):
             found = np.asarray(each)
-            if found.shape == (len(dataset),) and found.dtype.kind in "iu" and _agree(dataset, found):
-                return found.astype(np.int64)
+            if found.shape == (len(dataset),) and found.dtype.kind in "iu":
+                said = [(dataset[sample][1], found[sample]) for sample in _compared(len(dataset))]
+                if all(_is_number(each) and int(each) == label for each, label in said):
+                    return found.astype(np.int64)
     if len(dataset) > _MOST_ASKED:
         raise DataError(
             f"data.dataset={PREFIX}{name} does not list its labels, and has {len(dataset):,} images to be asked one by "
             "one: write them as files, and train with data.dataset=csv."
         )
     asked = [dataset[sample][1] for sample in range(len(dataset))]
-    if not all(isinstance(each, int | np.integer) or _is_number(each) for each in asked):
-        odd = next(each for each in asked if not _is_number(each))
+    odd = next((each for each in asked if not isinstance(each, bool) and not _is_number(each)), None)
+    if odd is not None:
         raise DataError(
             f"data.dataset={PREFIX}{name} labels images by {type(odd).__name__} ({str(odd)[:40]}), and a classifier "
             "learns one class of each image: use another data set, or a factory of your own."
@@ -266,11 +246,6 @@ def _compared(count: int) -> list[int]:
     return sorted({0, count // 2, count - 1})
 
 
-def _agree(dataset: Any, labels: np.ndarray) -> bool:
-    """Whether the data set hands out these labels."""
-    return all(_is_number(said := dataset[each][1]) and int(said) == labels[each] for each in _compared(len(labels)))
-
-
 def _classes(dataset: Any, labels: Sequence[Ids], options: Mapping[str, Any]) -> tuple[str, ...]:
     """The names that the data set gives its classes, or else their numbers."""
     largest = max(int(each.max()) for each in labels)
@@ -292,22 +267,26 @@ Made = ArraySource | FileSource | AskedSource
 
 
 def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
-    """Files, or pixels, if they are what the data set hands out."""
+    """Files, or pixels, if some of them are what the data set hands out."""
     for found in (_files(dataset, labels, root), _array(dataset, labels)):
-        if found is not None and _hands_out(dataset, found):
-            return found
+        if found is None:
+            continue
+        channels = found.images.shape[-1] if isinstance(found, ArraySource) else 3
+        try:
+            pairs = [(found.read(each), _pixels(dataset[each][0], channels)) for each in _compared(len(found))]
+        except (BrokenImageError, OSError):
+            if isinstance(found, FileSource):  # one cannot be read: reading it will say what is wrong
+                return found
+        else:
+            if all(np.array_equal(ours, theirs) for ours, theirs in pairs):
+                return found
     return AskedSource(dataset, labels, 3)
 
 
 def _files(dataset: Any, labels: Ids, root: Path | None) -> FileSource | None:
-    count = len(labels)
-    samples = _pairs(dataset, count)
-    paths = None if samples is None else [path for path, _ in samples]
-    for key in _PATHS if paths is None else ():
-        listed = getattr(dataset, key, None)
-        if isinstance(listed, list) and len(listed) == count:
-            paths = listed
-            break
+    pairs = _pairs(dataset, len(labels))
+    listed = [getattr(dataset, key, None) for key in _PATHS] if pairs is None else [[path for path, _ in pairs]]
+    paths = next((each for each in listed if isinstance(each, list) and len(each) == len(labels)), None)
     if paths is None or root is None or not all(isinstance(each, str | os.PathLike) for each in paths):
         return None
     whole = [os.path.relpath(os.path.join(os.curdir, each), root) for each in paths]
@@ -316,10 +295,10 @@ def _files(dataset: Any, labels: Ids, root: Path | None) -> FileSource | None:
 
 def _array(dataset: Any, labels: Ids) -> ArraySource | None:
     held = getattr(dataset, "data", None)
-    if held is None:
+    if held is None or isinstance(held, list):
         return None
-    pixels = np.asarray(held) if not isinstance(held, list) else None
-    if pixels is None or pixels.dtype != np.uint8 or len(pixels) != len(labels) or pixels.ndim not in (3, 4):
+    pixels = np.asarray(held)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4) or len(pixels) != len(labels):
         return None
     if pixels.ndim == 3:
         pixels = pixels[..., None]
@@ -328,16 +307,6 @@ def _array(dataset: Any, labels: Ids) -> ArraySource | None:
     if pixels.shape[-1] not in (1, 3):
         return None
     return ArraySource(np.ascontiguousarray(pixels), labels, type(dataset).__name__)
-
-
-def _hands_out(dataset: Any, source: ArraySource | FileSource) -> bool:
-    """Whether some images of a source are those that the data set hands out."""
-    channels = source.images.shape[-1] if isinstance(source, ArraySource) else 3
-    with suppress(BrokenImageError, OSError):
-        return all(
-            np.array_equal(source.read(each), _pixels(dataset[each][0], channels)) for each in _compared(len(source))
-        )
-    return isinstance(source, FileSource)  # one cannot be read: reading it will say what is wrong
 
 
 def _pixels(image: Any, channels: int) -> Image:
@@ -366,16 +335,18 @@ def _as_seen(source: Made, channels: int) -> SampleSource:
     return source
 
 
-def _digest(sources: Sequence[Made], datasets: Sequence[Any], root: Path | None) -> str:
+def _digest(sources: Sequence[Made], datasets: Sequence[Any]) -> str:
     """Over pixels, or names and sizes of files; of what only the data set knows, over labels and some images."""
     digest = hashlib.sha256()
     for source, made in zip(sources, datasets, strict=True):
         if isinstance(source, ArraySource):
             digest.update(array_digest(source).encode())
         elif isinstance(source, FileSource):
-            sizes = (_size(os.path.join(os.fsencode(str(root)), source.names[each])) for each in range(len(source)))
-            lines = (b"%s\0%d\n" % (source.names[each], size) for each, size in enumerate(sizes))
-            digest.update(b"".join(lines))
+            for each in range(len(source)):
+                size = 0
+                with suppress(OSError):  # reported as a broken image when it is read
+                    size = os.stat(source.path(each)).st_size
+                digest.update(b"%s\0%d\n" % (source.names[each], size))
         else:
             digest.update(type(made).__name__.encode())
             for sample in _compared(len(source)):
@@ -406,16 +377,8 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
     return left_out.told()
 
 
-def _size(path: bytes) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:  # reported as a broken image when it is read
-        return 0
-
-
 def _told(source: SampleSource) -> str:
-    kinds: dict[type, str] = {
-        FileSource: "torchvision's list of files, decoded as all files are",
-        ArraySource: "torchvision's array of pixels",
-    }
-    return kinds.get(type(source), "torchvision hands the images out one by one")
+    if isinstance(source, FileSource):
+        return "torchvision's list of files, decoded as all files are"
+    is_array = isinstance(source, ArraySource)
+    return "torchvision's array of pixels" if is_array else "torchvision hands the images out one by one"

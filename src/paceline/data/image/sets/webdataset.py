@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import os
 import re
 import tarfile
@@ -21,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays
+from paceline.data.disk_cache import recall_arrays, remember_arrays
 from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, PlacedNames, Places, mapped_files
+from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places, mapped_files
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
 from paceline.data.image.tables import as_label, files_ending_in, number_classes
@@ -36,7 +35,8 @@ from paceline.plain_json import load_json
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7z": "xz", b"(\xb5/": "zstd"}
 # Another number is another layout of the remembered file.
-_VERSION = 2
+_VERSION = 3
+_PARTS = ("blob", "ends")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,14 @@ class TarIndex:
         names: Their paths.
         begin: First byte of each file's content, int64 [N].
         length: Its length, int64 [N].
+        labels: Content of those that end in ``.cls`` or ``.json``; empty of others.
         special: Paths of links, devices and pipes, which are not read.
     """
 
     names: Names
     begin: Ids
     length: Ids
+    labels: Names
     special: Names
 
 
@@ -62,27 +64,26 @@ def index_tar(file: MappedFile) -> TarIndex:
     Raises:
         DataError: If it is compressed, truncated or no tar.
     """
-    memory = memory_of(file, "tar")
-    arrays = recall_arrays(memory)
-    if arrays is None or not {"blob", "ends", "begin", "length", "special_blob", "special_ends"} <= arrays.keys():
-        arrays = _scan(file)
-        remember_arrays(memory, arrays)
-    return TarIndex(
-        names=Names(arrays["blob"], arrays["ends"]),
-        begin=arrays["begin"],
-        length=arrays["length"],
-        special=Names(arrays["special_blob"], arrays["special_ends"]),
-    )
-
-
-def memory_of(file: MappedFile, what: str) -> Path:
-    """Where something about a tar is remembered, as long as it is as it is now: written to again, it is another."""
+    # Found again as long as the tar is as it is now: written to again, it is another.
     text = f"{_VERSION}\0{os.path.realpath(file.path)}\0{file.size}\0{file.changed}"
     key = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
-    return cache_folder() / "indexes" / f"{what}-{key}.npz"
+    memory = cache_folder() / "indexes" / f"tar-{key}.npz"
+    arrays = recall_arrays(memory)
+    named = ("names", "labels", "special")
+    if arrays is None or not {"begin", "length", *(f"{name}_{of}" for name in named for of in _PARTS)} <= arrays.keys():
+        names, places, labels, special = _scan(file)
+        table = np.array(places, dtype=np.int64).reshape(-1, 2)
+        arrays = {"begin": table[:, 0].copy(), "length": table[:, 1].copy()}
+        for name, texts in (("names", names), ("labels", labels), ("special", special)):
+            joined = Names.of(texts)
+            arrays |= {f"{name}_blob": joined.blob, f"{name}_ends": joined.ends}
+        remember_arrays(memory, arrays)
+    found = (Names(*(arrays[f"{name}_{of}"] for of in _PARTS)) for name in named)
+    return TarIndex(begin=arrays["begin"], length=arrays["length"], **dict(zip(named, found, strict=True)))
 
 
-def _scan(file: MappedFile) -> Arrays:
+def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[bytes], list[str]]:
+    """Names, places and labels of the regular files, and names of the others."""
     if file.size == 0:
         raise _damaged(file, "it is empty")
     with open(file.path, "rb") as opened:
@@ -93,7 +94,7 @@ def _scan(file: MappedFile) -> Arrays:
                     f"{file.path!r} is compressed with {name}, so that no image in it can be read by itself: "
                     "decompress it (the images in it are compressed already)."
                 )
-        names, special = list[str](), list[str]()
+        names, special, labels = list[str](), list[str](), list[bytes]()
         places: list[tuple[int, int]] = []
         end = 0
         if head.strip(b"\0"):  # a tar without members is zeros alone
@@ -104,6 +105,8 @@ def _scan(file: MappedFile) -> Arrays:
                         if member.isreg() and not member.issparse():
                             names.append(member.name)
                             places.append((member.offset_data, member.size))
+                            content = archive.extractfile(member) if has_ending(member.name, ("cls", "json")) else None
+                            labels.append(b"" if content is None else content.read())
                         else:
                             special.append(member.name)
                     end = archive.offset
@@ -115,10 +118,7 @@ def _scan(file: MappedFile) -> Arrays:
         if rest.strip(b"\0"):
             is_whole = len(rest) == tarfile.BLOCKSIZE
             raise _damaged(file, f"at byte {end} {'is no head of a member' if is_whole else 'it breaks off'}")
-    found, odd = Names.of(names), Names.of(special)
-    table = np.array(places, dtype=np.int64).reshape(-1, 2)
-    arrays: Arrays = {"blob": found.blob, "ends": found.ends, "begin": table[:, 0].copy(), "length": table[:, 1].copy()}
-    return arrays | {"special_blob": odd.blob, "special_ends": odd.ends}
+    return names, places, labels, special
 
 
 def _members(archive: tarfile.TarFile, file: MappedFile) -> Iterator[tarfile.TarInfo]:
@@ -141,16 +141,6 @@ _DOTTED = "images with a dot in their names, where the name of a WebDataset samp
 _OTHER = "members that are neither an image nor a label of one"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The samples of some tars."""
-
-    content: MappedBytes
-    name: PlacedNames
-    labels: list[int | str]
-    lengths: Ids
-
-
 @dataset("webdataset", keys=FILES, size=IMAGENET)
 def open_webdataset(request: DatasetRequest) -> StoredImages:
     """Index WebDataset tars, and look at the heads of a few images.
@@ -163,17 +153,12 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
     """
     left_out = LeftOut()
     train_tars, held_out_tars, held_out = _splits(request.path, left_out)
-    train = _read(train_tars, left_out)
-    parts = [train] if not held_out_tars else [train, _read(held_out_tars, left_out)]
-    classes, labels = number_classes([part.labels for part in parts], str(request.path))
     digest = hashlib.sha256()
-    for part in parts:
-        for sample, label in enumerate(part.labels):
-            digest.update(f"{part.name.names.text(sample)}\0{part.lengths[sample]}\0{label}\n".encode())
-        digest.update(b"\0")
+    parts = [_read(tars, left_out, digest) for tars in (train_tars, held_out_tars) if tars]
+    classes, labels = number_classes([said for _, _, said in parts], str(request.path))
     return file_splits(
         request,
-        [MappedSource(part.content, each, 3, part.name) for part, each in zip(parts, labels, strict=True)],
+        [MappedSource(content, each, 3, names) for (content, names, _), each in zip(parts, labels, strict=True)],
         held_out,
         classes=classes,
         digest=digest.hexdigest(),
@@ -230,7 +215,8 @@ def _tars(pattern: str) -> list[Path]:
     return found
 
 
-def _read(tars: Sequence[Path], left_out: LeftOut) -> _Part:
+def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tuple[MappedBytes, Names, list[int | str]]:
+    """Where the images lie, what they are called, and the labels as they are written."""
     files = mapped_files(tars)
     indexes = [index_tar(file) for file in files]
     names: list[str] = []
@@ -239,7 +225,7 @@ def _read(tars: Sequence[Path], left_out: LeftOut) -> _Part:
     for number, (file, index) in enumerate(zip(files, indexes, strict=True)):
         samples = _samples(file, index, left_out)
         names += [index.names.text(image) for image, _ in samples]
-        labels += _labels(file, index, samples)
+        labels += [_label(index, members, f"{index.names.text(image)} in {file.path}") for image, members in samples]
         rows += [(number, int(index.begin[image]), int(index.length[image])) for image, _ in samples]
     if not rows:
         unread = " ".join(f"{each}." for each in left_out.told())
@@ -249,8 +235,11 @@ def _read(tars: Sequence[Path], left_out: LeftOut) -> _Part:
         )
     table = np.array(rows, dtype=np.int64)
     places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
-    told = PlacedNames(Names.of(names), tuple(str(tar) for tar in tars), places.file)
-    return _Part(MappedBytes(files, places), told, labels, places.length)
+    found = Names.of(names)
+    for sample, label in enumerate(labels):
+        digest.update(f"{found.text(sample)}\0{places.length[sample]}\0{label}\n".encode())
+    digest.update(b"\0")
+    return MappedBytes(files, places), found, labels
 
 
 def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple[int, dict[str, int]]]:
@@ -289,29 +278,15 @@ def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple
     return found
 
 
-def _labels(file: MappedFile, index: TarIndex, samples: list[tuple[int, dict[str, int]]]) -> list[int | str]:
-    """The samples' labels, remembered: they lie between the images, and reading them anew would read most of a tar."""
-    memory = memory_of(file, "texts")  # "labels" was another version's, which took 07 for 7
-    known = recall_arrays(memory)
-    if known is not None and "json" in known:
-        labels: list[int | str] = load_json(known["json"].tobytes())
-        if len(labels) == len(samples):
-            return labels
-    content = MappedBytes([file], Places(file=np.zeros_like(index.begin), begin=index.begin, length=index.length))
-    labels = [_label(content, members, f"{index.names.text(image)} in {file.path}") for image, members in samples]
-    remember_arrays(memory, {"json": np.frombuffer(json.dumps(labels).encode(), dtype=np.uint8)})
-    return labels
-
-
-def _label(content: MappedBytes, members: dict[str, int], name: str) -> int | str:
+def _label(index: TarIndex, members: dict[str, int], name: str) -> int | str:
     if "cls" in members:
         try:
-            return as_label(bytes(content[members["cls"]]).decode("utf-8-sig").strip(), name)
+            return as_label(index.labels[members["cls"]].decode("utf-8-sig").strip(), name)
         except UnicodeDecodeError:
             raise DataError(f"{name!r}: its .cls is not in UTF-8; write it again in that encoding.") from None
     if "json" in members:
         try:
-            tree = load_json(bytes(content[members["json"]]))
+            tree = load_json(index.labels[members["json"]])
         except ValueError as error:
             raise DataError(f"{name!r}: its .json cannot be read ({error}).") from error
         found = [tree[key] for key in _LABELS if key in tree] if isinstance(tree, dict) else []
