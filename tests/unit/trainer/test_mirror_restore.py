@@ -18,7 +18,7 @@ from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, Sto
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.storage.remote import Remote
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.trainer import mirroring
 from paceline.trainer.run_dir_checks import ResumeDecision
 from paceline.trainer.train import Options, train_recipe
@@ -234,7 +234,7 @@ def test_what_lacks_of_a_complete_run_is_sent_or_told(
     said = list[str]()
     monkeypatch.setattr(mirroring, "REQUEST_PATIENCE_SECONDS", 0.3)
 
-    class Listening(SilentDisplay):
+    class Listening(Display):
         def message(self, text: str) -> None:
             said.append(text)
 

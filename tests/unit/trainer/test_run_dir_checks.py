@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.trainer import train
 from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.train import Options, train_recipe
@@ -64,7 +64,7 @@ def test_another_torch_is_told(train_tiny: Train, tiny_recipe: Path, tiny_task: 
     (run_dir / "environment.json").write_text(json.dumps({**environment, "torch": "2.0.0"}))
     told: list[str] = []
 
-    class Listening(SilentDisplay):
+    class Listening(Display):
         def message(self, text: str) -> None:
             told.append(text)
 
@@ -175,10 +175,10 @@ def test_another_cut_into_micro_batches_is_told(
     train_tiny: Train, tiny_recipe: Path, tiny_task: Any, runs: Path
 ) -> None:
     from paceline.recipe.load import load_recipe
-    from paceline.telemetry.display import SilentDisplay
+    from paceline.telemetry.display import Display
     from paceline.trainer.train import Options, train_recipe
 
-    class Listener(SilentDisplay):
+    class Listener(Display):
         def message(self, text: str) -> None:
             heard.append(text)
 
