@@ -7,17 +7,16 @@ tensor, so the weights are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol, final
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # it is not in torch's list of exports
 
-from paceline.telemetry.clock import ErrorType, StepClock
+from paceline.telemetry.clock import StepClock
 from paceline.telemetry.meter import PHASES, Load, Totals
 from paceline.units import format_bytes
 
@@ -150,20 +149,11 @@ class Assignment:
     report: Callable[[Profiled], None]
 
 
-class _NamedSpan(AbstractContextManager[None, None]):
+@contextmanager
+def _inside(named: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> Iterator[None]:
     """A span of the clock inside a range of the tool."""
-
-    def __init__(self, named: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> None:
-        self._named = named
-        self._span = span
-
-    def __enter__(self) -> None:
-        self._named.__enter__()
-        self._span.__enter__()
-
-    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._span.__exit__(kind, error, trace)
-        self._named.__exit__(kind, error, trace)
+    with named, span:
+        yield
 
 
 @final
@@ -286,7 +276,7 @@ class ProfilingClock(StepClock):
         self._asked.report(Profiled(first=first + 1, last=self._asked.end, problem=problem))
 
     def _named(self, name: str, span: AbstractContextManager[None, None]) -> AbstractContextManager[None, None]:
-        return _NamedSpan(self._tool.range(name), span) if self._state == "recording" else span
+        return _inside(self._tool.range(name), span) if self._state == "recording" else span
 
 
 AROUND_THE_STEP = "around the step"
