@@ -32,7 +32,10 @@ class Library:
     @property
     def version(self) -> str | None:
         """The version installed here; None if none is, or it cannot be imported. Nothing is imported to find out."""
-        if not _is_importable(self.module):
+        try:
+            if find_spec(self.module) is None:
+                return None
+        except (ImportError, ValueError):  # its parent is missing; or it is barred, as tests do
             return None
         return _version(self.distribution) or _version(self.instead)
 
@@ -76,71 +79,51 @@ class Extra:
         return ", ".join(why for library in self.libraries if (why := library.why_not))
 
 
+def _libraries(*distributions: str) -> tuple[Library, ...]:
+    """Libraries that are imported by the name they are installed under, some with the first version that will do."""
+    parts = [each.partition(">=") for each in distributions]
+    return tuple(Library(name, name.replace("-", "_"), least) for name, _, least in parts)
+
+
 _DALI = Library("nvidia-dali-cuda130", "nvidia.dali", "2", instead="nvidia-dali-cuda120")
 # The other two keep its runs in a database.
-_MLFLOW = (
-    Library("alembic", "alembic"),
-    Library("mlflow-skinny", "mlflow"),
-    Library("sqlalchemy", "sqlalchemy"),
-)
-_WANDB = Library("wandb", "wandb", at_least="0.31")
+_MLFLOW = (*_libraries("alembic"), Library("mlflow-skinny", "mlflow"), *_libraries("sqlalchemy"))
+_WANDB = _libraries("wandb>=0.31")
 
 # In the order in which a user meets them. What only developers need (dev, ci) is not among them.
 EXTRAS = (
-    Extra("tune", "hyper-parameter search", (Library("optuna", "optuna"),)),
-    Extra("pack", "packed datasets written, Hugging Face datasets read from disk", (Library("pyarrow", "pyarrow"),)),
-    Extra(
-        "simplejpeg", "fast JPEG decoding without our compiled decoder", (Library("simplejpeg", "simplejpeg", "1.7"),)
-    ),
-    Extra("heic", "HEIC images, as phones take them", (Library("pillow-heif", "pillow_heif"),)),
+    Extra("tune", "hyper-parameter search", _libraries("optuna")),
+    Extra("pack", "packed datasets written, Hugging Face datasets read from disk", _libraries("pyarrow")),
+    Extra("simplejpeg", "fast JPEG decoding without our compiled decoder", _libraries("simplejpeg>=1.7")),
+    Extra("heic", "HEIC images, as phones take them", _libraries("pillow-heif")),
     Extra("dali", "data.backend=dali", (_DALI,), only_on="linux"),
-    Extra("adapters", "model.adapters", (Library("peft", "peft"),)),
+    Extra("adapters", "model.adapters", _libraries("peft")),
     Extra(
         "transformers",
         "model.name=transformers:NAME, tokenizer.json files",
-        (Library("tokenizers", "tokenizers"), Library("transformers", "transformers", "5")),
+        _libraries("tokenizers", "transformers>=5"),
     ),
-    Extra("detection", "masks of data.dataset=coco", (Library("pycocotools", "pycocotools"),)),
-    Extra("fp8", "train.precision=fp8", (Library("torchao", "torchao"),)),
+    Extra("detection", "masks of data.dataset=coco", _libraries("pycocotools")),
+    Extra("fp8", "train.precision=fp8", _libraries("torchao")),
     Extra("mlflow", "telemetry.trackers=[mlflow]", _MLFLOW),
-    Extra("wandb", "telemetry.trackers=[wandb]", (_WANDB,)),
-    Extra("tracking", "both of these trackers", (*_MLFLOW, _WANDB)),
+    Extra("wandb", "telemetry.trackers=[wandb]", _WANDB),
+    Extra("tracking", "both of these trackers", (*_MLFLOW, *_WANDB)),
     Extra(
         "onnx",
         "ONNX files written, checked and used for predictions",
-        (Library("onnx", "onnx"), Library("onnxruntime", "onnxruntime"), Library("onnxscript", "onnxscript")),
+        _libraries("onnx", "onnxruntime", "onnxscript"),
     ),
-    Extra(
-        "serve",
-        "paceline serve",
-        (
-            Library("fastapi", "fastapi"),
-            Library("prometheus-client", "prometheus_client"),
-            Library("python-multipart", "python_multipart"),
-            Library("uvicorn", "uvicorn"),
-        ),
-    ),
-    Extra("http", "addresses that begin with http:// or https://", (Library("aiohttp", "aiohttp"),)),
-    Extra("s3", "addresses that begin with s3://", (Library("s3fs", "s3fs"),)),
-    Extra("gcs", "addresses that begin with gs://", (Library("gcsfs", "gcsfs"),)),
-    Extra("azure", "addresses that begin with az://", (Library("adlfs", "adlfs"),)),
+    Extra("serve", "paceline serve", _libraries("fastapi", "prometheus-client", "python-multipart", "uvicorn")),
+    Extra("http", "addresses that begin with http:// or https://", _libraries("aiohttp")),
+    Extra("s3", "addresses that begin with s3://", _libraries("s3fs")),
+    Extra("gcs", "addresses that begin with gs://", _libraries("gcsfs")),
+    Extra("azure", "addresses that begin with az://", _libraries("adlfs")),
     Extra(
         "labs",
         "the course of `paceline labs`",
-        (
-            Library("jupyterlab", "jupyterlab"),
-            Library("jupytext", "jupytext"),
-            Library("matplotlib", "matplotlib"),
-            Library("nbclient", "nbclient"),
-            Library("nbformat", "nbformat"),
-            Library("psutil", "psutil"),
-        ),
+        _libraries("jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "psutil"),
     ),
-    Extra(
-        "docs",
-        "these pages built as a site",
-        (Library("mkdocs-material", "material"), Library("mkdocstrings", "mkdocstrings")),
-    ),
+    Extra("docs", "these pages built as a site", (Library("mkdocs-material", "material"), *_libraries("mkdocstrings"))),
 )
 
 
@@ -154,8 +137,7 @@ def missing_library(error: BaseException) -> str:
     """A sentence for an import that failed because an optional library is missing; empty for any other error."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
-    extra = extra_of(error.name)
-    if extra is None:
+    if (extra := extra_of(error.name)) is None:
         return ""
     return f"this needs {error.name}, which cannot be imported ({error}); install it with: {extra.install}"
 
@@ -165,13 +147,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution) if distribution else None
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent is missing; or it is barred, as tests do
-        return False
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from paceline.errors import RecipeError, RunDirectoryError
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages
 from paceline.pages.page import Chart, Table
 from paceline.recipe.load import load_recipe
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.trainer.run import Run
 from paceline.trainer.train import Options, opened_run, train_recipe
 from paceline_advisor.commands import NoiseScale
@@ -36,7 +36,7 @@ def test_it_is_what_gradients_computed_by_hand_say(tmp_path: Path) -> None:
     assert (report.global_batch_size, report.micro_batch_size, point.steps) == (32, 8, 3)
 
     variances, squares = [], []
-    with opened_run(load_recipe("digits", plain), Options(run_dir=tmp_path / "run", display=SilentDisplay())) as run:
+    with opened_run(load_recipe("digits", plain), Options(run_dir=tmp_path / "run", display=Display())) as run:
         stream = run.train_batches()
         for _ in range(3):
             parts = [next(stream) for _ in range(4)]

@@ -15,7 +15,7 @@ import paceline
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
 from paceline.report.attribution import attribute_run
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.train import Options, train_recipe
 
@@ -26,7 +26,7 @@ pytestmark = [
 SHORT = {"train.duration": "40 steps", "evaluate.every": "off", "checkpoint.every": "off", "parallel.device": "cuda"}
 
 
-class Watch(SilentDisplay):
+class Watch(Display):
     """When each record was due and the device was done, by the host's clock."""
 
     def __init__(self) -> None:

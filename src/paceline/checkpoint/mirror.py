@@ -526,11 +526,11 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
 
 
 def _check_size(remote: Remote, piece: Piece) -> None:
-    found = remote.size_of(piece.name)
+    found = remote.single(piece.name)
     if found is None:
         raise _DamagedError(f"{remote.path(piece.name)} is missing.")
-    if found != piece.size_bytes:
-        raise _DamagedError(f"{remote.path(piece.name)} has {found} bytes instead of {piece.size_bytes}.")
+    if found.size_bytes != piece.size_bytes:
+        raise _DamagedError(f"{remote.path(piece.name)} has {found.size_bytes} bytes instead of {piece.size_bytes}.")
 
 
 def _check_content(remote: Remote, piece: Piece, size_bytes: int, sha256: str) -> None:

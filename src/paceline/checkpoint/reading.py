@@ -102,18 +102,6 @@ def verify(path: Path) -> Manifest:
     return found
 
 
-def read_component(path: Path, name: str) -> dict[str, Any]:
-    """Read one component's state, checking its files on the way.
-
-    Returns:
-        The state as it was saved; tensors are on the CPU and share no memory with one another.
-
-    Raises:
-        CheckpointError: If the checkpoint lacks the component, or its files are damaged.
-    """
-    return read_components(path, (name,))[name]
-
-
 def read_components(
     path: Path, names: Collection[str] | None = None, *, chunks: Mapping[str, ChunkOf] | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -124,6 +112,9 @@ def read_components(
         names: The components.
         chunks: Which part of each tensor is wanted, by component; no more of these is read, and so their digests
             are not compared: :func:`verify` does that.
+
+    Returns:
+        The states as they were saved, by name; tensors are on the CPU and share no memory with one another.
 
     Raises:
         CheckpointError: If the checkpoint lacks a component, or a file is damaged.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.strategy import ControlFlags, MicroBatch, Stopwatch
-from paceline.distributed.voting import VOTES, FlagExchange, Voting
+from paceline.distributed.strategy import MicroBatch, Replicas, Stopwatch
+from paceline.distributed.voting import VOTES, Voting, VotingStrategy
 from paceline.recipe.running import Parallel
 
 # torch 2.14 renamed the switch.
@@ -45,25 +45,7 @@ def has_training_buffers(network: nn.Module) -> bool:
     )
 
 
-class Buffers:
-    """Buffers that each process moves by itself in training, and that become the first one's now and then."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._synced: list[nn.Module] = []
-
-    def moved(self) -> None:
-        """There was a forward pass in training."""
-        self._synced = []
-
-    def sync(self, modules: list[nn.Module]) -> None:
-        """Broadcast those of some modules, if they have moved since; a collective."""
-        if modules != self._synced:
-            self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
-        self._synced = list(modules)
-
-
-class DataParallel:
+class DataParallel(VotingStrategy, Replicas):
     """torch's DistributedDataParallel: one replica per process, gradients averaged bucket by bucket.
 
     DDP's broadcast of buffers before a step's first forward pass is off for networks whose only buffers are the
@@ -71,9 +53,6 @@ class DataParallel:
     when they are scored or saved. Other buffers may decide what is learned: they are the first rank's at each step,
     so that neither evaluating nor saving can change them.
     """
-
-    tells_communication = True
-    is_sharded = False
 
     def __init__(
         self,
@@ -84,15 +63,12 @@ class DataParallel:
         *,
         parallel: Parallel,
     ) -> None:
+        super().__init__(collectives, device)
         has_buffers = has_training_buffers(network)
         # DDP makes them the first process's where a step's first forward pass begins.
-        self.waits_in: Collection[str] = ("forward",) if has_buffers else ()
-        self.averages_over = collectives.world.world_size
+        self.waits_in = ("forward",) if has_buffers else ()
         self.is_rehearsed = collectives.world.world_size > 1
-        self._voting = Voting(called, (VOTES,), torch.empty((), device=device))
-        self._exchange = FlagExchange(self._voting, device)
-        self._collectives = collectives
-        self._buffers = Buffers(collectives)
+        self._carried_by(Voting(called, (VOTES,), torch.empty((), device=device)))
         self.scored = called
         self._options: dict[str, Any] = {
             "device_ids": [device.index] if device.index is not None else None,
@@ -130,7 +106,7 @@ class DataParallel:
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through DDP."""
-        return self._exchange.take(self._replica(*args, **kwargs))
+        return self._take(self._replica(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""
@@ -139,25 +115,3 @@ class DataParallel:
     def aside(self) -> AbstractContextManager[Any]:
         """DDP reduces nothing."""
         return self._replica.no_sync()
-
-    def combine(self) -> None:
-        """DDP's hooks have done it."""
-
-    def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add zero to the loss; the votes are its gradient."""
-        self._buffers.moved()
-        return self._exchange.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
-
-    def spoiled(self) -> torch.Tensor:
-        """The mean of all processes' marks."""
-        return self._exchange.spoiled(self._exchange.votes.grad)
-
-    def agreed(self, flags: ControlFlags) -> ControlFlags:
-        """Read the reduced votes (late on a GPU, but equally late on every rank)."""
-        return self._exchange.agreed(self._exchange.votes.grad)
-
-    def sync_buffers(self, modules: list[nn.Module]) -> None:
-        """Broadcast every buffer from the first rank; once, if nothing is trained in between."""
-        self._buffers.sync(modules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,14 +28,13 @@ def available_devices() -> dict[str, str]:
 
 def is_available(device_type: str) -> bool:
     """Whether torch can use this type of device now."""
-    match device_type:
-        case "cuda":
-            return torch.cuda.is_available()
-        case "mps":
-            return torch.backends.mps.is_available()
-        case "xpu":
-            return torch.xpu.is_available()
-    return device_type == "cpu"
+    checks: dict[str, Callable[[], bool]] = {
+        "cpu": lambda: True,
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "xpu": torch.xpu.is_available,
+    }
+    return device_type in checks and checks[device_type]()
 
 
 def choose_device(asked: str, world: World) -> torch.device:
@@ -94,13 +94,14 @@ def describe_machine(device: torch.device, own: OwnCores | None = None, *, proce
         processes: How many share this machine, and so the memory of its CPU.
     """
     fast_bf16, why = _fast_bf16(device)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     reasons = {"fast_bf16": why} if own is None else {"fast_bf16": why, "parallel.affinity": own.why}
     return MachineFacts(
         device=device.type,
         device_name=_device_name(device),
         fast_bf16=fast_bf16,
         cores=available_cores(),
-        threads=_threads_asked(),
+        threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
         own_cores=None if own is None else own.threads,
         memory_bytes=_memory_bytes(device, processes),
         lacks=_lacks(device, why_no_bf16="" if fast_bf16 else why),
@@ -136,25 +137,12 @@ def _lacks(device: torch.device, *, why_no_bf16: str) -> dict[str, str]:
     return lacks
 
 
-def _threads_asked() -> int | None:
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    return int(text) if text.isdigit() and int(text) > 0 else None
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "xpu":
         return str(torch.xpu.get_device_name(device))
     return cpu_name()
-
-
-def _cpu_flags() -> set[str]:
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return set()
-    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
-    return set(next(lines, "").split())
 
 
 def _fast_bf16(device: torch.device) -> tuple[bool, str]:
@@ -164,8 +152,10 @@ def _fast_bf16(device: torch.device) -> tuple[bool, str]:
     if device.type == "xpu":
         return True, "Intel GPUs have bf16 matrix units"
     if device.type == "cpu":
-        fast = sorted(_cpu_flags() & {"amx_bf16", "avx512_bf16"})
-        return bool(
-            fast
-        ), f"the processor has bf16 products ({fast[0]})" if fast else "the processor has no bf16 products"
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+        flags = next((line for line in lines if line.startswith("flags")), "")
+        if names := sorted({"amx_bf16", "avx512_bf16"}.intersection(flags.split())):
+            return True, f"the processor has bf16 products ({names[0]})"
+        return False, "the processor has no bf16 products"
     return False, f"bf16 on {device.type} has not been measured"

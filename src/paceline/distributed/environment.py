@@ -50,11 +50,15 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     """
     alone = environ.get("WORLD_SIZE", "1") == "1" and environ.get("RANK", "0") == "0"
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        world = _torchrun_world(environ)
+        world_size = _number(environ, "WORLD_SIZE")
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
+        world = _world(_number(environ, "RANK"), _number(environ, "LOCAL_RANK", 0), world_size, local_world_size)
         if (rendezvous := environ.get(RENDEZVOUS_VARIABLE)) is not None:
             return Launch(world, rendezvous, "paceline", restarts=_number(environ, RESTARTS_VARIABLE, 0))
         restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
-        return Launch(world, "env://", "torchrun", _agents_store(environ), restarts, _comes_again(environ))
+        has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if has_store else None
+        return Launch(world, "env://", "torchrun", store, restarts, _comes_again(environ))
     if not alone:
         missing, present = ("WORLD_SIZE", "RANK") if "RANK" in environ else ("RANK", "WORLD_SIZE")
         raise LaunchError(
@@ -62,7 +66,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
             f"torchrun or --processes, or unset {present}."
         )
     if _number(environ, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
-        return Launch(_slurm_world(environ), f"tcp://{_slurm_host(environ)}:{_slurm_port(environ)}", "slurm")
+        port = _number(environ, "MASTER_PORT", 20_000 + _number(environ, "SLURM_JOB_ID", 0) % 20_000)
+        return Launch(_slurm_world(environ), f"tcp://{_slurm_host(environ)}:{port}", "slurm")
     return Launch(World(), "", "alone")
 
 
@@ -80,22 +85,6 @@ def _world(rank: int, local_rank: int, world_size: int, local_world_size: int) -
         return World(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
     except ValueError as error:
         raise LaunchError(f"the environment describes no possible world: {error}.") from None
-
-
-def _torchrun_world(environ: Mapping[str, str]) -> World:
-    world_size = _number(environ, "WORLD_SIZE")
-    return _world(
-        _number(environ, "RANK"),
-        _number(environ, "LOCAL_RANK", 0),
-        world_size,
-        _number(environ, "LOCAL_WORLD_SIZE", world_size),
-    )
-
-
-def _agents_store(environ: Mapping[str, str]) -> str | None:
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
 
 
 def _comes_again(environ: Mapping[str, str]) -> str | None:
@@ -150,9 +139,3 @@ def _slurm_host(environ: Mapping[str, str]) -> str:
             "Slurm names no nodes (SLURM_STEP_NODELIST is empty); set MASTER_ADDR to the first node's name."
         )
     return first[1] + (first[2] or "") + (first[3] or "")
-
-
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    if "MASTER_PORT" in environ:
-        return _number(environ, "MASTER_PORT")
-    return 20_000 + _number(environ, "SLURM_JOB_ID", 0) % 20_000

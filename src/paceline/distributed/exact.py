@@ -9,7 +9,7 @@ its slice, and hands the result to all: as many bytes as a ring's all-reduce mov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
-from paceline.distributed.strategy import ControlFlags, FlagReader, MicroBatch, NoStopwatch, Stopwatch
+from paceline.distributed.strategy import ControlFlags, FlagReader, MicroBatch, Replicas, Stopwatch
 
 # BatchNorm counts its forward passes in it; one per step wherever they happen.
 _COUNTER = "num_batches_tracked"
@@ -177,8 +177,8 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-class ExactDataParallel:
-    """Replicas that compute the same bits in any number; satisfies :class:`paceline.distributed.strategy.Strategy`.
+class ExactDataParallel(Replicas):
+    """Replicas that compute the same bits in any number.
 
     Args:
         network: The bare network.
@@ -186,16 +186,13 @@ class ExactDataParallel:
         collectives: The processes.
     """
 
-    waits_in: Collection[str] = ()
-    tells_communication = True
-    averages_over = 1
     is_rehearsed = True
-    is_sharded = False
 
     def __init__(self, network: nn.Module, called: Callable[..., Any], collectives: Collectives) -> None:
         self.model = self.scored = called
         self._world = collectives.world
         self._logical_ranks = 1
+        # Leaves have room for all that will ever be trained; what is frozen meanwhile stays zero, and is dropped.
         self._parameters = [each for each in network.parameters() if each.requires_grad]
         self._buffers = StepBuffers(network, collectives)
         self._sums: PartialSums[GradientSlot] = PartialSums(GradientSlot.add)
@@ -206,11 +203,11 @@ class ExactDataParallel:
         self._begun = False
         self._ask: Callable[[], ControlFlags] = ControlFlags
         self._votes = FlagReader(self._leaf.notes.device, count=len(ControlFlags._fields))
-        self._stopwatch: Stopwatch = NoStopwatch()
+        self._span: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
         """The exchange is waited for; adding up is computing."""
-        self._stopwatch = stopwatch
+        self._span = stopwatch.span
 
     @contextmanager
     def micro_batch(self, part: MicroBatch) -> Iterator[None]:
@@ -235,10 +232,6 @@ class ExactDataParallel:
         self._leaf.notes[_SAMPLES] = part.weight
         self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_weight)
         self._free += self._sums.push(part.logical_rank, self._leaf)
-
-    def aside(self) -> AbstractContextManager[None]:
-        """What is not collected is not reduced."""
-        return nullcontext()
 
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
@@ -272,12 +265,6 @@ class ExactDataParallel:
         """What any process wished for; the same answer on every process after the same step."""
         return ControlFlags(*self._votes.agreed())
 
-    def gradients_changed(self) -> None:
-        """Leaves have room for every parameter that will ever be trained; the others' stay zero, and are dropped."""
-
-    def sync_buffers(self, modules: list[nn.Module]) -> None:
-        """Nothing to copy: buffers are the same everywhere."""
-
     def _begin(self, part: MicroBatch) -> None:
         self._buffers.begin()
         if self._combined is not None:
@@ -307,7 +294,7 @@ class ExactDataParallel:
             combined = total(held, GradientSlot.add, leaves=self._leaves)
             self._free += [leaf for leaf in held.values() if leaf is not combined]
             return combined
-        with self._stopwatch.span("communication"):
+        with self._span("communication"):
             slices = [
                 self._own_slices(part, [leaf.parts[part] for leaf in held.values()])
                 for part in range(len(self._leaf.parts))
@@ -316,7 +303,7 @@ class ExactDataParallel:
         combined = self._free.pop() if self._free else self._make_leaf()
         for part, nodes in enumerate(slices):
             mine = total(nodes, torch.Tensor.add_, leaves=self._leaves)
-            with self._stopwatch.span("communication"):
+            with self._span("communication"):
                 _gather(combined.parts[part], mine)
         return combined
 

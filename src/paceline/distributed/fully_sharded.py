@@ -8,7 +8,7 @@ micro-batch, so that no process ever holds a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.data_parallel import Buffers, has_training_buffers
+from paceline.distributed.data_parallel import has_training_buffers
 from paceline.distributed.sharding import Filling, ValueOf, modules_to_shard, sharding_options
-from paceline.distributed.strategy import ControlFlags, MicroBatch, Stopwatch
-from paceline.distributed.voting import VOTES, FlagExchange, Voting
+from paceline.distributed.strategy import MicroBatch
+from paceline.distributed.voting import VOTES, Voting, VotingStrategy
 from paceline.recipe.running import Parallel
 
 
-class FullySharded:
-    """Satisfies :class:`paceline.distributed.strategy.Strategy`.
+class FullySharded(VotingStrategy):
+    """torch's ``fully_shard``, block by block.
 
     Args:
         network: The bare network, the same on every process; from here on a process's parameters are its parts.
@@ -39,7 +39,7 @@ class FullySharded:
     """
 
     # Also where gradients are clipped, or spread numbers are added up.
-    waits_in: Collection[str] = ("forward", "backward", "optimizer")
+    waits_in = ("forward", "backward", "optimizer")
     # torch's hooks gather and wait in the midst of both passes.
     tells_communication = False
     is_rehearsed = True
@@ -56,13 +56,11 @@ class FullySharded:
         parallel: Parallel,
         value_of: ValueOf | None = None,
     ) -> None:
-        self.averages_over = collectives.world.world_size
-        self._collectives = collectives
+        super().__init__(collectives, device)
         mesh = _mesh(parallel, device, collectives.world.world_size)
         options = sharding_options(parallel, mesh)
         # An average has no backward pass to keep gathered weights for.
         of_average = options | {"reshard_after_forward": True}
-        self._buffers = Buffers(collectives)
         self._is_new_step = True
         for parameter in (*network.parameters(), *(() if average is None else average.parameters())):
             # Only such can be cut; convolutions bring a gathered filter into the batch's memory format.
@@ -77,19 +75,16 @@ class FullySharded:
         # What is not a parameter is whole on every process.
         self._training_buffers = list(network.buffers()) if has_training_buffers(network) else []
         # One row for each process of a copy: each gets the row that is left to it, and so all the votes.
-        self._voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
-        fully_shard(self._voting, **options)
-        self._exchange = FlagExchange(self._voting, device)
-        self.scored: Callable[..., Any] = _Answering(self._voting, keeps=not parallel.reshard_after_forward)
+        voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
+        fully_shard(voting, **options)
+        self._carried_by(voting)
+        self.scored = _Answering(voting, keeps=not parallel.reshard_after_forward)
         if average is not None:
             fully_shard(average, **of_average)
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through FSDP."""
-        return self._exchange.take(self._voting(*args, **kwargs))
-
-    def timed_by(self, stopwatch: Stopwatch) -> None:
-        """Its waits cannot be told from computing."""
+        return self._take(self._voting(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Buffers that take part in training are the first process's at each step, as with DDP."""
@@ -98,30 +93,8 @@ class FullySharded:
         self._is_new_step = part.is_last
         return nullcontext()
 
-    def combine(self) -> None:
-        """FSDP's hooks have done it."""
-
-    def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add zero to the loss; the votes are its gradient."""
-        self._buffers.moved()
-        return self._exchange.with_vote(loss, ask, is_last=is_last, spoiled=spoiled)
-
-    def spoiled(self) -> torch.Tensor:
-        """The mean of all processes' marks."""
-        return self._exchange.spoiled(self._counted())
-
-    def agreed(self, flags: ControlFlags) -> ControlFlags:
-        """Read the reduced votes (late on a GPU, but equally late on every process)."""
-        return self._exchange.agreed(self._counted())
-
-    def sync_buffers(self, modules: list[nn.Module]) -> None:
-        """Broadcast every buffer from the first process; once, if nothing is trained in between."""
-        self._buffers.sync(modules)
-
     def _counted(self) -> torch.Tensor | None:
-        gradient: Any = self._exchange.votes.grad
+        gradient: Any = self._votes.grad
         return None if gradient is None else gradient.to_local()[0]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -66,19 +67,8 @@ class Stopwatch(Protocol):
         ...
 
 
-class NoStopwatch:
-    """Counts nothing."""
-
-    def span(self, phase: str) -> AbstractContextManager[None, None]:
-        """Count nothing."""
-        return _NOTHING
-
-    def switch(self, phase: str) -> None:
-        """Count nothing."""
-
-
-class Strategy(Protocol):
-    """What the step and the loop need to know of parallel work.
+class Strategy(abc.ABC):
+    """What the step and the loop need to know of parallel work; by itself, one process that waits for nobody.
 
     Attributes:
         averages_over: By how much the reduction divides what it has summed: the mean loss of a micro-batch is to be
@@ -86,31 +76,28 @@ class Strategy(Protocol):
         is_rehearsed: Whether a batch must go through all replicas before the first step.
         is_sharded: Whether each process holds a part of the weights: whoever calls the network, or copies its state,
             does so on all of them.
+        model: What the step calls; wraps the network.
         scored: What evaluation calls; its modules are the network's.
         waits_in: Phases of a step in which processes wait for one another, beside ``communication``.
         tells_communication: Whether it can tell the time in which a step waits for other processes from computing.
     """
 
-    waits_in: Collection[str]
-    tells_communication: bool
-    averages_over: int
-    is_rehearsed: bool
-    is_sharded: bool
+    waits_in: Collection[str] = ()
+    tells_communication = True
+    averages_over = 1
+    is_rehearsed = False
+    is_sharded = False
+    model: Callable[..., Any]
     scored: Callable[..., Any]
 
-    @property
-    def model(self) -> Callable[..., Any]:
-        """What the step calls; wraps the network."""
-        ...
-
-    def timed_by(self, stopwatch: Stopwatch) -> None:
+    def timed_by(self, stopwatch: Stopwatch) -> None:  # noqa: B027  # not all can tell, or wait
         """From here on, count the time in which the step waits for other processes as ``communication``."""
-        ...
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Around the forward and backward pass of a micro-batch."""
-        ...
+        return _NOTHING
 
+    @abc.abstractmethod
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -122,44 +109,40 @@ class Strategy(Protocol):
             is_last: Whether it is the step's last micro-batch on this process.
             spoiled: Above zero if the loss is no number; on the loss's device.
         """
-        ...
 
     def combine(self) -> torch.Tensor | None:
-        """After the last micro-batch: make gradients the step's on every process.
+        """After the last micro-batch: make gradients the step's on every process, where the passes have not.
 
         Returns:
             The step's sum of losses and its number of samples, [2], if they were combined as well.
         """
-        ...
+        return None
 
+    @abc.abstractmethod
     def spoiled(self) -> torch.Tensor:
         """After :meth:`combine`: above zero on every process if any marked a loss of this step; on the device."""
-        ...
 
+    @abc.abstractmethod
     def agreed(self, flags: ControlFlags) -> ControlFlags:
         """What any process has asked for; the same answer on every process after the same step.
 
         Args:
             flags: What this process asks for by now, which counts at once if it is alone.
         """
-        ...
 
-    def sync_buffers(self, modules: list[nn.Module]) -> None:
+    def sync_buffers(self, modules: list[nn.Module]) -> None:  # noqa: B027  # most keep them the same
         """Make buffers (BatchNorm statistics) the first rank's, before they are scored or saved."""
-        ...
 
 
-@runtime_checkable
-class Replicas(Strategy, Protocol):
+class Replicas(Strategy):
     """A strategy with the whole network on every process, which can therefore be called and changed between steps."""
 
     def aside(self) -> AbstractContextManager[Any]:
         """Around passes that belong to no step: nothing is reduced, and nothing kept."""
-        ...
+        return _NOTHING
 
     def gradients_changed(self) -> None:
         """Take note, between two steps, that other parameters of the network need a gradient than before."""
-        ...
 
 
 def refuse_unused(network: nn.Module, *, allowed: bool) -> None:
@@ -196,30 +179,13 @@ class Marks:
         self._is_new = is_last
 
 
-class SingleProcess:
+class SingleProcess(Replicas):
     """One process: nothing to agree on."""
-
-    waits_in: Collection[str] = ()
-    tells_communication = True
-    averages_over = 1
-    is_rehearsed = False
-    is_sharded = False
 
     def __init__(self, called: Callable[..., Any], network: nn.Module, *, allows_unused: bool = False) -> None:
         self.model = self.scored = called
         self._marks = Marks()
         self._unchecked: nn.Module | None = None if allows_unused else network
-
-    def timed_by(self, stopwatch: Stopwatch) -> None:
-        """It waits for nobody."""
-
-    def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
-        """Nothing to reduce."""
-        return _NOTHING
-
-    def aside(self) -> AbstractContextManager[Any]:
-        """Nothing would be reduced anyway."""
-        return _NOTHING
 
     def combine(self) -> None:
         """Gradients are the step's as they are; of the first step, that none is missing is made sure of."""
@@ -241,12 +207,6 @@ class SingleProcess:
     def agreed(self, flags: ControlFlags) -> ControlFlags:
         """This process's own flags."""
         return flags
-
-    def gradients_changed(self) -> None:
-        """Nothing is kept of that."""
-
-    def sync_buffers(self, modules: list[nn.Module]) -> None:
-        """Nothing to copy."""
 
 
 class Arrival(Protocol):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.distributed.strategy import ControlFlags, FlagReader, Marks
+from paceline.distributed.collectives import Collectives
+from paceline.distributed.strategy import ControlFlags, FlagReader, Marks, Strategy
 
 VOTES = len(ControlFlags._fields) + 1
 
@@ -61,40 +62,43 @@ class Voting(nn.Module):
         return self.network(*args, **kwargs), ballot
 
 
-class FlagExchange:
-    """The votes of a run's steps: cast at the end of a backward pass, read when the reduction has added them up.
+class VotingStrategy(Strategy):
+    """A strategy whose reduction of gradients carries the votes: cast at the end of a backward pass, and read later.
 
-    Args:
-        voting: What carries them, as the reduction knows it: where parameters are spread over processes, spread by now.
-        device: Where they are.
-
-    Attributes:
-        votes: The parameter whose gradient they become; the network may hold a gathered one in its place for a while.
+    Buffers that each process moves by itself in training become the first one's where they are scored or saved.
     """
 
-    def __init__(self, voting: Voting, device: torch.device) -> None:
-        self._voting = voting
-        self.votes = voting.votes
-        self._shape = voting.votes.shape
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self.averages_over = collectives.world.world_size
+        self._collectives = collectives
+        self._synced: list[nn.Module] = []
         self._no, self._yes = torch.zeros((), device=device), torch.ones((), device=device)
         self._marks = Marks()
         self._reader = FlagReader(device, count=len(ControlFlags._fields))
         self._ballot: torch.Tensor | None = None
 
-    def take(self, given: tuple[Any, torch.Tensor | None]) -> Any:
+    def _carried_by(self, voting: Voting) -> None:
+        """Let this carry the votes, as the reduction knows it: where parameters are spread over processes, spread."""
+        self._voting = voting
+        # The network may hold a gathered one in its place for a while.
+        self._votes = voting.votes
+        self._shape = voting.votes.shape
+
+    def _take(self, given: tuple[Any, torch.Tensor | None]) -> Any:
         """Keep the ballot of a forward pass, and hand on the network's answer."""
         answer, ballot = given
         self._ballot = self._ballot if ballot is None else ballot
         return answer
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None
+        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add zero to the loss; the votes, as they are at the end of the backward pass, are its gradient."""
+        self._synced = []  # there was a forward pass in training
         self._marks.add(spoiled, loss, is_last=is_last)
         if not is_last:
             return loss
-        self.votes.grad = None
+        self._votes.grad = None
         self._voting.cast = lambda: torch.stack(
             [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
         ).expand(self._shape)
@@ -103,18 +107,26 @@ class FlagExchange:
         assert ballot is not None  # a loss comes of a forward pass
         return loss + ballot
 
-    def spoiled(self, counted: torch.Tensor | None) -> torch.Tensor:
-        """The mean of all processes' marks.
-
-        Args:
-            counted: The votes as the reduction gave them, [3].
-        """
+    def spoiled(self) -> torch.Tensor:
+        """The mean of all processes' marks."""
+        counted = self._counted()
         assert counted is not None  # they are counted in a backward pass
         return counted[-1]
 
-    def agreed(self, counted: torch.Tensor | None) -> ControlFlags:
-        """Read the votes (late on a GPU, but equally late on every process)."""
+    def agreed(self, flags: ControlFlags) -> ControlFlags:
+        """Read the reduced votes (late on a GPU, but equally late on every process)."""
+        counted = self._counted()
         if counted is None:  # before the first step
             return ControlFlags()
         self._reader.cast(counted[:-1])
         return ControlFlags(*self._reader.agreed())
+
+    def sync_buffers(self, modules: list[nn.Module]) -> None:
+        """Broadcast every buffer from the first process; once, if nothing is trained in between."""
+        if modules != self._synced:
+            self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
+        self._synced = list(modules)
+
+    def _counted(self) -> torch.Tensor | None:
+        """The votes as the reduction has given them, [3]."""
+        return self._votes.grad

@@ -265,23 +265,6 @@ class FinishEvent(Event):
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-EVENT_KINDS: tuple[str, ...] = tuple(
-    one.kind
-    for one in (
-        StartEvent,
-        ResumeEvent,
-        StepEvent,
-        EvaluationEvent,
-        CheckpointEvent,
-        ProfileEvent,
-        IncidentEvent,
-        MeasurementEvent,
-        StopEvent,
-        FinishEvent,
-    )
-)
-
-
 def detach(path: Path) -> None:
     """Give a file that has several names (``cp -al``, ``ln``) an inode of its own, so that the others keep theirs.
 

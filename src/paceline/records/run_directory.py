@@ -36,6 +36,16 @@ _ADVICE = {
 }
 
 
+class _Place:
+    """The path of a file or folder of a run directory, relative to its root."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, run: RunDirectory, _: type[RunDirectory]) -> Path:
+        return run.root / self._path
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The layout of one run's files under ``root``.
@@ -43,95 +53,48 @@ class RunDirectory:
     Attributes:
         root: The directory.
         open_parts: Descriptors of what :meth:`check_in_place` watches.
+        identity: The run's identity; written again at its first whole checkpoint.
+        recipe: The resolved recipe: what was asked.
+        plan: Every derived number.
+        environment: Versions, hardware, revision and command line.
+        events: What happened, one JSON object per line.
+        summary: The outcome, written at every stop.
+        checkpoints: The folder of checkpoints.
+        ledger: The folder of ledger files, one per rank.
+        sample_lengths: How long each training sample is, where steps are balanced by that.
+        sample_classes: The class of each training sample, where samples are drawn by that.
+        confusion: Which classes the last evaluation took for which.
+        examples: Some samples of the last evaluation, with what was answered to them.
+        details: What the last evaluation's answers come to, where samples do not have one label each.
+        tensorboard: The folder of TensorBoard files.
+        report: The page to look at.
+        mlperf_log: The log in MLPerf's format.
     """
 
     root: Path
     open_parts: Mapping[Path, int] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def identity(self) -> Path:
-        """The run's identity; written again at its first whole checkpoint."""
-        return self.root / "run.json"
-
-    @property
-    def recipe(self) -> Path:
-        """The resolved recipe: what was asked."""
-        return self.root / "recipe.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """Every derived number."""
-        return self.root / "plan.json"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, hardware, revision and command line."""
-        return self.root / "environment.json"
-
-    @property
-    def events(self) -> Path:
-        """What happened, one JSON object per line."""
-        return self.root / "events.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The outcome, written at every stop."""
-        return self.root / "summary.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def ledger(self) -> Path:
-        """The folder of ledger files, one per rank."""
-        return self.root / "ledger"
-
-    @property
-    def sample_lengths(self) -> Path:
-        """How long each training sample is, where steps are balanced by that."""
-        return self.root / "sample_lengths.npy"
-
-    @property
-    def sample_classes(self) -> Path:
-        """The class of each training sample, where samples are drawn by that."""
-        return self.root / "sample_classes.npy"
-
-    @property
-    def confusion(self) -> Path:
-        """Which classes the last evaluation took for which."""
-        return self.root / "evaluation" / "confusion.json"
-
-    @property
-    def examples(self) -> Path:
-        """Some samples of the last evaluation, with what was answered to them."""
-        return self.root / "evaluation" / "examples.json"
-
-    @property
-    def details(self) -> Path:
-        """What the last evaluation's answers come to, where samples do not have one label each."""
-        return self.root / "evaluation" / "details.json"
+    identity = _Place("run.json")
+    recipe = _Place("recipe.yaml")
+    plan = _Place("plan.json")
+    environment = _Place("environment.json")
+    events = _Place("events.jsonl")
+    summary = _Place("summary.json")
+    checkpoints = _Place("checkpoints")
+    ledger = _Place("ledger")
+    sample_lengths = _Place("sample_lengths.npy")
+    sample_classes = _Place("sample_classes.npy")
+    confusion = _Place("evaluation/confusion.json")
+    examples = _Place("evaluation/examples.json")
+    details = _Place("evaluation/details.json")
+    tensorboard = _Place("tensorboard")
+    report = _Place("report.html")
+    mlperf_log = _Place("mlperf/result_0.txt")
 
     @property
     def evaluation_files(self) -> tuple[Path, ...]:
         """All files of the last evaluation."""
         return self.confusion, self.examples, self.details
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard files."""
-        return self.root / "tensorboard"
-
-    @property
-    def report(self) -> Path:
-        """The page to look at."""
-        return self.root / "report.html"
-
-    @property
-    def mlperf_log(self) -> Path:
-        """The log in MLPerf's format."""
-        return self.root / "mlperf" / "result_0.txt"
 
     def tracked(self, tracker: str) -> Path:
         """Under which name a tracker knows the run."""

@@ -190,7 +190,12 @@ def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, say
 
     def fetch(item: tuple[str, RemoteFile]) -> None:
         nonlocal done, told
-        _fetch(remote, item[0], item[1], target / item[0])
+        name, file = item
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.part")  # until it is as long as it should be
+        remote.download(name, partial, file.size_bytes)
+        os.replace(partial, path)
         with lock:
             done += 1
             if time.monotonic() - told > _TOLD_EVERY_SECONDS:
@@ -199,15 +204,6 @@ def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, say
 
     run_at_once(fetch, missing.items(), threads=_AT_ONCE, name="storage")
     say(f"copied {where}, in {time.monotonic() - begun:.1f} s")
-
-
-def _fetch(remote: Remote, name: str, file: RemoteFile, target: Path) -> None:
-    """One file: under another name until it is as long as it should be."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.part")
-
-    remote.download(name, partial, file.size_bytes)
-    os.replace(partial, target)
 
 
 def _is_whole(copy: Path, address: Address, files: Mapping[str, RemoteFile]) -> bool:

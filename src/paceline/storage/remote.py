@@ -104,16 +104,11 @@ class Remote:
             return {}
         return found
 
-    def single(self) -> RemoteFile | None:
-        """What is known of the file at the address itself; None if it is a folder, or there is nothing."""
-        info = self.retries(f"look at {self.address}", lambda: self._info(self.path()))
-        return None if info is None or info.get("type") == "directory" else _facts(info)
-
-    def size_of(self, name: str) -> int | None:
-        """The size of a file beneath the address; None if there is none."""
+    def single(self, name: str = "") -> RemoteFile | None:
+        """What is known of the file at the address, or of one beneath; None if it is a folder, or there is nothing."""
         where = self.path(name)
         info = self.retries(f"look at {where}", lambda: self._info(where))
-        return None if info is None or info.get("type") == "directory" else _facts(info).size_bytes
+        return None if info is None or info.get("type") == "directory" else _facts(info)
 
     def _info(self, where: str) -> Mapping[str, Any] | None:
         try:
@@ -172,22 +167,21 @@ class Remote:
 
     def delete(self, names: Collection[str]) -> None:
         """Delete files; those that are gone already are no matter."""
-        run_at_once(self._delete_one, names, threads=_AT_ONCE, name="storage")
-
-    def _delete_one(self, name: str) -> None:
-        self.retries(f"delete {self.path(name)}", partial(self._delete, name))
+        run_at_once(
+            lambda name: self.retries(f"delete {self.path(name)}", partial(self._delete, name)),
+            names,
+            threads=_AT_ONCE,
+            name="storage",
+        )
 
     def _delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self.path(name))
         if self.address.protocol == "file":
-            self._remove_empty_folders(name)
-
-    def _remove_empty_folders(self, name: str) -> None:
-        """On a disk, unlike in a store, a folder stays when its last file goes."""
-        with contextlib.suppress(OSError):
-            for folder in list(PurePosixPath(name).parents)[:-1]:
-                Path(self.address.place, folder).rmdir()
+            # On a disk, unlike in a store, a folder stays when its last file goes.
+            with contextlib.suppress(OSError):
+                for folder in list(PurePosixPath(name).parents)[:-1]:
+                    Path(self.address.place, folder).rmdir()
 
 
 def fingerprint(files: Mapping[str, RemoteFile]) -> str:

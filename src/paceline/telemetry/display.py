@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from paceline.escaping import printable
 from paceline.plan.epochs import Epochs
@@ -21,132 +21,109 @@ from paceline.records.reader import NO_METRICS
 from paceline.units import format_count, format_metric, format_seconds, metric_title
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.live import Live
     from rich.progress import Progress
 
-PLAIN_INTERVAL_SECONDS = 10.0
 PLAIN_WIDTH = 100
 _REFRESH_SECONDS = 0.25
 
 
-class Display(Protocol):
-    """What the trainer tells the person watching."""
+class Display:
+    """What the trainer tells the person watching. This one shows nothing, as for every rank but the first."""
 
     def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
         """Begin: show the title and the lines (the plan, in words), then ``progress``, which the display moves on."""
-        ...
 
     def advance(self, step: int) -> None:
         """Note that ``step`` steps are done; called at every step."""
-        ...
 
     def status(self, text: str) -> None:
         """Say what keeps the run from its steps; called often, with an empty text when it is over."""
-        ...
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Take an event, as the dictionary written to ``events.jsonl``."""
-        ...
 
     def message(self, text: str) -> None:
         """Show a line."""
-        ...
 
     def close(self) -> None:
         """End the display; closing twice, or without a start, is harmless."""
-        ...
 
 
 def choose_display(stream: TextIO | None) -> Display:
     """Return live bars if the stream is a terminal that can draw them, else plain lines; neither can fail a run."""
     if stream is None:  # it was closed when Python started
-        return SilentDisplay()
+        return Display()
+    unfailing = cast("TextIO", _UnfailingStream(stream))
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        return UnfailingDisplay(LiveDisplay(stream))
-    return UnfailingDisplay(PlainDisplay(stream))
+        return LiveDisplay(unfailing)
+    return PlainDisplay(unfailing)
 
 
-class UnfailingDisplay:
-    """A display that cannot end a run: once its stream refuses a line, nothing more is shown.
+class _UnfailingStream:
+    """A stream that cannot end a run: once it refuses a text, nothing more is written to it.
 
     A terminal may be closed, a pipe's reader leave (``| head``), a log's disk fill up. Standard error is told once.
-
-    Attributes:
-        inner: What shows it as long as that is possible.
     """
 
-    def __init__(self, inner: Display) -> None:
-        self.inner = inner
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         self._is_lost = False
 
-    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
-        """Show title and lines."""
-        self._try(lambda: self.inner.start(progress, title, lines))
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
 
-    def advance(self, step: int) -> None:
-        """Hand the step on."""
-        if self._is_lost:
-            return
-        try:  # in every step: nothing is built for the call
-            self.inner.advance(step)
-        except OSError as error:
-            self._lose(error)
+    def flush(self) -> None:
+        self._try(self._stream.flush)
 
-    def status(self, text: str) -> None:
-        """Hand the text on."""
-        self._try(lambda: self.inner.status(text))
-
-    def record(self, event: Mapping[str, Any]) -> None:
-        """Hand the event on."""
-        self._try(lambda: self.inner.record(event))
-
-    def message(self, text: str) -> None:
-        """Hand the line on."""
-        self._try(lambda: self.inner.message(text))
-
-    def close(self) -> None:
-        """End what is shown."""
-        self._try(self.inner.close)
-
-    def _try(self, show: Callable[[], None]) -> None:
+    def _try(self, call: Callable[[], object]) -> None:
         if self._is_lost:
             return
         try:
-            show()
+            call()
         except OSError as error:
-            self._lose(error)
+            self._is_lost = True
+            why = error.strerror or str(error)
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"paceline: progress is no longer shown ({why}); the run continues.\n")
 
-    def _lose(self, error: OSError) -> None:
-        self._is_lost = True
-        why = error.strerror or str(error)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"paceline: progress is no longer shown ({why}); the run continues.\n")
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
-class SilentDisplay:
-    """Shows nothing: for every rank but the first, and for studies that draw their own."""
+class _StreamDisplay(Display):
+    """What plain lines and live bars have in common: they draw the progress when that is due."""
 
-    def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
-        """Show nothing."""
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._progress: RunProgress | None = None
+        self._due = 0.0
 
     def advance(self, step: int) -> None:
-        """Show nothing."""
-
-    def status(self, text: str) -> None:
-        """Show nothing."""
+        """Draw the progress if it is time to."""
+        if self._progress is None:
+            return
+        self._progress.advance(step)
+        if time.perf_counter() >= self._due:
+            self._draw()
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Show nothing."""
+        """Remember a step's figures; show what else there is to tell."""
+        text = describe(event) if self._progress is None else self._progress.take(event)
+        if text is not None:
+            self.message(text)
+            self._has_told(event)
 
-    def message(self, text: str) -> None:
-        """Show nothing."""
+    def _has_told(self, event: Mapping[str, Any]) -> None:
+        """Take note that an event was shown."""
 
-    def close(self) -> None:
-        """Show nothing."""
+    def _draw(self) -> None:
+        raise NotImplementedError
 
 
-class PlainDisplay:
+class PlainDisplay(_StreamDisplay):
     """One line per interval and per evaluation, for log files and pipes.
 
     Args:
@@ -154,10 +131,9 @@ class PlainDisplay:
         interval_seconds: Least time between two progress lines.
     """
 
-    def __init__(self, stream: TextIO, *, interval_seconds: float = PLAIN_INTERVAL_SECONDS) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, interval_seconds: float = 10.0) -> None:
+        super().__init__(stream)
         self._interval = interval_seconds
-        self._progress: RunProgress | None = None
         self._due = float("inf")
 
     def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
@@ -165,28 +141,11 @@ class PlainDisplay:
         self._progress = progress
         for text in (title, *lines):
             self.message(text)
-        self._due = time.perf_counter() + self._interval
-
-    def advance(self, step: int) -> None:
-        """Show a line if one is due."""
-        if self._progress is None:
-            return
-        self._progress.advance(step)
-        if time.perf_counter() >= self._due:
-            self.message(self._progress.line)
 
     def status(self, text: str) -> None:
         """Show a line if one is due."""
         if text and time.perf_counter() >= self._due:
             self.message(text)
-
-    def record(self, event: Mapping[str, Any]) -> None:
-        """Remember a step's figures; show what else there is to tell."""
-        text = describe(event) if self._progress is None else self._progress.take(event)
-        if text is not None:
-            self.message(text)
-            if event["event"] == "evaluation" and self._progress is not None:
-                self._progress.record = {}  # shown again at a later step, it would mislead
 
     def message(self, text: str) -> None:
         """Show a line, folded where it is wide; the next progress line is due an interval later."""
@@ -201,11 +160,16 @@ class PlainDisplay:
         self._stream.flush()
         self._due = time.perf_counter() + self._interval
 
-    def close(self) -> None:
-        """Nothing is held open."""
+    def _has_told(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "evaluation" and self._progress is not None:
+            self._progress.record = {}  # shown again at a later step, it would mislead
+
+    def _draw(self) -> None:
+        assert self._progress is not None
+        self.message(self._progress.line)
 
 
-class LiveDisplay:
+class LiveDisplay(_StreamDisplay):
     """Bars for epoch and run with the latest figures, redrawn in place; events become lines above them.
 
     Drawn from the calls the trainer makes anyway, at most four times a second, never from a thread.
@@ -215,12 +179,12 @@ class LiveDisplay:
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._progress: RunProgress | None = None
-        self._console: Console | None = None
+        super().__init__(stream)
+        from rich.console import Console  # it takes a while to load
+
+        self._console = Console(file=stream, highlight=False)
         self._bars: Progress | None = None
         self._live: Live | None = None
-        self._due = 0.0
         self._status = ""
 
     def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
@@ -230,8 +194,7 @@ class LiveDisplay:
         from rich.text import Text
 
         self._progress = progress
-        console = self._open_console()
-        console.print(Text(_writable(title, self._stream), style="bold"))
+        self._console.print(Text(_writable(title, self._stream), style="bold"))
         for text in lines:
             self.message(text)
         self._bars = Progress(
@@ -240,20 +203,12 @@ class LiveDisplay:
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[left]}", markup=False),
             auto_refresh=False,
-            console=console,
+            console=self._console,
         )
         for name in ("epoch", "step"):
             self._bars.add_task(name, total=None, left="")
-        self._live = Live(self._render(), console=console, auto_refresh=False)
+        self._live = Live(self._render(), console=self._console, auto_refresh=False)
         self._live.start(refresh=True)
-
-    def advance(self, step: int) -> None:
-        """Redraw if it is time to."""
-        if self._progress is None:
-            return
-        self._progress.advance(step)
-        if time.perf_counter() >= self._due:
-            self._draw()
 
     def status(self, text: str) -> None:
         """Put the text in the place of the figures; redraw if it is time to, or it is over."""
@@ -261,19 +216,13 @@ class LiveDisplay:
         if not text or time.perf_counter() >= self._due:
             self._draw()
 
-    def record(self, event: Mapping[str, Any]) -> None:
-        """Take a step's figures into the bars; put what else there is to tell above them."""
-        text = describe(event) if self._progress is None else self._progress.take(event)
-        if text is not None:
-            self.message(text)
-
     def message(self, text: str) -> None:
         """Put a line above the bars, where it stays."""
         from rich.text import Text
 
         if self._live is not None:
             self._live.update(self._render())  # printing redraws the bars: let them be up to date
-        self._open_console().print(Text(_writable(text, self._stream)))
+        self._console.print(Text(_writable(text, self._stream)))
 
     def close(self) -> None:
         """Draw the last state and leave it standing."""
@@ -281,14 +230,6 @@ class LiveDisplay:
             self._draw()
             self._live.stop()
             self._live = None
-
-    def _open_console(self) -> Console:
-        """Return the console, made at its first use: rich takes a while to load."""
-        from rich.console import Console
-
-        if self._console is None:
-            self._console = Console(file=self._stream, highlight=False)
-        return self._console
 
     def _draw(self) -> None:
         """Redraw now."""
@@ -441,33 +382,25 @@ class RunProgress:
         return figures(self.record, self.unit)
 
     @property
-    def place(self) -> str:
-        """Epoch and step in words."""
-        return f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.total_steps}"
-
-    @property
     def line(self) -> str:
         """Everything in one line."""
-        return "  ".join(part for part in (self.place, self.figures, self.time_left) if part)
+        place = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.total_steps}"
+        return "  ".join(part for part in (place, self.figures, self.time_left) if part)
 
 
 def figures(record: Mapping[str, Any], unit: str) -> str:
     """A log record in words; what it does not know is left out."""
-    parts = []
-    if record.get("loss") is not None:
-        parts.append(f"training loss {record['loss']:.4g}")
-    elif "loss" in record:
-        parts.append("training loss not finite")
-    if record.get("lr") is not None:
-        parts.append(f"lr {record['lr']:.3g}")
-    if record.get("throughput_samples_per_second") is not None:
-        parts.append(f"{format_count(record['throughput_samples_per_second'])} {unit}/s")
-    if record.get("throughput_tokens_per_second") is not None:
-        parts.append(f"{format_count(record['throughput_tokens_per_second'])} tokens/s")
-    if record.get("mfu") is not None:
-        parts.append(f"MFU {record['mfu']:.1%}")
-    if record.get("data_wait_fraction") is not None:
-        parts.append(f"data wait {record['data_wait_fraction']:.0%}")
+    shown: dict[str, Callable[[float], str]] = {
+        "loss": lambda loss: f"training loss {loss:.4g}",
+        "lr": lambda lr: f"lr {lr:.3g}",
+        "throughput_samples_per_second": lambda rate: f"{format_count(rate)} {unit}/s",
+        "throughput_tokens_per_second": lambda rate: f"{format_count(rate)} tokens/s",
+        "mfu": lambda share: f"MFU {share:.1%}",
+        "data_wait_fraction": lambda share: f"data wait {share:.0%}",
+    }
+    parts = [text(record[key]) for key, text in shown.items() if record.get(key) is not None]
+    if "loss" in record and record["loss"] is None:
+        parts.insert(0, "training loss not finite")
     waits, step = record.get("communication_seconds"), record.get("step_seconds")
     if waits and step and waits >= _WORTH_TELLING * step:
         parts.append(f"communication {waits / step:.0%}")

@@ -7,17 +7,16 @@ tensor, so the weights are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, Protocol, cast, final
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # it is not in torch's list of exports
 
-from paceline.telemetry.clock import ErrorType, StepClock
+from paceline.telemetry.clock import StepClock
 from paceline.telemetry.meter import PHASES, Load, Totals
 from paceline.units import format_bytes
 
@@ -150,20 +149,11 @@ class Assignment:
     report: Callable[[Profiled], None]
 
 
-class _NamedSpan(AbstractContextManager[None, None]):
+@contextmanager
+def _inside(named: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> Iterator[None]:
     """A span of the clock inside a range of the tool."""
-
-    def __init__(self, named: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> None:
-        self._named = named
-        self._span = span
-
-    def __enter__(self) -> None:
-        self._named.__enter__()
-        self._span.__enter__()
-
-    def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._span.__exit__(kind, error, trace)
-        self._named.__exit__(kind, error, trace)
+    with named, span:
+        yield
 
 
 @final
@@ -286,7 +276,10 @@ class ProfilingClock(StepClock):
         self._asked.report(Profiled(first=first + 1, last=self._asked.end, problem=problem))
 
     def _named(self, name: str, span: AbstractContextManager[None, None]) -> AbstractContextManager[None, None]:
-        return _NamedSpan(self._tool.range(name), span) if self._state == "recording" else span
+        if self._state != "recording":
+            return span
+        # No error is suppressed there, which the type of a generator's context leaves open.
+        return cast("AbstractContextManager[None, None]", _inside(self._tool.range(name), span))
 
 
 AROUND_THE_STEP = "around the step"
@@ -300,15 +293,6 @@ it calls. Profiling makes every operator a little slower, small ones most.
 """
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Which columns there are."""
-
-    device: bool
-    memory: bool
-    shapes: bool = False
-
-
 def operator_table(profile: torch.profiler.profile, title: str, *, memory: bool) -> str:
     """The profile as a Markdown page: the step's phases, the operators that took longest, and their shapes.
 
@@ -320,7 +304,7 @@ def operator_table(profile: torch.profiler.profile, title: str, *, memory: bool)
     averages: list[Any] = [each for each in profile.key_averages() if each.device_type == DeviceType.CPU]
     phases = {each.key: each for each in averages if each.key in (*PHASES, AROUND_THE_STEP)}
     operators = [each for each in averages if _is_operator(each.key)]
-    columns = _Columns(device=any(each.self_device_time_total for each in operators), memory=memory)
+    device = any(each.self_device_time_total for each in operators)
     by_shape: list[Any] = [
         each
         for each in profile.key_averages(group_by_input_shape=True)
@@ -331,9 +315,9 @@ def operator_table(profile: torch.profiler.profile, title: str, *, memory: bool)
         "## Phases\n",
         _phases(phases),
         "\n## Operators\n",
-        _operators(operators, _OPERATORS, columns),
+        _operators(operators, _OPERATORS, device=device, memory=memory),
         "\n## Operators by the shapes they are given\n",
-        _operators(by_shape, _SHAPES, _Columns(columns.device, columns.memory, shapes=True)),
+        _operators(by_shape, _SHAPES, device=device, memory=memory, shapes=True),
     ]
     return "\n".join(parts) + "\n"
 
@@ -353,39 +337,27 @@ def _phases(phases: dict[str, Any]) -> str:
     return _table(("phase", "times", "ms on the host", "share"), rows)
 
 
-def _operators(operators: Sequence[Any], count: int, columns: _Columns) -> str:
+def _operators(operators: Sequence[Any], count: int, *, device: bool, memory: bool, shapes: bool = False) -> str:
     def own(each: Any) -> float:
-        return float(each.self_device_time_total if columns.device else each.self_cpu_time_total)
+        return float(each.self_device_time_total if device else each.self_cpu_time_total)
+
+    def allocated(each: Any) -> str:
+        size = each.self_device_memory_usage if device else each.self_cpu_memory_usage
+        return f"{'-' * (size < 0)}{format_bytes(abs(size))}"
 
     whole = sum(map(own, operators)) or 1
+    columns: tuple[tuple[str, Callable[[Any], str], bool], ...] = (
+        ("operator", lambda each: f"`{each.key}`", True),
+        ("shapes", lambda each: _shapes(each.input_shapes), shapes),
+        ("calls", lambda each: str(each.count), True),
+        ("self ms, device", lambda each: _ms(each.self_device_time_total), device),
+        ("self ms, host", lambda each: _ms(each.self_cpu_time_total), True),
+        ("share", lambda each: _share(own(each), whole), True),
+        ("allocated", allocated, memory),
+    )
+    shown = [(title, text) for title, text, is_there in columns if is_there]
     longest = sorted(operators, key=own, reverse=True)[:count]
-    head = [
-        "operator",
-        *(["shapes"] if columns.shapes else []),
-        "calls",
-        *(["self ms, device"] if columns.device else []),
-        "self ms, host",
-        "share",
-        *(["allocated"] if columns.memory else []),
-    ]
-    rows = [
-        [
-            f"`{each.key}`",
-            *([_shapes(each.input_shapes)] if columns.shapes else []),
-            str(each.count),
-            *([_ms(each.self_device_time_total)] if columns.device else []),
-            _ms(each.self_cpu_time_total),
-            _share(own(each), whole),
-            *([_allocated(each, columns)] if columns.memory else []),
-        ]
-        for each in longest
-    ]
-    return _table(head, rows)
-
-
-def _allocated(each: Any, columns: _Columns) -> str:
-    count = each.self_device_memory_usage if columns.device else each.self_cpu_memory_usage
-    return f"{'-' * (count < 0)}{format_bytes(abs(count))}"
+    return _table([title for title, _ in shown], [[text(each) for _, text in shown] for each in longest])
 
 
 def _shapes(shapes: Iterable[Sequence[int]] | None) -> str:

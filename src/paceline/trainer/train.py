@@ -36,7 +36,7 @@ from paceline.records.reader import NO_METRICS, Summary, read_events, read_summa
 from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
 from paceline.storage.addresses import is_address
 from paceline.tasks.task import Task, build_task
-from paceline.telemetry.display import Display, RunProgress, SilentDisplay
+from paceline.telemetry.display import Display, RunProgress
 from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer import mirroring, preparation
 from paceline.trainer.build import OpenedRun, build_run
@@ -253,7 +253,7 @@ def _opened(
 ) -> Iterator[tuple[LoadedRecipe, OpenedRun]]:
     """Prepare a run, join its processes and open its directory; all are released when the context ends, last first."""
     recipe, world = loaded.recipe, launch.world
-    display = options.display if options.display and world.is_first else SilentDisplay()
+    display = options.display if options.display and world.is_first else Display()
 
     # Each process by itself: everything that the recipe can get wrong.
     resumes = mirroring.will_resume(recipe, options.run_dir, world)

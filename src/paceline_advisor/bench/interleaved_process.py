@@ -25,7 +25,7 @@ from paceline.data.image.feeding import remembered
 from paceline.data.order import StepGeometry
 from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.telemetry.energy import EnergyCounter
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.loop import fit
@@ -63,7 +63,7 @@ class _Over(BaseException):
     """The parent grants no more turns; no error, so that nothing takes it for one."""
 
 
-class _Turns(SilentDisplay):
+class _Turns(Display):
     """Stands where the loop shows its progress: after each step, and so the place to time blocks and to wait."""
 
     def __init__(self, run: Run, turns: Connection[Any, Any], *, repeats_first: bool) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.clusters import PCIE, Cluster, Link
+from paceline.clusters import Cluster, Link
 from paceline.devices import recognise
 from paceline.errors import LaunchError, TrainingError
 from paceline.machine import available_cores, cpu_name
@@ -90,7 +90,7 @@ def measure(
 PROBED_BYTES = 4 * 2**20
 _LIMIT_SECONDS = 180
 # PCIe 3.0 x16 as collectives use it; what GPUs of a machine are joined by cannot be asked without using them.
-_UNKNOWN_LINK = Link(10e9, PCIE * 1e-6)
+_UNKNOWN_LINK = Link(10e9, 6.3e-6)
 
 
 def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:

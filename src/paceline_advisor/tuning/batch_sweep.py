@@ -32,7 +32,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory, write_text
 from paceline.tasks.task import build_task
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.trainer.preparation import plan_run, without_initial_weights
 from paceline.trainer.train import Options, train_recipe
 from paceline.world import World
@@ -46,7 +46,7 @@ class _ThereError(BaseException):
     """The target was reached; no error, so that nothing takes it for one."""
 
 
-class _Watching(SilentDisplay):
+class _Watching(Display):
     """Stands where the loop shows its progress, and ends it once an evaluation was good enough."""
 
     def __init__(self, target: Target) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import durable
-from paceline.checkpoint.reading import read_component
+from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.store import Best, CheckpointStore, choose
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError
@@ -156,7 +156,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     assert store.newest_whole() == (store.path(3), [])
     with pytest.raises(CheckpointError, match="ENOSPC"):
         store.save(3, STATE, {}, replace=True)
-    assert torch.equal(read_component(store.path(3), "model")["w"], STATE["model"]["w"])
+    assert torch.equal(read_components(store.path(3), ("model",))["model"]["w"], STATE["model"]["w"])
     assert store.prune(keep=2) == [1]
     assert store.save(4, STATE, {}).step == 4
 

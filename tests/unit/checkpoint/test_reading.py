@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.reading import read_component, read_components, verify
+from paceline.checkpoint.reading import read_components, verify
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError
 
@@ -234,7 +234,7 @@ def test_a_listed_file_with_an_unknown_dtype_is_refused(checkpoint: Path) -> Non
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .* 'w' has the unknown dtype 'F31'"):
         verify(checkpoint)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: its header does not describe"):
-        read_component(checkpoint, "model")
+        read_components(checkpoint, ("model",))["model"]
 
 
 def test_a_listed_structure_that_does_not_fit_is_refused(checkpoint: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_listed_structure_that_does_not_fit_is_refused(checkpoint: Path) -> No
         (checkpoint / "model.json").write_text(text)
         relist(checkpoint, "model.json")
         with pytest.raises(CheckpointError, match=r"model\.json: "):
-            read_component(checkpoint, "model")
+            read_components(checkpoint, ("model",))["model"]
 
 
 def test_what_is_no_directory_is_said_to_be_none(tmp_path: Path) -> None:

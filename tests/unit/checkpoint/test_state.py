@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from paceline.checkpoint.reading import read_component, read_components
+from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.state import HostCopies, OptimizerComponent, Registry, load_optimizer_state
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError
@@ -265,9 +265,8 @@ def assert_same_state(left: Optimizer, right: Optimizer) -> None:
 
 
 def saved_state(optimizer: Optimizer, directory: Path) -> dict[str, Any]:
-    return read_component(
-        CheckpointStore(directory).save(1, {"optimizer": optimizer.state_dict()}, {}).path, "optimizer"
-    )
+    saved = CheckpointStore(directory).save(1, {"optimizer": optimizer.state_dict()}, {})
+    return read_components(saved.path)["optimizer"]
 
 
 @pytest.mark.parametrize("build", [momentum, adamw, adamw_tensor_lr])

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.checkpoint.reading import read_component, read_components, read_manifest, verify
+from paceline.checkpoint.reading import read_components, read_manifest, verify
 from paceline.checkpoint.store import Best, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError
@@ -49,7 +49,7 @@ def test_a_checkpoint_has_the_promised_files_and_returns_what_was_saved(tmp_path
     assert saved.seconds > 0
     assert names(store.directory) == ["step-00000120"]
     assert store.newest_whole() == (saved.path, [])
-    assert read_component(saved.path, "counters") == counters
+    assert read_components(saved.path, ("counters",))["counters"] == counters
     model_state = read_components(saved.path)["model"]
     assert all(torch.equal(model_state[key], value) for key, value in model.state_dict().items())
 
@@ -81,7 +81,7 @@ def test_tied_and_overlapping_tensors_are_saved_with_their_values(tmp_path: Path
     base = torch.arange(6.0)
     state = {**model.state_dict(), "left": base[:4], "right": base[2:]}
     saved = CheckpointStore(tmp_path).save(1, {"model": state}, {})
-    returned = read_component(saved.path, "model")
+    returned = read_components(saved.path, ("model",))["model"]
     assert all(torch.equal(returned[key], state[key]) for key in state)
     returned["left"].zero_()
     assert returned["right"].tolist() == [2.0, 3.0, 4.0, 5.0]
@@ -245,7 +245,7 @@ def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(tmp_path:
 def test_a_component_the_checkpoint_lacks_is_named_with_the_nearest(tmp_path: Path) -> None:
     store = store_with(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"'modle'; it holds model, counters. Did you mean 'model'"):
-        read_component(store.path(1), "modle")
+        read_components(store.path(1), ("modle",))["modle"]
     assert read_components(store.path(1), ["counters"]) == {"counters": {"step": 1}}
 
 

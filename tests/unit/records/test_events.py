@@ -14,9 +14,9 @@ import pytest
 
 from paceline.errors import RunDirectoryError
 from paceline.records.events import (
-    EVENT_KINDS,
     CheckpointEvent,
     EvaluationEvent,
+    Event,
     EventWriter,
     FinishEvent,
     IncidentEvent,
@@ -97,7 +97,9 @@ def test_every_kind_can_be_written_and_read(tmp_path: Path) -> None:
         writer.append(FinishEvent(step=1, status="stopped", train_seconds=1.0, total_seconds=2.0))
         writer.append({"event": "own", "step": 1, "loss": math.inf})
     events = list(read_events(path))
-    assert sorted(event["event"] for event in events) == sorted([*EVENT_KINDS, "own"])
+    assert sorted(event["event"] for event in events) == sorted(
+        [*(kind.kind for kind in Event.__subclasses__()), "own"]
+    )
     assert events[-1]["loss"] is None
     assert [event["step"] for event in read_events(path, kinds=("step",))] == [1]
     assert all(event["time"] > 1e9 for event in events[:-1])

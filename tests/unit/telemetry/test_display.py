@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,8 +23,6 @@ from paceline.telemetry.display import (
     LiveDisplay,
     PlainDisplay,
     RunProgress,
-    SilentDisplay,
-    UnfailingDisplay,
     choose_display,
 )
 
@@ -200,7 +198,7 @@ def test_time_left_is_told_from_the_steps_of_this_process(simulated_time: Any) -
 @pytest.mark.parametrize("name", ["silent", "plain", "live"])
 def test_a_step_without_drawing_costs_little(name: str) -> None:
     displays: dict[str, Display] = {
-        "silent": SilentDisplay(),
+        "silent": Display(),
         "plain": PlainDisplay(io.StringIO()),
         "live": LiveDisplay(io.StringIO()),
     }
@@ -210,7 +208,7 @@ def test_a_step_without_drawing_costs_little(name: str) -> None:
     display.close()
     display.close()
     # Two to four times as much here; drawing would be a thousand times.
-    assert cost < 25 * cost_of(SilentDisplay().advance)
+    assert cost < 25 * cost_of(Display().advance)
 
 
 def cost_of(advance: Callable[[int], None]) -> float:
@@ -224,20 +222,14 @@ def cost_of(advance: Callable[[int], None]) -> float:
     return min(costs)
 
 
-def chosen(stream: TextIO) -> Display:
-    display = choose_display(stream)
-    assert isinstance(display, UnfailingDisplay)
-    return display.inner
-
-
 def test_a_pipe_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(chosen(io.StringIO()), PlainDisplay)
+    assert isinstance(choose_display(io.StringIO()), PlainDisplay)
     leader, follower = pty.openpty()
     with os.fdopen(follower, "w") as terminal:
         monkeypatch.setenv("TERM", "xterm")
-        assert isinstance(chosen(terminal), LiveDisplay)
+        assert isinstance(choose_display(terminal), LiveDisplay)
         monkeypatch.setenv("TERM", "dumb")
-        assert isinstance(chosen(terminal), PlainDisplay)
+        assert isinstance(choose_display(terminal), PlainDisplay)
     os.close(leader)
 
 

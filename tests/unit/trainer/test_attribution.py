@@ -21,7 +21,7 @@ from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_events
 from paceline.report.attribution import Attribution, attribute_run
 from paceline.telemetry import clock
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 from paceline.trainer.train import Options, train_recipe
 
@@ -50,7 +50,7 @@ PLANTED = {
 }
 
 
-class Delays(SilentDisplay):
+class Delays(Display):
     """Advances the simulated time in the phases it is given.
 
     As the run's display it also knows which step it is, and when each has ended.

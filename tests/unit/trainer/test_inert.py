@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.recipe.load import load_recipe
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.trainer.train import Options, train_recipe
 
 Make = Callable[..., Any]
@@ -70,7 +70,7 @@ def test_an_observer_may_draw_random_numbers(train_tiny: Make, tiny_task: Make) 
 def test_a_display_sees_every_record(
     tiny_recipe: Path, tiny_task: Any, runs: Path, train_tiny: Any, events: Any
 ) -> None:
-    class Watcher(SilentDisplay):
+    class Watcher(Display):
         def record(self, event: Any) -> None:
             torch.manual_seed(1)
             records.append(event)
