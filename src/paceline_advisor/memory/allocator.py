@@ -11,7 +11,8 @@ refuses another. Each stream has blocks of its own. What ``PYTORCH_ALLOC_CONF`` 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 
 MIB = 2**20
 SMALLEST_BLOCK = 512
@@ -22,6 +23,9 @@ _OWN_SEGMENT = 10 * MIB
 _SEGMENT_STEP = 2 * MIB
 INTERVALS = 16
 """Sizes from 1 MiB on, each interval twice the one before, for which ``roundup_power2_divisions`` is told apart."""
+
+Pool = tuple[int, bool]
+"""A stream, and whether its small blocks or its large ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +45,13 @@ class Settings:
 
     def rounded(self, size: int) -> int:
         """Bytes that a request of ``size`` bytes is given at least."""
-        parts = self._parts(size)
+        parts = 0
+        if self.divisions and size > 0:
+            parts = self.divisions[min(max(size.bit_length() - MIB.bit_length(), 0), len(self.divisions) - 1)]
         if parts <= 1 or size <= SMALLEST_BLOCK * parts or size & (size - 1) == 0:
             return rounded(size)
         step = (1 << size.bit_length() - 1) // parts
         return -(-size // step) * step if step else size
-
-    def _parts(self, size: int) -> int:
-        if not self.divisions or size <= 0:
-            return 0
-        interval = size.bit_length() - MIB.bit_length()
-        return self.divisions[min(max(interval, 0), len(self.divisions) - 1)]
 
 
 PLAIN = Settings()
@@ -75,42 +75,19 @@ def segment_size(size: int) -> int:
     return -(-size // _SEGMENT_STEP) * _SEGMENT_STEP
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a segment.
+    """A part of a segment that is in use.
 
     Attributes:
         address: Where it begins; only the order matters.
         size: Bytes.
+        pool: Which others it may be joined with once it is free.
     """
 
     address: int
     size: int
-    pool: _Pool
-    is_free: bool = False
-    before: Block | None = None
-    after: Block | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Pool:
-    """Free blocks of one stream and kind, the smallest first and of equal ones the lowest address."""
-
-    is_small: bool
-    free: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)
-
-    def add(self, block: Block) -> None:
-        insort(self.free, (block.size, block.address))
-        self.blocks[block.address] = block
-
-    def remove(self, block: Block) -> None:
-        del self.free[bisect_left(self.free, (block.size, block.address))]
-        del self.blocks[block.address]
-
-    def best(self, size: int) -> Block | None:
-        place = bisect_left(self.free, (size, 0))
-        return self.blocks[self.free[place][1]] if place < len(self.free) else None
+    pool: Pool
 
 
 class CachingAllocator:
@@ -131,9 +108,12 @@ class CachingAllocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._limit = limit
         self._settings = settings
-        self._expandable = settings.expandable
-        self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._last: dict[tuple[int, bool], Block] = {}
+        # Sizes and addresses of free blocks, the smallest first and of equal ones the lowest address.
+        self._free: defaultdict[Pool, list[tuple[int, int]]] = defaultdict(list)
+        self._sizes: dict[int, int] = {}  # of free blocks, by where they begin
+        self._begins: dict[int, int] = {}  # of free blocks, by where they end
+        self._segments: dict[int, int] = {}  # sizes, by where they begin
+        self._ends: dict[Pool, int] = {}  # of segments that grow
         self._end = 0
 
     def allocate(self, size: int, stream: int = 0) -> Block | None:
@@ -145,113 +125,89 @@ class CachingAllocator:
         if size <= 0:
             return None
         size = self._settings.rounded(size)
-        key = stream, size <= _LARGEST_SMALL
-        pool = self._pools.setdefault(key, _Pool(key[1]))
-        block = pool.best(size)
-        if block is None or self._is_kept_from(size, block):
-            block = self._grow(key, size) if self._expandable else self._take(segment_size(size), pool)
+        pool = stream, size <= _LARGEST_SMALL
+        free = self._free[pool]
+        place = bisect_left(free, (size, 0))
+        if place < len(free) and not self._is_kept_from(size, free[place][0]):
+            taken, address = free[place]
+            self._remove(pool, address)
+        elif self._settings.expandable:
+            address, taken = self._grow(pool, size)
         else:
-            pool.remove(block)
-        self._split(block, size)
-        block.is_free = False
-        self.allocated += block.size
+            address, taken = self._end, segment_size(size)
+            self._reserve(taken)
+            self._segments[address] = taken
+            # A gap, since neighbouring segments are not joined.
+            self._end += taken + SMALLEST_BLOCK
+        if self._is_split(size, taken - size, is_small=pool[1]):
+            self._add(pool, address + size, taken - size)
+            taken = size
+        self.allocated += taken
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return block
+        return Block(address, taken, pool)
 
     def free(self, block: Block | None) -> None:
-        """Let go of a block."""
+        """Let go of a block, and join it with free neighbours."""
         if block is None:
             return
         self.allocated -= block.size
-        block.is_free = True
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free:
-                block.pool.remove(neighbour)
-                _join(block, neighbour)
-        self._note_last(block)
-        block.pool.add(block)
+        begin, end = block.address, block.address + block.size
+        if begin in self._begins:
+            begin = self._begins[begin]
+            self._remove(block.pool, begin)
+        if end in self._sizes:
+            end += self._remove(block.pool, end)
+        self._add(block.pool, begin, end - begin)
 
-    def _is_kept_from(self, size: int, block: Block) -> bool:
-        """Whether a block that is not to be split is too large for a request."""
+    def _is_kept_from(self, size: int, block: int) -> bool:
+        """Whether a block of so many bytes, that is not to be split, is too large for a request."""
         most = self._settings.max_split
-        if most is None:
-            return False
-        return block.size >= (most if size < most else size + _LARGE_SEGMENT)
+        return most is not None and block >= (most if size < most else size + _LARGE_SEGMENT)
 
-    def _take(self, size: int, pool: _Pool) -> Block:
-        if not self._has_room(size):
-            self._give_back()
-            if not self._has_room(size):
-                raise DoesNotFitError(f"{self.reserved} of {self._limit} bytes are taken, and {size} more are needed")
-        self._reserve(size)
-        block = Block(self._end, size, pool)
-        # A gap, since neighbouring segments are not joined.
-        self._end += size + SMALLEST_BLOCK
-        return block
+    def _is_split(self, size: int, left: int, *, is_small: bool) -> bool:
+        if is_small or self._settings.expandable:
+            return left >= SMALLEST_BLOCK
+        most = self._settings.max_split
+        return left > _LARGEST_SMALL and (most is None or size < most)
 
-    def _grow(self, key: tuple[int, bool], size: int) -> Block:
-        """Lengthen a pool's only segment by what its free end lacks."""
-        pool, last = self._pools[key], self._last.get(key)
-        tail = last if last is not None and last.is_free else None
-        lacking = size - (tail.size if tail else 0)
-        step = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
-        more = -(-lacking // step) * step
-        if not self._has_room(more):
-            raise DoesNotFitError(f"{self.reserved} of {self._limit} bytes are taken, and {more} more are needed")
-        self._reserve(more)
-        if tail is not None:
-            pool.remove(tail)
-            tail.size += more
-            return tail
+    def _grow(self, pool: Pool, size: int) -> tuple[int, int]:
+        """Lengthen a pool's only segment by what its free end lacks; where the end begins then, and its size."""
         # Far from the other pools' segments, which grow too.
-        start = (last.address + last.size) if last else (len(self._last) + 1) << 50
-        block = Block(start, more, pool, before=last)
-        if last is not None:
-            last.after = block
-        self._last[key] = block
-        return block
-
-    def _has_room(self, size: int) -> bool:
-        return self._limit is None or self.reserved + size <= self._limit
+        end = self._ends.get(pool, (len(self._ends) + 1) << 50)
+        begin = self._begins.get(end, end)
+        step = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
+        more = -(-(size - (end - begin)) // step) * step
+        self._reserve(more)
+        if begin < end:
+            self._remove(pool, begin)
+        self._ends[pool] = end + more
+        return begin, end + more - begin
 
     def _reserve(self, size: int) -> None:
+        if self._limit is not None and self.reserved + size > self._limit:
+            self._give_back()
+            if self.reserved + size > self._limit:
+                raise DoesNotFitError(f"{self.reserved} of {self._limit} bytes are taken, and {size} more are needed")
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _give_back(self) -> None:
         """Return the segments of which nothing is in use."""
-        for pool in self._pools.values():
-            for block in [each for each in pool.blocks.values() if each.before is None and each.after is None]:
-                pool.remove(block)
-                self.reserved -= block.size
+        for pool, free in self._free.items():
+            for size, address in list(free):
+                if self._segments.get(address) == size:
+                    self._remove(pool, address)
+                    del self._segments[address]
+                    self.reserved -= size
 
-    def _split(self, block: Block, size: int) -> None:
-        left = block.size - size
-        if block.pool.is_small or self._expandable:
-            if left < SMALLEST_BLOCK:
-                return
-        elif left <= _LARGEST_SMALL or (self._settings.max_split is not None and size >= self._settings.max_split):
-            return
-        rest = Block(block.address + size, left, block.pool, is_free=True, before=block, after=block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        self._note_last(rest)
-        block.pool.add(rest)
+    def _add(self, pool: Pool, address: int, size: int) -> None:
+        insort(self._free[pool], (size, address))
+        self._sizes[address], self._begins[address + size] = size, address
 
-    def _note_last(self, block: Block) -> None:
-        if self._expandable and block.after is None:
-            self._last = {key: block if self._pools[key] is block.pool else last for key, last in self._last.items()}
-
-
-def _join(block: Block, neighbour: Block) -> None:
-    """Make one of two free blocks that lie side by side."""
-    block.size += neighbour.size
-    if neighbour is block.before:
-        block.address, block.before = neighbour.address, neighbour.before
-        if block.before is not None:
-            block.before.after = block
-    else:
-        block.after = neighbour.after
-        if block.after is not None:
-            block.after.before = block
+    def _remove(self, pool: Pool, address: int) -> int:
+        """Take a block from the free ones, and return its size."""
+        size = self._sizes.pop(address)
+        del self._begins[address + size]
+        free = self._free[pool]
+        del free[bisect_left(free, (size, address))]
+        return size

@@ -14,18 +14,19 @@ from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
 from paceline_advisor.memory.replay import Peak, fits, peak_of
-from paceline_advisor.memory.trace import Steps, StepTrace
+from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (
     Spread,
     accumulated,
-    at_updates,
     buckets,
     fully_sharded,
     in_16_bits,
+    meanwhile,
     outside,
     rehearsed,
     spread_of,
     step_total,
+    update_begins,
     with_data_set,
     with_gradients,
     with_input,
@@ -37,7 +38,8 @@ from paceline_advisor.memory.variants import (
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # They move what is on the host, or when a call returns, and no block on a device.
 _OF_THE_HOST = ("pinned_", "release_lock_on_")
-_LIST = re.compile(r"([\w.-]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)\s*(?:,|$)")
+_KNOWN = ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions", "backend")
+_PAIR = r"\s*([\w.-]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)\s*"
 
 
 def allocator_settings(variables: Mapping[str, str], *, expandable: bool = False) -> tuple[Settings, tuple[str, ...]]:
@@ -51,32 +53,29 @@ def allocator_settings(variables: Mapping[str, str], *, expandable: bool = False
         RecipeError: If a value is none that PyTorch takes.
     """
     name = next((each for each in VARIABLES if variables.get(each)), VARIABLES[0])
-    found: dict[str, str] = _read(name, variables.get(name, ""))
-    notices = tuple(_notices(name, found))
+    text = variables.get(name, "").strip()
+    if text and not re.fullmatch(rf"{_PAIR}(,{_PAIR})*,?", text):
+        raise RecipeError(f"{name}={text}: PyTorch reads it as key:value,key:value, and it is no such list.")
+    found = {key: value.strip() for key, value in re.findall(_PAIR, text)}
+    notices = []
+    for key, value in found.items():
+        if key == "garbage_collection_threshold":
+            notices.append(
+                f"{name}: {key}:{value} gives back what is unused a little earlier than the estimate has it; what fits "
+                "stays the same"
+            )
+        elif key == "backend" and value != "native":
+            notices.append(f"{name}: backend:{value} is another allocator; the estimate is that of PyTorch's own")
+        elif key not in _KNOWN and not key.startswith(_OF_THE_HOST):
+            notices.append(f"{name}: {key}:{value} is not in the estimate")
     return (
         Settings(
             expandable=expandable or found.get("expandable_segments", "").lower() == "true",
             max_split=None if "max_split_size_mb" not in found else MIB * _number(name, found, "max_split_size_mb"),
             divisions=_divisions(name, found),
         ),
-        notices,
+        tuple(notices),
     )
-
-
-def _read(name: str, text: str) -> dict[str, str]:
-    text = text.strip()
-    found, place = {}, 0
-    while place < len(text):
-        matched = _LIST.match(text, place)
-        if matched is None:
-            raise RecipeError(
-                f"{name}={text}: PyTorch reads it as key:value,key:value, and '{text[place:]}' is no such."
-            )
-        found[matched[1]] = matched[2].strip()
-        place = matched.end()
-        while place < len(text) and text[place] == " ":
-            place += 1
-    return found
 
 
 def _number(name: str, found: Mapping[str, str], key: str) -> int:
@@ -112,23 +111,6 @@ def _power(name: str, number: int) -> int:
     if number & (number - 1):
         raise RecipeError(f"{name}: roundup_power2_divisions takes powers of two, and {number} is none.")
     return number
-
-
-def _notices(name: str, found: Mapping[str, str]) -> list[str]:
-    said = []
-    for key, value in found.items():
-        if key == "garbage_collection_threshold":
-            said.append(
-                f"{name}: {key}:{value} gives back what is unused a little earlier than the estimate has it; what fits "
-                "stays the same"
-            )
-        elif key == "backend" and value != "native":
-            said.append(f"{name}: backend:{value} is another allocator; the estimate is that of PyTorch's own")
-        elif key not in ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions", "backend") and not (
-            key.startswith(_OF_THE_HOST)
-        ):
-            said.append(f"{name}: {key}:{value} is not in the estimate")
-    return said
 
 
 MOST = 2**20
@@ -190,8 +172,7 @@ class Job:
 
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
         """Bytes that a process takes from its device if it can, driver and libraries included."""
-        peak = self.peak(micro_batch, strategy)
-        return (peak.allocated if peak.reserved is None else peak.reserved) + self._outside(strategy)
+        return self.peak(micro_batch, strategy).taken + self._outside(strategy)
 
     def least(self, micro_batch: int, memory: int | None = None, strategy: str | None = None) -> int:
         """Bytes that a device must have, driver and libraries included: PyTorch's reserve is given back when it must.
@@ -204,20 +185,16 @@ class Job:
             strategy: The plan's unless given.
         """
         key = micro_batch, memory, strategy
-        if key not in self._least:
-            self._least[key] = self._found_least(*key)
-        return self._least[key]
-
-    def _found_least(self, micro_batch: int, memory: int | None, strategy: str | None) -> int:
+        if key in self._least:
+            return self._least[key]
         most = self.needed(micro_batch, strategy)
-        if not self._caching:
-            return most
         near = most // _NEAR
         below = self.peak(micro_batch, strategy).allocated + self._outside(strategy) - 1
         middle = memory if memory is not None and below < memory < most else (below + most) // 2
-        while most - below > near:
+        while self._caching and most - below > near:
             below, most = (below, middle) if self.fits(micro_batch, middle, strategy) else (middle, most)
             middle = (below + most) // 2
+        self._least[key] = most
         return most
 
     def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
@@ -227,7 +204,7 @@ class Job:
         if peak is None and not self._caching:
             peak = self.peak(micro_batch, strategy)
         if peak is not None:
-            if (peak.allocated if peak.reserved is None else peak.reserved) <= room:
+            if peak.taken <= room:
                 return True
             if peak.reserved is None or peak.allocated > room:
                 return False
@@ -305,7 +282,9 @@ class Job:
         leaf = Allocation(sum(step.allocations[number].size for number in step.gradients()) + buffers, "gradients")
         held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)
         step = with_more(with_gradients(step, [leaf] * held), [Allocation(buffers, "buffers")])
-        return step if self.plan.world_size == 1 else at_updates(step, [leaf] * (held - 1))
+        if self.plan.world_size == 1:
+            return step
+        return meanwhile(step, [leaf] * (held - 1), FIRST, STEP, begin=update_begins, end=update_begins)
 
 
 def _last(holds: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:

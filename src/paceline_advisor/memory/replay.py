@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,61 +38,62 @@ class Peak:
     largest: tuple[tuple[str, int], ...]
     parts: Mapping[str, int]
 
+    @property
+    def taken(self) -> int:
+        """Bytes that are taken from the device, if it has them."""
+        return self.allocated if self.reserved is None else self.reserved
+
     def to_json(self) -> dict[str, Any]:
         """As one JSON object."""
         return {
             "allocated_bytes": self.allocated,
             "reserved_bytes": self.reserved,
-            "causes": dict(self.causes),
+            "causes": self.causes,
             "phase": self.phase,
             "layer": self.layer,
             "operation": self.operation,
             "largest_layers": [{"layer": layer, "activation_bytes": size} for layer, size in self.largest],
-            "allocated_bytes_by_part": dict(self.parts),
+            "allocated_bytes_by_part": self.parts,
         }
 
 
-class _Device:
-    """Storages as they come and go on a device.
+def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tuple[str, int, int]]:
+    """Let a run's storages come and go on a device.
 
     Args:
         step: What they are of.
         allocator: The device's; None if it has none, as a CPU.
+
+    Yields:
+        At the beginning of each part its name, the number of events so far, and the bytes in use; and after each event.
+
+    Raises:
+        DoesNotFitError: If the device has no room for one.
     """
-
-    def __init__(self, step: StepTrace, allocator: CachingAllocator | None) -> None:
-        self.allocated = 0
-        self._allocations, self._allocator = step.allocations, allocator
-        self._live: dict[int, Block | None] = {}
-
-    def see(self, event: int) -> None:
-        """Let a storage be made, or go.
-
-        Raises:
-            DoesNotFitError: If the device has no room for it.
-        """
-        number = max(event, ~event)
-        if number in self._live:
-            self._let_go(number)
-        if event >= 0:
-            self._make(number)
-
-    def _make(self, number: int) -> None:
-        each = self._allocations[number]
-        if self._allocator is None:
-            self._live[number] = None
-            self.allocated += each.size
-        else:
-            block = self._live[number] = self._allocator.allocate(each.size, _stream(each.cause))
-            self.allocated += block.size if block is not None and each.cause != ROOM else 0
-
-    def _let_go(self, number: int) -> None:
-        block, each = self._live.pop(number), self._allocations[number]
-        if self._allocator is None:
-            self.allocated -= each.size
-        else:
-            self.allocated -= block.size if block is not None and each.cause != ROOM else 0
-            self._allocator.free(block)
+    live: dict[int, Block | None] = {}
+    allocated = done = 0
+    for name, events in step.played:
+        yield name, done, allocated
+        for event in events:
+            number = max(event, ~event)
+            each = step.allocations[number]
+            # Room for kernels decides what fits, and does not count.
+            counts = each.cause != ROOM
+            if number in live:
+                block = live.pop(number)
+                allocated -= block.size if block is not None and counts else 0
+                if allocator is not None:
+                    allocator.free(block)
+            if event >= 0:
+                # Batches are copied and normalised beside the step, on a stream of their own.
+                stream = 1 if each.cause == "batch" else 0
+                block = (
+                    Block(0, each.size, (stream, False)) if allocator is None else allocator.allocate(each.size, stream)
+                )
+                live[number] = block
+                allocated += block.size if block is not None and counts else 0
+            done += 1
+            yield name, done, allocated
 
 
 def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> Peak:
@@ -104,70 +105,46 @@ def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> P
         allocator: How that is set.
     """
     reserving = CachingAllocator(settings=allocator) if caching else None
-    device = _Device(step, reserving)
     parts: dict[str, int] = {}
-    most, at, position = 0, 0, -1
-    for name, events in step.played:
-        most_here = max(parts.get(name, 0), device.allocated)
-        for event in events:
-            position += 1
-            device.see(event)
-            if device.allocated > most_here:
-                most_here = device.allocated
-                if most_here > most:
-                    most, at = most_here, position
-        parts[name] = most_here
-    return _described(step, at, most, None if reserving is None else reserving.peak_reserved, parts)
-
-
-def fits(step: StepTrace, room: int, *, caching: bool, allocator: Settings = PLAIN) -> bool:
-    """Whether a run goes on in so many bytes."""
-    if not caching:
-        return peak_of(step, caching=False).allocated <= room
-    device = _Device(step, CachingAllocator(limit=room, settings=allocator))
-    try:
-        for event in step.events:
-            device.see(event)
-    except DoesNotFitError:
-        return False
-    return True
-
-
-def _stream(cause: str) -> int:
-    # Batches are copied and normalised beside the step, on a stream of their own.
-    return 1 if cause == "batch" else 0
-
-
-def _described(step: StepTrace, at: int, most: int, reserved: int | None, parts: Mapping[str, int]) -> Peak:
-    live = _live(step.events[: at + 1])
-    causes = Counter[str]()
-    layers = Counter[str]()
-    for number in live:
-        each = step.allocations[number]
+    most, until = 0, 0
+    for name, done, allocated in _played(step, reserving):
+        parts[name] = max(parts.get(name, 0), allocated)
+        if allocated > most:
+            most, until = allocated, done
+    live: dict[int, None] = {}
+    for event in step.events[:until]:
+        if event < 0:
+            live.pop(~event, None)
+        else:
+            live[event] = None
+    causes, layers = Counter[str](), Counter[str]()
+    for each in (step.allocations[number] for number in sorted(live)):
         if each.cause != ROOM:
             causes[each.cause] += each.size
         if each.cause == "activations":
             layers[each.layer] += each.size
     if rounding := most - sum(causes.values()):
         causes["rounding"] = rounding
-    last = step.allocations[step.events[at]]
+    last = step.allocations[step.events[until - 1]]
     return Peak(
         allocated=most,
-        reserved=reserved,
+        reserved=None if reserving is None else reserving.peak_reserved,
         causes=dict(causes),
         phase=last.phase,
         layer=last.layer,
         operation=last.operation,
         largest=tuple(layers.most_common(_LARGEST)),
-        parts=dict(parts),
+        parts=parts,
     )
 
 
-def _live(events: Iterable[int]) -> set[int]:
-    live: set[int] = set()
-    for event in events:
-        if event < 0:
-            live.discard(~event)
-        else:
-            live.add(event)
-    return live
+def fits(step: StepTrace, room: int, *, caching: bool, allocator: Settings = PLAIN) -> bool:
+    """Whether a run goes on in so many bytes."""
+    if not caching:
+        return peak_of(step, caching=False).allocated <= room
+    try:
+        for _ in _played(step, CachingAllocator(limit=room, settings=allocator)):
+            pass
+    except DoesNotFitError:
+        return False
+    return True

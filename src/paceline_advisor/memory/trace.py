@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
-from paceline.telemetry.allocations import Allocation, AllocationTrace
+from paceline.telemetry.allocations import Allocation, AllocationTrace, Inside
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
 
@@ -44,44 +44,6 @@ class ScoredSingly:
         trace.events += (event + behind if event >= 0 else event - behind for event in self.events)
 
 
-def scored_singly(step: FakeStep, trace_of: Callable[[FakeStep, int], tuple[int, AllocationTrace]]) -> ScoredSingly:
-    """The evaluation of a fake run.
-
-    Args:
-        step: The run.
-        trace_of: Evaluates so many samples, and gives how many storages were there before, and the trace.
-
-    Raises:
-        ModelError: If it cannot be had.
-    """
-    count = step.scored_samples
-    held, few = trace_of(step, min(2, count))
-    allocations, events = tuple(few.allocations[held:]), _own(few, held)
-    if count > 2:
-        _, one = trace_of(step, 1)
-        more = (count - 2) * max(0, _most(few, held) - _most(one, held))
-        extra = Allocation(more, "activations", "evaluation", "", f"{count - 2} further samples")
-        number = held + len(allocations)
-        allocations, events = (*allocations, extra), (number, *events, ~number)
-    return ScoredSingly(held, allocations, events)
-
-
-def _own(trace: AllocationTrace, held: int) -> tuple[int, ...]:
-    return tuple(event for event in trace.events if max(event, ~event) >= held)
-
-
-def _most(trace: AllocationTrace, held: int) -> int:
-    return _peak(_own(trace, held), [each.size for each in trace.allocations])
-
-
-def _peak(events: Sequence[int], sizes: Sequence[int]) -> int:
-    total = most = 0
-    for event in events:
-        total += sizes[event] if event >= 0 else -sizes[~event]
-        most = max(most, total)
-    return most
-
-
 START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", "step", "evaluation"
 # As a run does them: the first step makes the optimizer's state, and later ones have it. A step after the evaluation
 # finds what that has left behind.
@@ -101,14 +63,12 @@ class StepTrace:
         allocations: Storages.
         parts: What happens to them, by number, in each part of the run: ``n`` is made, ``~n`` goes. What is made again
             while it is there takes its own place.
-        shapes: Of the gradients, by number.
         why_unscored: Why evaluation is not among the parts, where it should be.
     """
 
     micro_batch: int
     allocations: tuple[Allocation, ...]
     parts: Mapping[str, tuple[int, ...]]
-    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     why_unscored: str = ""
 
     @cached_property
@@ -163,118 +123,44 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         scored: Its evaluation, if that is known already.
     """
     step.optimizer.state.clear()
-    inside = cpu_workspace if step.plan.device == "cpu" else gpu_workspace
     trained = [each for each in step.network.parameters() if each.requires_grad]
-    with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
+    again = {}
+    with AllocationTrace(lambda: (step.phase, step.layer), _inside(step)) as trace:
         _hold_networks(step, trace)
         trace.hold(tensors_in(step.batch.inputs, step.batch.targets), "batch")
         cuts = [len(trace.events)]
-        gradients = _pass(step, trace)
+        step.backward(step.forward())
+        trace.call((each.grad for each in trained), "gradients")
+        gradients = [None if each.grad is None else trace.number_of(each.grad) for each in trained]
         cuts.append(len(trace.events))
         step.update()
         trace.call(_state(step), "optimizer")
         trace.hold(_state(step), "optimizer")
         cuts.append(len(trace.events))
-        why = _evaluate(step, trace, scored)
+        why_unscored = ""
+        try:
+            if step.goes_one_by_one and step.scored_samples:
+                (scored or evaluation_of(step)).append_to(trace)
+            else:
+                step.evaluate(_calling(trace))
+        except ModelError as error:
+            why_unscored = str(error)
         cuts.append(len(trace.events))
-        # Others in their place: passes again would take as long as before.
-        again = _given(step, trace, trained, gradients)
+        # Other gradients in their place: passes again would take as long as before.
+        for parameter, number in zip(trained, gradients, strict=True):
+            if number is not None:
+                parameter.grad = torch.empty_like(parameter)
+                again[trace.number_of(parameter.grad)] = number
         step.update()
         cuts.append(len(trace.events))
-    numbers = {number: tuple(parameter.shape) for parameter, number in zip(trained, gradients, strict=True)}
-    shapes = {number: shape for number, shape in numbers.items() if number >= 0}
-    return _ordered(
-        StepTrace(
-            micro_batch=step.micro_batch,
-            allocations=tuple(trace.allocations),
-            parts={},
-            shapes=shapes,
-            why_unscored=why,
-        ),
-        trace.events,
-        cuts,
-        again,
-    )
-
-
-def _pass(step: FakeStep, trace: AllocationTrace) -> list[int]:
-    """Forward and backward; the numbers of the gradients of what is trained, -1 where there is none."""
-    loss = step.forward()
-    step.backward(loss)
-    trained = [each for each in step.network.parameters() if each.requires_grad]
-    trace.call((each.grad for each in trained), "gradients")
-    return [_number(trace, each.grad) for each in trained]
-
-
-def _number(trace: AllocationTrace, gradient: Tensor | None) -> int:
-    found = None if gradient is None else trace.number_of(gradient)
-    return -1 if found is None else found
-
-
-def _given(
-    step: FakeStep, trace: AllocationTrace, trained: Sequence[nn.Parameter], gradients: Sequence[int]
-) -> dict[int, int]:
-    """Give parameters gradients like those that they had; the numbers of those by the numbers of the new ones."""
-    again = {}
-    for parameter, number in zip(trained, gradients, strict=True):
-        if number >= 0:
-            parameter.grad = torch.empty_like(parameter)
-            again[_number(trace, parameter.grad)] = number
-    return again
-
-
-def _hold_networks(step: FakeStep, trace: AllocationTrace) -> None:
-    trace.hold(step.network.parameters(), "weights")
-    trace.hold(step.network.buffers(), "buffers")
-    trace.hold([] if step.ema is None else _tensors(step.ema.module), "average")
-
-
-def _evaluate(step: FakeStep, trace: AllocationTrace, scored: ScoredSingly | None) -> str:
-    """An evaluation, or why there is none that could be had."""
-    try:
-        if step.goes_one_by_one and step.scored_samples:
-            (scored or evaluation_of(step)).append_to(trace)
-        else:
-            step.evaluate(_calling(trace))
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-def evaluation_of(step: FakeStep) -> ScoredSingly:
-    """The evaluation of a network that goes through its samples one by one.
-
-    Raises:
-        ModelError: If it needs its numbers.
-    """
-
-    def traced(step: FakeStep, samples: int) -> tuple[int, AllocationTrace]:
-        inside = cpu_workspace if step.plan.device == "cpu" else gpu_workspace
-        with AllocationTrace(lambda: (step.phase, step.layer), inside) as trace:
-            _hold_networks(step, trace)
-            held = len(trace.allocations)
-            step.evaluate(_calling(trace), samples)
-        return held, trace
-
-    return scored_singly(step, traced)
-
-
-def _calling(trace: AllocationTrace) -> Callable[[Batch], None]:
-    def see(batch: Batch) -> None:
-        trace.call(tensors_in(batch.inputs, batch.targets), "batch")
-
-    return see
-
-
-def _ordered(found: StepTrace, events: Sequence[int], cuts: Sequence[int], again: Mapping[int, int]) -> StepTrace:
-    """Cut into parts, with what was there before in front, also what only an operation showed."""
-    before = {number for number, each in enumerate(found.allocations) if not each.phase and number not in again}
-    unscored = bool(found.why_unscored)
-    lost = {number for number, each in enumerate(found.allocations) if unscored and each.phase == EVALUATION}
+    allocations = tuple(trace.allocations)
+    # What was there comes in front, also what only an operation showed.
+    before = {number for number, each in enumerate(allocations) if not each.phase and number not in again}
+    lost = {number for number, each in enumerate(allocations) if why_unscored and each.phase == EVALUATION}
 
     def between(first: int, last: int) -> tuple[int, ...]:
         kept = []
-        for event in events[first:last]:
+        for event in trace.events[first:last]:
             if event >= 0 and (event in before or event in again):
                 continue
             number = max(event, ~event)
@@ -282,15 +168,65 @@ def _ordered(found: StepTrace, events: Sequence[int], cuts: Sequence[int], again
                 kept.append(~again[number] if number in again else event)
         return tuple(kept)
 
-    passes, first, scored, later = (between(*pair) for pair in pairwise(cuts))
-    if unscored:  # what went meanwhile went all the same
-        first, scored = (*first, *scored), ()
+    passes, first, evaluation, later = (between(*pair) for pair in pairwise(cuts))
+    if why_unscored:  # what went meanwhile went all the same
+        first, evaluation = (*first, *evaluation), ()
     parts = {START: tuple(sorted(before)), FIRST: (*passes, *first), STEP: (*passes, *later)}
-    return replace(found, parts=parts | ({EVALUATION: scored} if scored else {}))
+    return StepTrace(
+        micro_batch=step.micro_batch,
+        allocations=allocations,
+        parts=parts | ({EVALUATION: evaluation} if evaluation else {}),
+        why_unscored=why_unscored,
+    )
 
 
-def _tensors(network: nn.Module) -> Iterator[Tensor]:
-    return chain(network.parameters(), network.buffers())
+def _hold_networks(step: FakeStep, trace: AllocationTrace) -> None:
+    trace.hold(step.network.parameters(), "weights")
+    trace.hold(step.network.buffers(), "buffers")
+    if step.ema is not None:
+        trace.hold(chain(step.ema.module.parameters(), step.ema.module.buffers()), "average")
+
+
+def evaluation_of(step: FakeStep) -> ScoredSingly:
+    """The evaluation of a network that goes through its samples one by one, from one and two of them.
+
+    Raises:
+        ModelError: If it needs its numbers.
+    """
+
+    def traced(samples: int) -> tuple[int, list[Allocation], list[int], int]:
+        """How many storages were there before, those made, what happens to these, and the most that they come to."""
+        with AllocationTrace(lambda: (step.phase, step.layer), _inside(step)) as trace:
+            _hold_networks(step, trace)
+            held = len(trace.allocations)
+            step.evaluate(_calling(trace), samples)
+        events = [event for event in trace.events if max(event, ~event) >= held]
+        total = most = 0
+        for event in events:
+            size = trace.allocations[max(event, ~event)].size
+            total += size if event >= 0 else -size
+            most = max(most, total)
+        return held, trace.allocations[held:], events, most
+
+    count = step.scored_samples
+    held, allocations, events, most = traced(min(2, count))
+    if count > 2:
+        more = (count - 2) * max(0, most - traced(1)[3])
+        number = held + len(allocations)
+        allocations.append(Allocation(more, "activations", "evaluation", "", f"{count - 2} further samples"))
+        events = [number, *events, ~number]
+    return ScoredSingly(held, tuple(allocations), tuple(events))
+
+
+def _inside(step: FakeStep) -> Inside:
+    return cpu_workspace if step.plan.device == "cpu" else gpu_workspace
+
+
+def _calling(trace: AllocationTrace) -> Callable[[Batch], None]:
+    def see(batch: Batch) -> None:
+        trace.call(tensors_in(batch.inputs, batch.targets), "batch")
+
+    return see
 
 
 def _state(step: FakeStep) -> Iterator[Tensor]:
@@ -308,6 +244,7 @@ class Steps:
         one_by_one: Whether the network is known to go through its samples in a loop.
 
     Attributes:
+        again: Does the step of a size.
         is_linear: Whether the two make the same storages.
         is_scaled: Whether another size's storages are taken to be those of one that was done, each larger or smaller.
     """
@@ -315,7 +252,7 @@ class Steps:
     def __init__(
         self, small: StepTrace, large: StepTrace, again: Callable[[int], StepTrace], *, one_by_one: bool = False
     ) -> None:
-        self._small, self._large, self._again = small, large, again
+        self._small, self._large, self.again = small, large, again
         self.is_scaled = one_by_one
         self.is_linear = small.shape == large.shape
         self._done: dict[int, StepTrace] = {small.micro_batch: small, large.micro_batch: large}
@@ -332,16 +269,21 @@ class Steps:
         if self.is_scaled and micro_batch >= _SMALLEST:
             others = [each for each in self._done.values() if each.micro_batch >= _SMALLEST]
             return _scaled(min(others, key=lambda each: abs(each.micro_batch - micro_batch)), micro_batch)
-        self._done[micro_batch] = self._between(micro_batch) if self.is_linear else self._again(micro_batch)
+        if not self.is_linear:
+            self._done[micro_batch] = self.again(micro_batch)
+            return self._done[micro_batch]
+        first, second = self._small, self._large
+        share = (micro_batch - first.micro_batch) / (second.micro_batch - first.micro_batch)
+        allocations = tuple(
+            one if one.size == two.size else replace(one, size=round(one.size + (two.size - one.size) * share))
+            for one, two in zip(first.allocations, second.allocations, strict=True)
+        )
+        self._done[micro_batch] = replace(first, micro_batch=micro_batch, allocations=allocations)
         return self._done[micro_batch]
-
-    def done_again(self, micro_batch: int) -> StepTrace:
-        """The same, not taken from the two but done."""
-        return self._again(micro_batch)
 
     def confirm(self, micro_batch: int) -> bool:
         """Do the step of a size, and go by it from now on; whether it is what was worked out."""
-        worked_out, done = self(micro_batch), self._again(micro_batch)
+        worked_out, done = self(micro_batch), self.again(micro_batch)
         if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
             return True
         self.is_linear = self.is_linear and done.shape == self._small.shape
@@ -352,29 +294,20 @@ class Steps:
         self._done = {self._small.micro_batch: self._small, micro_batch: done}
         return False
 
-    def _between(self, micro_batch: int) -> StepTrace:
-        first, second = self._small, self._large
-        share = (micro_batch - first.micro_batch) / (second.micro_batch - first.micro_batch)
-        allocations = tuple(
-            one if one.size == two.size else replace(one, size=round(one.size + (two.size - one.size) * share))
-            for one, two in zip(first.allocations, second.allocations, strict=True)
-        )
-        return replace(first, micro_batch=micro_batch, allocations=allocations)
-
 
 def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
     """Another size of a step whose samples are gone through one by one: each storage of samples stands for more."""
     share = micro_batch / trace.micro_batch
+
+    def is_of_samples(each: Allocation) -> bool:
+        if each.cause == "batch":
+            return each.phase != EVALUATION
+        return each.cause in ("activations", "temporary") and each.phase in ("forward", "backward")
+
     allocations = tuple(
-        replace(each, size=round(each.size * share)) if _is_of_samples(each) else each for each in trace.allocations
+        replace(each, size=round(each.size * share)) if is_of_samples(each) else each for each in trace.allocations
     )
     return replace(trace, micro_batch=micro_batch, allocations=allocations)
-
-
-def _is_of_samples(allocation: Allocation) -> bool:
-    if allocation.cause == "batch":
-        return allocation.phase != EVALUATION
-    return allocation.cause in ("activations", "temporary") and allocation.phase in ("forward", "backward")
 
 
 def trace_steps(step: FakeStep) -> Steps:

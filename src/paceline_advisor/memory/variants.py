@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -24,6 +24,9 @@ from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, S
 GATHERED = "gathered weights"
 """What FSDP holds of other processes' weights for a moment, and of gradients that are theirs."""
 
+Place = Callable[[StepTrace, Sequence[int]], int]
+"""Which of a part's events comes next at some place."""
+
 _SPREAD = ("weights", "average", "optimizer")
 _PASSES = ("forward", "backward")
 
@@ -34,29 +37,34 @@ def with_more(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
     return replace(step, parts={**step.parts, START: (*numbers, *step.parts.get(START, ()))})
 
 
-def around_parts(step: StepTrace, more: Iterable[Allocation], *names: str) -> StepTrace:
-    """A run through some of whose parts other storages are there."""
+def meanwhile(step: StepTrace, more: Iterable[Allocation], *names: str, begin: Place, end: Place) -> StepTrace:
+    """A run in some of whose parts other storages come and go.
+
+    Args:
+        step: The run.
+        more: The storages.
+        names: The parts.
+        begin: Where in a part's events they are made.
+        end: Where they go.
+    """
     step, numbers = _added(step, more)
-    return step.with_parts(lambda events: (*numbers, *events, *(~number for number in numbers)), *names)
-
-
-def before_parts(step: StepTrace, more: Iterable[Allocation], *names: str) -> StepTrace:
-    """A run in some of whose parts other storages come first and go at once."""
-    step, numbers = _added(step, more)
-    passing = (*numbers, *(~number for number in numbers))
-    return step.with_parts(lambda events: (*passing, *events), *names)
-
-
-def at_updates(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
-    """A run in which other storages come and go between the backward pass and the update of each step."""
-    step, numbers = _added(step, more)
-    passing = (*numbers, *(~number for number in numbers))
 
     def change(events: tuple[int, ...]) -> tuple[int, ...]:
-        place = update_begins(step, events)
-        return (*events[:place], *passing, *events[place:])
+        first, last = begin(step, events), end(step, events)
+        gone = (~number for number in numbers)
+        return (*events[:first], *numbers, *events[first:last], *gone, *events[last:])
 
-    return step.with_parts(change, FIRST, STEP)
+    return step.with_parts(change, *names)
+
+
+def front(_: StepTrace, __: Sequence[int]) -> int:
+    """Before all events of a part."""
+    return 0
+
+
+def back(_: StepTrace, events: Sequence[int]) -> int:
+    """Behind them."""
+    return len(events)
 
 
 def update_begins(step: StepTrace, events: Sequence[int]) -> int:
@@ -92,26 +100,25 @@ def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
 
 
 def accumulated(step: StepTrace) -> StepTrace:
-    """A run each of whose steps has two micro-batches: the second's gradients are added to those of the first."""
-    for name in (FIRST, STEP):
-        numbers = step.gradients(name)
-        step, kept = _added(step, (step.allocations[number] for number in numbers))
-        step = _accumulated_in(step, name, dict(zip(numbers, kept, strict=True)))
+    """A run each of whose steps has two micro-batches: the second's gradients are added to those of the first.
+
+    Both passes come twice, first with gradients that stay, and then with gradients that go at once.
+    """
+    for name in (each for each in (FIRST, STEP) if each in step.parts):
+        events, numbers = step.parts[name], step.gradients(name)
+        step, added = _added(step, (step.allocations[number] for number in numbers))
+        kept = dict(zip(numbers, added, strict=True))
+        stay = [
+            kept.get(event, event)
+            for event in events
+            if step.allocations[max(event, ~event)].phase in _PASSES and ~event not in kept
+        ]
+        step = _called(step, set(kept), "temporary")
+        # The first pass's leftovers, its gradients aside, go before the second.
+        again = _let_go_at_once(events, set(kept))
+        whole = (*stay, *again, *(~number for number in added))
+        step = replace(step, parts={**step.parts, name: whole})
     return step
-
-
-def _accumulated_in(step: StepTrace, name: str, kept: Mapping[int, int]) -> StepTrace:
-    """One part: both passes with gradients that stay, and then the step with gradients that go at once."""
-    stay: list[int] = []
-    for event in step.parts.get(name, ()):
-        if step.allocations[max(event, ~event)].phase not in _PASSES or ~event in kept:
-            continue
-        stay.append(kept.get(event, event))
-    step = _called(step, set(kept), "temporary")
-    # The first pass's leftovers, its gradients aside, go before the second.
-    return step.with_parts(
-        lambda events: (*stay, *_let_go_at_once(events, set(kept)), *(~number for number in kept.values())), name
-    )
 
 
 def _called(step: StepTrace, numbers: set[int], cause: str) -> StepTrace:
@@ -170,19 +177,12 @@ def in_16_bits(step: StepTrace, cap_mb: int) -> StepTrace:
     for name in (FIRST, STEP):
         for bucket, numbers in buckets(step, cap_mb, name):
             half = Allocation(bucket.size // 2, "temporary", "backward", operation="compressed")
-            step = _from_event_to_update(step, name, numbers[-1], half)
+
+            def behind(_: StepTrace, events: Sequence[int], last: int = numbers[-1]) -> int:
+                return events.index(last) + 1
+
+            step = meanwhile(step, [half], name, begin=behind, end=update_begins)
     return step
-
-
-def _from_event_to_update(step: StepTrace, name: str, event: int, made: Allocation) -> StepTrace:
-    """A run with an allocation made after an event of one part and freed where the update begins."""
-    step, (number,) = _added(step, (made,))
-
-    def change(events: tuple[int, ...]) -> tuple[int, ...]:
-        place, update = events.index(event) + 1, update_begins(step, events)
-        return (*events[:place], number, *events[place:update], ~number, *events[update:])
-
-    return step.with_parts(change, name)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,11 @@ def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
         ModelError: If it names modules that the network does not have.
     """
     ways = processes if parallel.shard_size == "all" else min(parallel.shard_size, processes)
-    own = _own_parameters({**modules_to_shard(network, parallel), "": network})
+    taken: set[int] = set()
+    own: dict[str, list[nn.Parameter]] = {}  # those of each module that none before it has
+    for name, module in {**modules_to_shard(network, parallel), "": network}.items():
+        own[name] = [each for each in module.parameters() if id(each) not in taken]
+        taken.update(map(id, own[name]))
     bytes_each = 2 if parallel.gather_dtype == "bf16" else 4
     weights = {name: bytes_each * sum(each.numel() for each in part) for name, part in own.items()}
     trained = {name: 4 * sum(each.numel() for each in part if each.requires_grad) for name, part in own.items()}
@@ -237,16 +241,6 @@ def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
     )
 
 
-def _own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each module that none before it has."""
-    taken: set[int] = set()
-    own: dict[str, list[nn.Parameter]] = {}
-    for name, module in modules.items():
-        own[name] = [each for each in module.parameters() if id(each) not in taken]
-        taken.update(map(id, own[name]))
-    return own
-
-
 def _nested(sizes: Mapping[str, int]) -> int:
     """The most that a part and those that it lies in come to."""
     return max(
@@ -264,22 +258,20 @@ def fully_sharded(step: StepTrace, spread: Spread) -> StepTrace:
     parts = [Allocation(spread.share(each.size), "gradients") for each in gradients]
     cut = with_gradients(step, parts)
     allocations = tuple(
-        replace(each, size=spread.share(each.size)) if _is_spread(each) else each for each in cut.allocations
+        # What an update takes for a moment is of parts too.
+        replace(each, size=spread.share(each.size))
+        if each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")
+        else each
+        for each in cut.allocations
     )
     gathered = Allocation(spread.gathered, GATHERED), Allocation(spread.gradients, GATHERED)
     return with_more(replace(cut, allocations=allocations), gathered)
 
 
-def _is_spread(each: Allocation) -> bool:
-    # What an update takes for a moment is of parts too.
-    return each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")
-
-
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 # PyTorch's cuBLAS workspace for each thread that multiplies matrices: aten/src/ATen/cuda/CublasHandlePool.cpp.
 _WORKSPACE = (2 * 4096 + 8 * 16) * 1024
-_WORKSPACE_HOPPER = 32 * MIB
-_WORKSPACE_MI300 = 128 * MIB
+_LARGER_WORKSPACES = {**dict.fromkeys(("H100", "H200", "B200", "GH200", "GB200"), 32 * MIB), "MI300": 128 * MIB}
 # What a process takes before its first tensor: the driver's context and the kernels that it loads. An allowance; it
 # has not been measured here.
 CONTEXT = 600 * MIB
@@ -314,14 +306,9 @@ def with_libraries(step: StepTrace, machine: MachineFacts) -> StepTrace:
     if machine.device != "cuda":
         return step
     used = {each.phase for each in step.allocations if each.operation.split(".")[0] in _MATRIX_PRODUCTS}
-    each = _workspace(machine.device_name)
-    return with_more(step, [Allocation(each, "workspace", operation="cublas") for _ in used & {"forward", "backward"}])
-
-
-def _workspace(device_name: str) -> int:
-    if any(name in device_name for name in ("H100", "H200", "B200", "GH200", "GB200")):
-        return _WORKSPACE_HOPPER
-    return _WORKSPACE_MI300 if "MI300" in device_name else _WORKSPACE
+    larger = (size for name, size in _LARGER_WORKSPACES.items() if name in machine.device_name)
+    each = Allocation(next(larger, _WORKSPACE), "workspace", operation="cublas")
+    return with_more(step, [each] * len(used & {"forward", "backward"}))
 
 
 def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
@@ -333,9 +320,10 @@ def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
     # Both of training's stay while there is an evaluation.
     step = with_more(step, batch)
     if batch:
-        step = before_parts(step, _passing(batch, mix), REHEARSAL, FIRST, STEP)
+        step = meanwhile(step, _passing(batch, mix), REHEARSAL, FIRST, STEP, begin=front, end=front)
     if scored:
-        step = around_parts(before_parts(step, _passing(scored, Mix()), EVALUATION), scored, EVALUATION)
+        step = meanwhile(step, _passing(scored, Mix()), EVALUATION, begin=front, end=front)
+        step = meanwhile(step, scored, EVALUATION, begin=front, end=back)
     return step
 
 

@@ -93,7 +93,7 @@ def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
     with fake_step(with_stand_in_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
         steps = trace_steps(step)
         assert steps.is_linear
-        assert steps(100).allocations == steps.done_again(100).allocations
+        assert steps(100).allocations == steps.again(100).allocations
 
 
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:

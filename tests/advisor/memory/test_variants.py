@@ -14,12 +14,13 @@ from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, S
 from paceline_advisor.memory.variants import (
     Spread,
     accumulated,
-    at_updates,
-    before_parts,
     buckets,
+    front,
     fully_sharded,
     in_16_bits,
+    meanwhile,
     rehearsed,
+    update_begins,
     with_gradients,
     with_more,
 )
@@ -181,13 +182,15 @@ def test_what_is_compressed_is_there_until_the_update() -> None:
 
 def test_what_comes_before_a_part_or_an_update_goes_at_once() -> None:
     large = [Allocation(90 * MIB, "gradients")]
-    assert peak_of(at_updates(run(), large), caching=False).parts == {
+    updating = meanwhile(run(), large, FIRST, STEP, begin=update_begins, end=update_begins)
+    assert peak_of(updating, caching=False).parts == {
         START: 10 * MIB,
         FIRST: (10 + 10 + 90) * MIB,
         STEP: (30 + 3 + 3 + 10 + 90) * MIB,  # its update makes nothing: after the last gradient, to be sure
         EVALUATION: 30 * MIB,
     }
-    assert peak_of(before_parts(run(), large, EVALUATION), caching=False).parts[EVALUATION] == 120 * MIB
+    scoring = meanwhile(run(), large, EVALUATION, begin=front, end=front)
+    assert peak_of(scoring, caching=False).parts[EVALUATION] == 120 * MIB
 
 
 def test_an_allocator_that_is_set_otherwise_is_played_so() -> None:

@@ -137,12 +137,12 @@ def test_the_largest_micro_batch_is_one_whose_step_was_done_and_fits(own_network
         fake_step(load_recipe("digits", {**NETWORK, "evaluate.every": "off"}).recipe, machine=t4) as step,
     ):
         steps = trace_steps(step)
-        done = peak_of(steps.done_again(found.largest), caching=True)
-        more = peak_of(steps.done_again(found.largest * 9 // 8), caching=True)
+        done = peak_of(steps.again(found.largest), caching=True)
+        more = peak_of(steps.again(found.largest * 9 // 8), caching=True)
     room = t4.memory_bytes - outside("cuda", 1)
     assert done.reserved is not None
     assert done.allocated <= room
-    assert fits(steps.done_again(found.largest), room, caching=True)
+    assert fits(steps.again(found.largest), room, caching=True)
     assert more.allocated > room
 
 

@@ -116,7 +116,7 @@ def test_other_sizes_are_worked_out_from_those_that_were_done() -> None:
     with fake_step(recipe_of("small_fasterrcnn"), micro_batch=4) as step:
         steps = trace_steps(step)
         assert steps.is_scaled
-        worked_out, done = (peak_of(each, caching=False).allocated for each in (steps(7), steps.done_again(7)))
+        worked_out, done = (peak_of(each, caching=False).allocated for each in (steps(7), steps.again(7)))
     assert worked_out == pytest.approx(done, rel=0.01)
 
 
