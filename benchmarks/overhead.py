@@ -27,7 +27,7 @@ from paceline.data.image.source import ArraySource
 from paceline.models.lecture_net import lecture_net
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.trainer.train import Options, train_recipe
 
 SAMPLES = 10_000
@@ -81,7 +81,7 @@ def raw_steps(batch_size: int, *, channels_last: bool) -> Callable[[int], None]:
     return run
 
 
-class TakingTurns(SilentDisplay):
+class TakingTurns(Display):
     """A display that, at block boundaries, lets the plain loop run a block of its own and times both."""
 
     def __init__(self, raw: Callable[[int], None], steps: int) -> None:

@@ -21,7 +21,7 @@ from hardware import spread, write_result
 
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.clock import HostStepClock, StepClock
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.telemetry.meter import Totals
 from paceline.trainer import build
 from paceline.trainer.train import Options, train_recipe
@@ -98,7 +98,7 @@ class TakingTurns(StepClock):
         """Nothing is outstanding."""
 
 
-class Turns(SilentDisplay):
+class Turns(Display):
     """Times blocks of steps, and lets the other clock go on at their ends."""
 
     def __init__(self, clock: TakingTurns, steps: int) -> None:

@@ -18,11 +18,11 @@ with loading():  # as the command does
     from paceline.recipe.data import Data
     from paceline.recipe.load import load_recipe
     from paceline.records.reader import read_events
-    from paceline.telemetry.display import SilentDisplay
+    from paceline.telemetry.display import Display
     from paceline.trainer.train import Options, train_recipe
 
 
-class Ticking(SilentDisplay):
+class Ticking(Display):
     """Calls the clock."""
 
     def __init__(self, clock: Clock) -> None:

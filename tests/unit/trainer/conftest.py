@@ -17,7 +17,7 @@ from paceline.data.pipeline import Placement
 from paceline.distributed.collectives import Collectives
 from paceline.recipe.load import load_recipe
 from paceline.recipe.training import GradScaler
-from paceline.telemetry.display import SilentDisplay
+from paceline.telemetry.display import Display
 from paceline.trainer.evaluate import Evaluator
 from paceline.trainer.precision import Precision
 from paceline.world import World
@@ -90,10 +90,10 @@ def evaluator() -> Make:
 
 
 @pytest.fixture
-def listening() -> SilentDisplay:
+def listening() -> Display:
     """A display that keeps what a user is told, in ``heard``."""
 
-    class Listening(SilentDisplay):
+    class Listening(Display):
         def __init__(self) -> None:
             self.heard: list[str] = []
 

@@ -465,14 +465,12 @@ def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredIma
     parts = [part[sizes[part] >= 0] for part in parts]
     if not all(len(part) for part in parts):
         raise DataError(f"{table!r} names no image that can be used: correct the rows in it.")
-    classes: tuple[str, ...]
-    numbered: Sequence[NDArray[Any]]
-    if numbers is None:
-        name: Callable[..., tuple[tuple[str, ...], Sequence[NDArray[Any]]]]
-        name = name_rows if request.several_labels else number_rows
-        classes, numbered = name(rows.labels, parts, rows.where, table)
+    classes, numbered = data.target_columns, list[NDArray[Any]]()
+    if numbers is not None:
+        numbered += [numbers[part] for part in parts]
     else:
-        classes, numbered = data.target_columns, [numbers[part] for part in parts]
+        name_classes: Callable[..., Any] = name_rows if request.several_labels else number_rows
+        classes, numbered = name_classes(rows.labels, parts, rows.where, table)
     sources, digest = [], hashlib.sha256()
     for part, targets in zip(parts, numbered, strict=True):
         names = [os.fsencode(rows.paths[row]) for row in part.tolist()]
