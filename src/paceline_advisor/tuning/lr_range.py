@@ -484,7 +484,7 @@ def _chart(found: RangeTest) -> Chart:
     losses = {"name": "loss of each step", "mode": "markers", "marker": {"size": 4, "opacity": 0.5}}
     traces: list[dict[str, Any]] = [
         {"x": rates, "y": list(found.losses), **losses},
-        {"x": rates, "y": list(averages), "name": "smoothed", "mode": "lines"},
+        {"x": rates, "y": list(averages), "name": "smoothed", "mode": "lines", "line": {"dash": "solid"}},
     ]
     symbols = ("circle-open", "star", "diamond", "triangle-up", "square", "x")
     for symbol, (name, each) in zip(symbols, found.suggestions.items(), strict=True):
