@@ -9,10 +9,7 @@ from timm.data import resolve_data_config
 from paceline.models.build import published_settings
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["resnet50.a3_in1k", "tf_efficientnet_b4", "resnet10t"],
-)
+@pytest.mark.parametrize("name", ["resnet50.a3_in1k", "tf_efficientnet_b4", "resnet10t"])
 def test_the_settings_are_those_that_train_py_resolves(name: str) -> None:
     found = published_settings(name)
     assert found is not None
