@@ -33,12 +33,10 @@ def names_of(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
     return {name for name, each in model.named_parameters() if any(each is one for one in parameters)}
 
 
-def test_biases_and_norms_do_not_decay() -> None:
-    model = net()
-    decayed, free = parameter_groups(model, section(weight_decay=0.1))
-    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
-    assert names_of(model, decayed["params"]) == {"0.weight", "3.weight"}
-    assert names_of(model, free["params"]) == {"0.bias", "1.weight", "1.bias", "3.bias"}
+def rates_of(model: nn.Module, groups: list[dict[str, Any]], factor: str = "lr_factor") -> dict[str, Any]:
+    return {
+        name: (group[factor], group["weight_decay"]) for group in groups for name in names_of(model, group["params"])
+    }
 
 
 class Tokens(nn.Module):
@@ -54,19 +52,12 @@ class Tokens(nn.Module):
         return {"position", "blocks.1.*"}
 
 
-def test_what_the_network_exempts_does_not_decay() -> None:
-    model = Tokens()
-    decayed, free = parameter_groups(model, section(weight_decay=0.1))
-    assert names_of(model, decayed["params"]) == {"blocks.0.weight", "head.weight"}
-    assert "position" in names_of(model, free["params"])
-    (group,) = parameter_groups(model, section(weight_decay=0.1, decay_norm_and_bias=True))
-    assert len(group["params"]) == 7
-
-
-def test_a_network_inside_another_is_asked_too() -> None:
+def test_what_a_network_inside_another_exempts_does_not_decay() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Tokens())
     decayed, _ = parameter_groups(model, section(weight_decay=0.1))
     assert names_of(model, decayed["params"]) == {"0.weight", "1.blocks.0.weight", "1.head.weight"}
+    (group,) = parameter_groups(model, section(weight_decay=0.1, decay_norm_and_bias=True))
+    assert len(group["params"]) == 9
 
 
 def test_a_published_transformer_decays_what_its_own_library_would() -> None:
@@ -95,42 +86,26 @@ def test_shared_parameters_come_once() -> None:
     assert sum(len(group["params"]) for group in groups) == 3
 
 
-DECAYED = {"weight_decay": 0.1, "decay_norm_and_bias": True}
-PLAIN = {
-    "sgd": ({"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    "sgd without momentum": ({"momentum": 0}, lambda p: torch.optim.SGD(p, lr=0.1)),
-    "nesterov": (
-        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01, "decay_norm_and_bias": True},
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.01),
-    ),
-    "adamw": (
-        {"name": "adamw", "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.05, "decay_norm_and_bias": True},
-        lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.05),
-    ),
-    "rmsprop": (
-        {
-            "name": "rmsprop",
-            "alpha": 0.95,
-            "eps": 1e-3,
-            "momentum": 0.8,
-            "weight_decay": 0.1,
-            "decay_norm_and_bias": True,
-        },
-        lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.95, eps=1e-3, momentum=0.8, weight_decay=0.1),
-    ),
-    "adafactor": (
-        {"name": "adafactor", **DECAYED},
-        lambda p: torch.optim.Adafactor(p, lr=0.1, weight_decay=0.1),
-    ),
-    "adamw without decay": ({"name": "adamw"}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
+PLAIN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "sgd without momentum": (torch.optim.SGD, {"momentum": 0}),
+    "nesterov": (torch.optim.SGD, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.05}),
+    "adamw without decay": (torch.optim.AdamW, {}),
+    "rmsprop": (torch.optim.RMSprop, {"alpha": 0.95, "eps": 1e-3, "momentum": 0.8, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"weight_decay": 0.1}),
 }
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_it_is_torchs_own_to_the_bit(name: str) -> None:
-    options, make = PLAIN[name]
+    kind, options = PLAIN[name]
     ours, plain = net(), net()
-    optimizers = build_optimizer(ours, section(**options), CPU), make(plain.parameters())
+    more = {"decay_norm_and_bias": True} if "weight_decay" in options else {}
+    optimizers = (
+        build_optimizer(ours, section(name=kind.__name__.lower(), **options, **more), CPU),
+        kind(plain.parameters(), lr=0.1, **{"weight_decay": 0.0, **options}),
+    )
     generator = torch.Generator().manual_seed(1)
     for step in range(20):
         for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -252,19 +227,10 @@ def test_options_reach_the_class_and_wrong_ones_are_named() -> None:
 def test_patterns_give_groups_of_their_own() -> None:
     model = net()
     asked = section(weight_decay=0.1, groups={"3.*": {"lr_factor": 10}, "*.bias": {"weight_decay": 0.3}})
-    rates = {
-        name: (group["lr_factor"], group["weight_decay"])
-        for group in parameter_groups(model, asked)
-        for name in names_of(model, group["params"])
-    }
-    assert rates == {
-        "0.weight": (1, 0.1),
-        "0.bias": (1, 0.3),
-        "1.weight": (1, 0.0),
-        "1.bias": (1, 0.3),
-        "3.weight": (10, 0.1),
-        "3.bias": (10, 0.0),  # the first pattern that matches
-    }
+    rates = rates_of(model, parameter_groups(model, asked))
+    assert (rates["0.weight"], rates["0.bias"], rates["1.weight"]) == ((1, 0.1), (1, 0.3), (1, 0.0))
+    assert rates["1.bias"] == (1, 0.3)
+    assert (rates["3.weight"], rates["3.bias"]) == ((10, 0.1), (10, 0.0))  # the first pattern that matches
     told = {(each.parameters, each.lr_factor, each.weight_decay): each for each in describe_groups(model, asked)}
     assert (told["3.*", 10, 0.1].tensors, told["3.*", 10, 0.1].numbers) == (1, 4 * 36 * 3)
     optimizer = build_optimizer(model, asked, CPU)
@@ -280,10 +246,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 
 def test_the_classifier_is_a_group_whatever_its_name() -> None:
     asked = section(groups={"classifier": {"lr_factor": 10}})
-    rates = {
-        treatment.source: name for name, treatment in treatments(net(), asked).items() if treatment.lr_factor == 10
-    }
-    assert rates == {"classifier (3)": "3.bias"}
+    assert {each.source for each in treatments(net(), asked).values() if each.lr_factor == 10} == {"classifier (3)"}
     network = nn.Sequential(OrderedDict(classifier=nn.Conv2d(1, 1, 1), last=nn.Linear(1, 1)))
     named = section(groups={"classifier.*": {"lr_factor": 10}, "classifier": {"lr_factor": 2}})
     assert [each.lr_factor for each in treatments(network, named).values()] == [10, 10, 2, 2]
@@ -296,20 +259,12 @@ def test_layers_further_from_the_output_learn_more_slowly() -> None:
     from timm.optim import param_groups_layer_decay
 
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=3)
-    theirs = {
-        name: (group["lr_scale"], group["weight_decay"])
-        for group in param_groups_layer_decay(
-            model, 0.1, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.65
-        )
-        for name in names_of(model, group["params"])
-    }
-    ours = {
-        name: (group["lr_factor"], group["weight_decay"])
-        for group in parameter_groups(model, section(weight_decay=0.1, layer_decay=0.65))
-        for name in names_of(model, group["params"])
-    }
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name] == pytest.approx(theirs[name]) for name in ours)
+    exempt = model.no_weight_decay()
+    theirs = param_groups_layer_decay(model, 0.1, no_weight_decay_list=exempt, layer_decay=0.65)
+    wanted = rates_of(model, theirs, factor="lr_scale")
+    ours = rates_of(model, parameter_groups(model, section(weight_decay=0.1, layer_decay=0.65)))
+    assert ours.keys() == wanted.keys()
+    assert all(ours[name] == pytest.approx(wanted[name]) for name in ours)
     with pytest.raises(ModelError, match=r"use optimizer\.groups"):
         parameter_groups(net(), section(layer_decay=0.65))
 
