@@ -50,11 +50,8 @@ def trained(own: Path) -> Callable[..., Path]:
     """``trained(task)`` trains the digits with a task by name, or from Python."""
 
     def train(task: Any) -> Path:
-        named = {"task": task} if isinstance(task, str) else {}
-        made = None if isinstance(task, str) else task
-        return paceline.train(
-            "digits", overrides={**SHORT, **named}, run_dir=own / "run", task=made, quiet=True
-        ).run_dir
+        overrides, made = ({**SHORT, "task": task}, None) if isinstance(task, str) else (SHORT, task)
+        return paceline.train("digits", overrides=overrides, run_dir=own / "run", task=made, quiet=True).run_dir
 
     return train
 

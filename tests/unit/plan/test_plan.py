@@ -176,12 +176,7 @@ def test_no_training_samples() -> None:
     assert refusal(samples=0).startswith("there are no training samples")
 
 
-ASKED = {
-    "train.precision": "fp32",
-    "model.channels_last": "false",
-    "batch.micro_size": 8,
-    "parallel.threads": 3,
-}
+ASKED = {"train.precision": "fp32", "model.channels_last": "false", "batch.micro_size": 8, "parallel.threads": 3}
 
 
 def test_every_auto_has_its_reason() -> None:
