@@ -42,28 +42,15 @@ for arguments in json.loads(sys.stdin.read()):
         code = run(arguments)
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
-TINY = (
-    "train.duration=1 steps",
-    "model.options={width: 4, stages: 1}",
-    "telemetry.trackers=[]",
-    "telemetry.report=off",
-    "parallel.device=cpu",
-    "parallel.threads=1",
-)
+TINY = ("train.duration=1 steps", "model.options={width: 4, stages: 1}", "telemetry={trackers: [], report: off}")
+TINY += ("parallel={device: cpu, threads: 1}",)
 # What needs each library; the others are told of by `paceline env` alone: without simplejpeg Pillow decodes,
 # fp8 asks for a GPU first, and no command of ours builds the pages.
 NEEDS = {
     "tune": ["tune", "digits", "--search", "search.yaml"],
     "pack": ["pack", "photos", "packed"],
     "dali": ["train", "image_folder", "data.path=photos", "data.backend=dali", "--plan-only"],
-    "adapters": [
-        "train",
-        "digits",
-        "--run-dir",
-        "adapted",
-        "model.adapters.rank=2",
-        *TINY,
-    ],
+    "adapters": ["train", "digits", "--run-dir", "adapted", "model.adapters.rank=2", *TINY],
     "transformers": ["train", "gpt-small-docs", "model.name=transformers:gpt2", "model.options=null", "--plan-only"],
     "detection": ["train", "shapes-maskrcnn", "data.dataset=coco", "data.path=objects", "--plan-only"],
     "mlflow": ["train", "digits", "--run-dir", "told", *TINY, "telemetry.trackers=[mlflow]"],
@@ -169,21 +156,11 @@ def write_objects(folder: Path) -> None:
     for split in ("train2017", "val2017"):
         (folder / split).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(folder / split / "1.jpg")
-        polygon = [[4, 4, 20, 4, 20, 20]]
+        drawn = {"bbox": [4, 4, 16, 16], "area": 128, "iscrowd": 0, "segmentation": [[4, 4, 20, 4, 20, 20]]}
         content = {
             "images": [{"id": 1, "file_name": "1.jpg", "height": 32, "width": 32}],
             "categories": [{"id": 1, "name": "thing"}],
-            "annotations": [
-                {
-                    "id": 1,
-                    "image_id": 1,
-                    "category_id": 1,
-                    "bbox": [4, 4, 16, 16],
-                    "area": 128,
-                    "iscrowd": 0,
-                    "segmentation": polygon,
-                }
-            ],
+            "annotations": [{"id": 1, "image_id": 1, "category_id": 1, **drawn}],
         }
         (folder / "annotations").mkdir(exist_ok=True)
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))
