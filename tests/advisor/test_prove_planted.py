@@ -23,7 +23,7 @@ import paceline.trainer.step as step
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.metrics.accumulator import Accumulator
-from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.ema import ExponentialMovingAverage as Average
 from paceline.models.small_resnet import small_resnet
 from paceline.plan.epochs import Epochs
 from paceline.plan.rates import LearningRate
@@ -42,7 +42,7 @@ TRUE = SimpleNamespace(
     inputs=memory.MemoryBackend._inputs,
     rate=LearningRate.of,
     settings=step.apply_settings,
-    average=ExponentialMovingAverage.update,
+    average=Average.update,
     update=step._update,
     add=Accumulator.add,
     slices=order.evaluation_slices,
@@ -103,16 +103,13 @@ def residual() -> nn.Module:
     return small_resnet(3, 1, width=4, stages=1)
 
 
+RESIDUAL = {"make_network": residual}
+
+
 # What is replaced, by what, and which checks fail of which recipe; more checks may where the mistake is in many places.
 TRAINERS: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
-    "does not divide": (
-        *(step, "_share", lambda loss, batch, averages_over: loss),
-        *({"accumulation", "tail", "gradient"}, {}),
-    ),
-    "forgets the epoch": (
-        *(order, "epoch_order", lambda seed, epoch, *rest: TRUE.order(seed, 0, *rest)),
-        *({"order"}, {}),
-    ),
+    "does not divide": (step, "_share", lambda loss, *_: loss, {"accumulation", "tail", "gradient"}, {}),
+    "forgets the epoch": (order, "epoch_order", lambda seed, _, *rest: TRUE.order(seed, 0, *rest), {"order"}, {}),
     "repeats samples": (order, "epoch_order", lambda *given: TRUE.order(*given) // 2 * 2, {"order"}, {}),
     "varies without the epoch": (
         *(memory, "draw", lambda augment, seed, epoch, ids: TRUE.draw(augment, seed, 0, ids)),
@@ -125,22 +122,13 @@ TRAINERS: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
     "drops the tail": (order, "Epochs", SimpleNamespace(cut=without_the_tail), {"tail", "order"}, {}),
     "scales the rate by the micro-batches": (LearningRate, "of", scaled_rate, {"learning-rate"}, {}),
     "drops the same at every step": (step, "seed_forward", lambda *_: torch.manual_seed(0), {"dropout"}, {}),
-    "does not update the average": (
-        *(ExponentialMovingAverage, "update", lambda self, number: None),
-        *({"moving-average"}, {}),
-    ),
-    "updates the average for each micro-batch": (
-        *(ExponentialMovingAverage, "update", average_of_each_micro_batch),
-        *({"moving-average"}, {}),
-    ),
+    "does not update the average": (Average, "update", lambda self, number: None, {"moving-average"}, {}),
+    "updates it for each micro-batch": (Average, "update", average_of_each_micro_batch, {"moving-average"}, {}),
     "averages the weights before the step": (step, "_update", average_before_the_step, {"moving-average"}, {}),
     "takes a mean of means": (Accumulator, "results", mean_of_means, {"metric"}, {}),
     "counts padded samples": (Accumulator, "add", padded_scores, {"metric"}, {}),
     "scores samples twice": (image_pipeline, "evaluation_slices", padded_slices, {"metric"}, {}),
-    "does not go back to training": (
-        *(evaluate, "evaluation_mode", for_good),
-        *({"training-mode"}, {"make_network": residual}),
-    ),
+    "does not go back to training": (*(evaluate, "evaluation_mode", for_good, {"training-mode"}), RESIDUAL),
 }
 THOROUGH: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
     "depends on the micro-batch": (

@@ -34,9 +34,7 @@ class Doubled:
         return answer
 
 
-def test_what_a_task_evaluates_in_the_networks_place_is_proved(
-    proof: Callable[..., Any], failed: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_what_a_task_evaluates_in_the_networks_place_is_proved(proof: Any, failed: Any, tiny_task: Any) -> None:
     asked: list[str] = []
 
     def score(model: Any, batch: Batch, _: Any) -> None:
@@ -44,17 +42,14 @@ def test_what_a_task_evaluates_in_the_networks_place_is_proved(
 
     def make(recipe: Any) -> Any:
         task = tiny_task(on_score=score)(recipe)
-        own = type("Own", (type(task),), {"evaluated": lambda _, model: Doubled(model)})
-        task.__class__ = own
+        task.__class__ = type("Own", (type(task),), {"evaluated": lambda _, model: Doubled(model)})
         return task
 
     assert failed(proof(task=make)) == set()
     assert set(asked) == {"Doubled"}
 
 
-def test_a_task_that_knows_no_views_is_refused_by_its_own_name(
-    proof: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_a_task_that_knows_no_views_is_refused_by_its_own_name(proof: Any, tiny_task: Any) -> None:
     def make(recipe: Any) -> Any:
         task = tiny_task()(recipe)
         task.__class__ = type("Plain", (type(task),), {"evaluated": Task.evaluated})
