@@ -106,9 +106,7 @@ def marks_of(path: Path) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [pytest.param(path, marks=marks_of(path)) for path in RUNNING], ids=name)
-def test_marked_blocks_do_what_the_page_says(
-    path: Path, page: Callable[[Path], Any], scratch: Path, environment: dict[str, str]
-) -> None:
+def test_marked_blocks_do_what_the_page_says(path: Path, page: Any, scratch: Path, environment: Any) -> None:
     steps = list(steps_of(page(path), scratch))
     results = run_all([command for command, _ in steps], scratch, environment)
     for (command, said), (output, code) in zip(steps, results, strict=True):

@@ -95,9 +95,7 @@ def test_runs_of_the_record_are_read_without_the_one_that_warms_up(peers: Any) -
         finished(other)
 
 
-def test_the_record_finds_the_images_where_it_looks_for_them(
-    peers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_record_finds_the_images_where_it_looks_for_them(peers: Any, tmp_path: Path) -> None:
     from PIL import Image
 
     for split, count in (("train", 2), ("test", 1)):

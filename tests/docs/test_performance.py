@@ -109,16 +109,12 @@ def test_a_figure_that_was_nothing_in_a_round_has_no_ratio(publish: Any) -> None
         ((-9, 3, -2), (0, 0, 0), "timm 1.0.31 -2 (-9 to 3), in 2 of 3 rounds. Paceline 0 (0 to 0)."),
     ],
 )
-def test_what_may_be_about_nothing_is_compared_round_by_round(
-    publish: Any, theirs: tuple[float, ...], ours: tuple[float, ...], said: str
-) -> None:
+def test_what_may_be_about_nothing_is_compared_round_by_round(publish: Any, theirs: Any, ours: Any, said: str) -> None:
     (line,) = publish.ahead({"checkpoint": result("checkpoints", PAUSE, {"timm": theirs, "paceline": ours})})
     assert said in line
 
 
-def test_it_writes_and_checks(
-    publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_writes_and_checks(publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "newest", lambda: RESULTS)
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     monkeypatch.setattr(publish, "PAGE", tmp_path / "performance.md")

@@ -38,16 +38,9 @@ class Built:
 def call(*command: object, cwd: Path, **environment: str) -> str:
     """Run a command that knows nothing of this checkout; return what it prints."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    own = {**inherited, "OMP_NUM_THREADS": "1", **environment}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own, **streams, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

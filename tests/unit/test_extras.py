@@ -129,15 +129,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
         "environment": ["environment", "--json"],
         "for people": ["environment"],
     }
+    words, asked = [sys.executable, "-c", WITHOUT, json.dumps(modules)], json.dumps(list(commands.values()))
+    own = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, json.dumps(modules)],
-        input=json.dumps(list(commands.values())),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
+        words, input=asked, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]

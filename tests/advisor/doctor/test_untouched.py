@@ -104,9 +104,7 @@ def state() -> tuple[Any, ...]:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("switches", SWITCHES)
-def test_a_rude_task_changes_nothing(
-    examined: Callable[..., Any], tmp_path: Path, switches: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rude_task_changes_nothing(examined: Any, tmp_path: Path, switches: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("PACELINE_TEST_STAYS", "yes")
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     before, files = state(), set(tmp_path.iterdir())

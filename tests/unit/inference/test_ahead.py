@@ -230,7 +230,7 @@ def test_boxes_in_csv(here: Path) -> None:
     ],
 )
 def test_what_has_no_effect_is_refused(
-    trained: Path, pictures: Path, here: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
+    trained: Path, pictures: Path, here: Path, capsys: Any, more: Any, words: str
 ) -> None:
     assert predicted(trained, pictures, *more) == 2
     assert words in capsys.readouterr().err
@@ -249,16 +249,9 @@ def onnx_file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     folder = tmp_path_factory.mktemp("onnx")
     predictor, batch = load_predictor(trained), torch.export.Dim("batch")
-    torch.onnx.export(
-        predictor.network,
-        (torch.zeros(2, 3, 16, 16),),
-        folder / "plain.onnx",
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_shapes=({0: batch},),
-        dynamo=True,
-        verbose=False,
-    )
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": ({0: batch},)}
+    shown = (torch.zeros(2, 3, 16, 16),)
+    torch.onnx.export(predictor.network, shown, folder / "plain.onnx", **names, dynamo=True, verbose=False)
     numbers = itertools.count()
 
     def write(**metadata: str) -> Path:

@@ -73,9 +73,7 @@ def expected(run: Path, picture: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["flat_task:Flat", "flat_task:flat"])
-def test_a_task_that_builds_another_network_predicts_with_that_network(
-    trained: Callable[..., Path], own: Path, name: str
-) -> None:
+def test_a_task_that_builds_another_network_predicts_with_that_network(trained: Any, own: Path, name: str) -> None:
     run = trained(name)
     with pytest.raises(RecipeError, match=f"names code to import, task={name}; .* add --trust-code"):
         load_predictor(run)

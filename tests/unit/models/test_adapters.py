@@ -142,9 +142,7 @@ def test_transposed_layers_are_merged_as_peft_does() -> None:
 
 
 @needs_peft
-def test_a_run_with_adapters_goes_on_is_evaluated_and_predicts(
-    train_tiny: Callable[..., Any], weights: Callable[..., Any]
-) -> None:
+def test_a_run_with_adapters_goes_on_and_is_begun_from(train_tiny: Any, weights: Any) -> None:
     whole = train_tiny("whole", ADAPTED)
     train_tiny("pieces", {**ADAPTED, "train.until": "3 steps"})
     pieces = train_tiny("pieces", ADAPTED)

@@ -93,9 +93,7 @@ def test_networks_that_cannot_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- in a run
-def test_a_run_with_large_batches_is_one_that_accumulates_small_ones(
-    train_tiny: Callable[..., Any], weights: Callable[..., dict[str, Any]]
-) -> None:
+def test_a_run_with_large_batches_is_one_that_accumulates_small_ones(train_tiny: Any, weights: Any) -> None:
     """Everything but BatchNorm sees a batch at once, and must come to the same weights."""
     task_sees = {"batch.global_size": 26, "train.ema": 0.9, "optimizer.lr": 0.01}
     large = train_tiny("large", {**task_sees, "model.ghost_batch_norm": 13})

@@ -174,9 +174,7 @@ def test_a_run_is_the_same_run(train_tiny: Callable[..., Any], how: object) -> N
 
 
 @pytest.mark.parametrize("how", ["full", pytest.param("selective", marks=pytest.mark.thorough)])
-def test_a_compiled_run_recomputes_too(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], events: Callable[..., Any], how: str
-) -> None:
+def test_a_compiled_run_recomputes_too(train_tiny: Any, tiny_task: Any, events: Any, how: str) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -63,9 +63,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         freeze(net(), ("*", "!fc.*"))
 
 
-def test_a_run_begins_from_weights_for_other_classes(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_begins_from_weights_for_other_classes(train_tiny: Any, tiny_task: Any, tmp_path: Path) -> None:
     first = train_tiny("first", {"train.ema": "off"})
     weights = tmp_path / "first.safetensors"
     save_file(read_weights(first.run_dir).state, weights)  # a file of someone else's: without a word about itself

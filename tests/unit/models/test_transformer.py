@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,9 +46,7 @@ def test_gpt_looks_back_and_bert_both_ways(tokens: torch.Tensor, options: dict[s
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 @pytest.mark.parametrize("options", OPTIONS)
 @torch.no_grad()
-def test_documents_in_a_row_are_as_if_each_stood_alone(
-    tokens: torch.Tensor, name: str, options: dict[str, object]
-) -> None:
+def test_documents_in_a_row_are_as_if_each_stood_alone(tokens: torch.Tensor, name: str, options: Any) -> None:
     network = build(name, **options)
     positions = torch.tensor([[*range(5), *range(4), 0, 0, 0]] * 2)
     documents = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3] * 2)

@@ -87,9 +87,8 @@ def test_weights_and_names_are_the_library_s(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     from_folder = Model(name=f"transformers:{tmp_path}")
     again = build_transformers_model(from_folder, vocabulary=20, context=12, objective="causal")
-    assert {name: each.shape for name, each in again.state_dict().items()} == {
-        name: each.shape for name, each in network.state_dict().items()
-    }
+    ours, theirs = ({name: each.shape for name, each in one.state_dict().items()} for one in (network, again))
+    assert ours == theirs
 
 
 def test_recomputed_blocks_are_its_layers() -> None:

@@ -100,15 +100,8 @@ def test_the_plan_names_each_phase() -> None:
 
 
 def test_a_recipe_and_its_plan_make_the_schedule() -> None:
-    overrides = {
-        "train.duration": "20 epochs",
-        "schedule.name": "step",
-        "schedule.warmup": "5 epochs",
-        "schedule.milestones": ["10 epochs", "75%"],
-        "schedule.gamma": 0.5,
-        "optimizer.lr": 0.4,
-    }
-    recipe, plan = planned(overrides)
+    steps = {"name": "step", "warmup": "5 epochs", "milestones": ["10 epochs", "75%"], "gamma": 0.5}
+    recipe, plan = planned({"train.duration": "20 epochs", "schedule": steps, "optimizer.lr": 0.4})
     schedule = LearningRate.of(recipe.schedule, plan)
     found = [schedule(step) for step in (0, 9, 10, 19, 20, 29, 30, 39)]
     assert found == pytest.approx([0.04, 0.4, 0.4, 0.4, 0.2, 0.2, 0.1, 0.1])
@@ -145,17 +138,10 @@ def test_one_cycle_with_momentum(anneal: str, rise: float) -> None:
         expected.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
         optimizer.step()
         theirs.step() if len(expected) < 200 else None
-    overrides = {
-        "train.duration": "200 steps",
-        "optimizer.lr": PEAK,
-        "optimizer.momentum": 0.95,
-        "schedule.name": "one_cycle",
-        "schedule.warmup": f"{round(rise * 100)}%",
-        "schedule.anneal": anneal,
-        "schedule.end_lr": PEAK / 25e3,
-        "schedule.momentum": {"name": "opposite", "end": 0.85},
-    }
-    recipe, plan = planned(overrides)
+    cycle = {"name": "one_cycle", "warmup": f"{round(rise * 100)}%", "anneal": anneal, "end_lr": PEAK / 25e3}
+    cycle["momentum"] = {"name": "opposite", "end": 0.85}
+    optimizer = {"lr": PEAK, "momentum": 0.95}
+    recipe, plan = planned({"train.duration": "200 steps", "optimizer": optimizer, "schedule": cycle})
     schedules = build_schedules(recipe, plan)
     found = [schedules.at(step) for step in range(200)]
     assert [each.learning_rate for each in found] == pytest.approx([value for value, _ in expected], rel=CLOSE)
@@ -198,13 +184,9 @@ def test_gradual_warmup_begins_at_the_rate_before_scaling() -> None:
     """Goyal et al. 2017, section 2.2: from eta to k * eta."""
     overrides = {
         "batch.global_size": 1024,
-        "optimizer.lr": 0.1,
-        "optimizer.lr_scaling": "linear",
-        "optimizer.lr_reference_batch": 256,
+        "optimizer": {"lr": 0.1, "lr_scaling": "linear", "lr_reference_batch": 256},
         "train.duration": "90 steps",
-        "schedule.name": "constant",
-        "schedule.warmup": "10 steps",
-        "schedule.warmup_from": "unscaled",
+        "schedule": {"name": "constant", "warmup": "10 steps", "warmup_from": "unscaled"},
     }
     recipe, plan = planned(overrides, samples=4096)
     ours = LearningRate.of(recipe.schedule, plan)
@@ -213,14 +195,9 @@ def test_gradual_warmup_begins_at_the_rate_before_scaling() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "lamb", "lion", "muon"])
 def test_momentum_and_weight_decay_move(name: str) -> None:
-    overrides = {
-        "train.duration": "100 steps",
-        "optimizer.name": name,
-        "optimizer.weight_decay": 0.04,
-        "schedule.momentum": {"name": "linear", "end": 0.5},
-        "schedule.weight_decay": {"name": "cosine", "end": 0.4},
-    }
-    recipe, plan = planned(overrides)
+    moving = {"momentum": {"name": "linear", "end": 0.5}, "weight_decay": {"name": "cosine", "end": 0.4}}
+    overrides = {"optimizer": {"name": name, "weight_decay": 0.04}, "schedule": moving}
+    recipe, plan = planned({"train.duration": "100 steps", **overrides})
     net = torch.nn.Linear(3, 3)
     optimizer = build_optimizer(net, recipe.optimizer, torch.device("cpu"))
     apply_settings(optimizer, build_schedules(recipe, plan).at(25))

@@ -253,9 +253,7 @@ WORKERS = {"backend": "pytorch", "workers": 3}
         ([], {}, "evaluate.metric", None),
     ],
 )
-def test_a_key_without_effect_here_is_named_with_the_reason_and_no_other(
-    overrides: list[str], facts: dict[str, Any], key: str, why: str | None
-) -> None:
+def test_a_key_without_effect_here_is_named_and_no_other(overrides: Any, facts: Any, key: str, why: str | None) -> None:
     unused = plan(*overrides, **facts).unused
     assert key not in unused if why is None else why in unused[key]
 

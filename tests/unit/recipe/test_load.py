@@ -277,13 +277,10 @@ def test_where_a_key_was_set_is_remembered(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "seed: 3\nmodel: {options: {width: 4}}\ntrain: {ema: 0.5}\n")
     path = write(tmp_path, "mine.yaml", "base: base.yaml\noptimizer: {name: sgd, lr: 1}\n")
     loaded = load_recipe(path, ["optimizer.lr=2", "train.ema=null", "data={dataset: digits, augment: {crop: none}}"])
+    overridden = ("optimizer.lr", "data.dataset", "data.augment.crop")
     assert loaded.origins == {
-        "seed": "file",
-        "model.options": "file",
-        "optimizer.name": "file",
-        "optimizer.lr": "override",
-        "data.dataset": "override",
-        "data.augment.crop": "override",
+        **dict.fromkeys(("seed", "model.options", "optimizer.name"), "file"),
+        **dict.fromkeys(overridden, "override"),
     }
 
 
@@ -385,9 +382,7 @@ def test_a_base_that_cannot_be(base: str, text: str, said: str, tmp_path: Path) 
         ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor a file or run directory "),
     ],
 )
-def test_a_path_that_leads_to_no_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
-) -> None:
+def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "mine.yaml", "seed: 1\n")
     (tmp_path / "runs" / "first").mkdir(parents=True)

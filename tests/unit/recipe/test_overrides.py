@@ -29,9 +29,7 @@ DOTTED = "optimizer.groups.classifier.lr_factor=3"
         (["optimizer={lr: 1}", "optimizer={nesterov: true}"], FC),
     ],
 )
-def test_a_later_override_replaces_an_earlier_one(
-    tmp_path: Path, overrides: list[str], expected: dict[str, Any]
-) -> None:
+def test_a_later_override_replaces_an_earlier_one(tmp_path: Path, overrides: list[str], expected: Any) -> None:
     file, again = tmp_path / "mine.yaml", tmp_path / "again.yaml"
     file.write_text('optimizer: {groups: {"fc.*": {lr_factor: 10}}}\n')
     recipe = load_recipe(file, overrides).recipe

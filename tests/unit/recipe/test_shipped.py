@@ -97,13 +97,10 @@ def test_it_is_written_and_read_back_and_its_head_says_what_it_is(name: str) -> 
 def test_it_takes_some_steps(name: str, photos: Path, tmp_path: Path) -> None:
     recipe = load_recipe(name).recipe
     overrides: dict[str, object] = {
-        "data.path": str(photos),
-        "data.workers": 0,
-        "batch.global_size": 4,
-        "batch.micro_size": "auto",
+        "data": {"path": str(photos), "workers": 0},
+        "batch": {"global_size": 4, "micro_size": "auto"},
+        "schedule": {"warmup": "0 steps", "warmup_from": None},
         "optimizer.lr": 1e-4,
-        "schedule.warmup": "0 steps",
-        "schedule.warmup_from": None,
         "train.duration": "2 steps",
         "model.pretrained": False,
         "parallel.device": "cpu",

@@ -75,9 +75,7 @@ def test_phases_are_those_of_the_attribution(tmp_path: Path, story: Any, write: 
     assert "logging" not in {trace["name"] for trace in found["data"]}
 
 
-def test_a_histogram_has_bins_for_its_records_or_there_is_none(
-    tmp_path: Path, story: Any, write: Any, figures: Any
-) -> None:
+def test_a_histogram_has_bins_for_its_records_or_is_none(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
     counts = figures(page(write(tmp_path / "run", whole(story))))["How long steps took"]["data"][0]["y"]
     assert sum(counts) == 40
     assert len(counts) == 2 + 6  # closed by a zero at both ends

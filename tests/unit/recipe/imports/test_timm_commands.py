@@ -63,12 +63,6 @@ PUBLISHED = {
         "--weight-decay 1e-5 --drop 0.3 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
         "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .016 "
     ),
-    "efficientnet_b0": (
-        "./distributed_train.sh 2 --data-dir /imagenet/ --model efficientnet_b0 -b 384 --sched step --epochs "
-        "450 --decay-epochs 2.4 --decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 "
-        "--weight-decay 1e-5 --drop 0.2 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
-        "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .048 "
-    ),
     "resnet50_jsd": (
         "./distributed_train.sh 2 --data-dir /imagenet -b 64 --model resnet50 --sched cosine --epochs 200 "
         "--lr 0.05 --amp --remode pixel --reprob 0.6 --aug-splits 3 --aa rand-m9-mstd0.5-inc1 --resplit "
@@ -79,11 +73,6 @@ PUBLISHED = {
         "--epochs 600 --decay-epochs 2.4 --decay-rate .973 --opt rmsproptf --opt-eps .001 -j 7 --warmup-lr "
         "1e-6 --weight-decay 1e-5 --drop 0.2 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
         "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .064 --lr-noise 0.42 0.9 "
-    ),
-    "resnext50": (
-        "./distributed_train.sh 8 --data-dir /imagenet --model resnext50_32x4d --lr 0.6 --warmup-epochs 5 "
-        "--epochs 240 --weight-decay 1e-4 --sched cosine --reprob 0.4 --recount 3 --remode pixel --aa "
-        "rand-m7-mstd0.5-inc1 -b 192 -j 6 --amp --dist-bn reduce "
     ),
     "rsb_a1": (
         "./distributed_train.sh 4 /imagenet -b 512 --model resnet50 --epochs 600 --opt lamb --lr 5e-3 --sched cosine "
@@ -113,11 +102,7 @@ PUBLISHED = {
         "--drop-path 0.1 --aug-repeats 3 --amp --model-ema --model-ema-decay 0.99996 "
     ),
 }
-REFUSED = {
-    "resnet50_jsd": {"--aug-splits", "--resplit", "--split-bn", "--jsd-loss"},
-    "mobilenetv3": {"--lr-noise"},
-    "resnext50": {"--recount"},
-}
+REFUSED = {"resnet50_jsd": {"--aug-splits", "--resplit", "--split-bn", "--jsd-loss"}, "mobilenetv3": {"--lr-noise"}}
 # What timm says of the images of these networks, where it is not what it says of most.
 A_RECENT_RESNET = InputSettings(crop=0.95)
 
