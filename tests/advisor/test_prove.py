@@ -15,15 +15,16 @@ from PIL import Image
 from torch import nn
 
 import paceline
+from paceline.data.batch import Batch
 from paceline.errors import LaunchError, RecipeError, TrainingError
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.load import load_recipe
-from paceline.tasks.task import build_task
+from paceline.tasks.task import Task, build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.prove.notes import Orders
 from paceline_advisor.prove.reference import difference
-from paceline_advisor.prove.runs import Sizes
+from paceline_advisor.prove.runs import Sizes, set_aside, shortened
 from paceline_advisor.prove.study import prove
 from paceline_advisor.prove.witness import REFERENCE, Witness
 
@@ -90,14 +91,14 @@ def test_a_network_with_batchnorm_is_compared_at_rest(proof: Proof, failed: Fail
 
 
 def test_a_probability_beside_the_layer_that_has_it_is_no_mistake(
-    proof: Proof, failed: Failed, perceptron: type[nn.Module]
+    proof: Proof, failed: Failed, perceptron: Any
 ) -> None:
-    class Noting(perceptron):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout_rate = 0.2
+    def noting() -> nn.Module:
+        made: nn.Module = perceptron()
+        made.dropout_rate = 0.2  # type: ignore[assignment]
+        return made
 
-    checks = proof(make_network=Noting)
+    checks = proof(make_network=noting)
     assert failed(checks) == set()
     assert checks["dropout"].verdict == "passed"
 
@@ -307,3 +308,61 @@ def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -
         assert (few.train.sizes[mine] == whole.train.sizes[its]).all()
         boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, mine), (whole.train, its)))
         assert np.array_equal(*boxes)
+
+
+# What is for other machines, or of no use to a short run, is set aside, and told
+
+
+def test_adapters_that_drop_are_no_mistake(proof: Proof, failed: Failed) -> None:
+    pytest.importorskip("peft")
+    checks = proof(overrides={"model.adapters.rank": 2, "model.adapters.dropout": 0.2})
+    assert failed(checks) == set(), [check for check in checks.values() if check.verdict == "failed"]
+
+
+class Doubled:
+    """Stands in the network's place, and is not one."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = 2 * self.model(inputs)
+        return answer
+
+
+def test_what_a_task_evaluates_in_the_networks_place_is_proved(proof: Any, failed: Any, tiny_task: Any) -> None:
+    asked: list[str] = []
+
+    def score(model: Any, batch: Batch, _: Any) -> None:
+        asked.append(type(model).__name__)
+
+    def make(recipe: Any) -> Any:
+        task = tiny_task(on_score=score)(recipe)
+        task.__class__ = type("Own", (type(task),), {"evaluated": lambda _, model: Doubled(model)})
+        return task
+
+    assert failed(proof(task=make)) == set()
+    assert set(asked) == {"Doubled"}
+
+
+def test_a_task_that_knows_no_views_is_refused_by_its_own_name(proof: Any, tiny_task: Any) -> None:
+    def make(recipe: Any) -> Any:
+        task = tiny_task()(recipe)
+        task.__class__ = type("Plain", (type(task),), {"evaluated": Task.evaluated})
+        return task
+
+    with pytest.raises(RecipeError, match=r"evaluate\.augment=flip has no effect with the task .*:Plain"):
+        proof(task=make, overrides={"evaluate.augment": "flip"})
+
+
+def test_whatever_a_task_can_be_asked_the_witness_passes_on() -> None:
+    hooks = {name for name, each in vars(Task).items() if callable(each)} - {"__init__"}
+    assert hooks <= set(vars(Witness))
+
+
+def test_adapters_drop_nothing_in_short_runs(tiny_recipe: Path) -> None:
+    overrides = ("model.adapters.rank=2", "model.adapters.dropout=0.2", "parallel.strategy=ddp", "optimizer.lr=0.1")
+    recipe = load_recipe(tiny_recipe, overrides).recipe
+    adapters = shortened(recipe, Sizes.of(52, 21, 1), micro_batch=4).model.adapters
+    assert (adapters.rank, adapters.dropout) == (2, 0.0)
+    assert set(set_aside(recipe)) == {"model.adapters.dropout=0.2", "parallel.strategy=ddp"}

@@ -174,13 +174,6 @@ def test_a_race_may_do_without_runs_of_ours(peers: Any, tmp_path: Path) -> None:
     assert (options.seeds, options.peers, options.budget) == ([], ["timm"], 9)
 
 
-def test_what_a_racer_reached_is_told_and_what_failed_too(peers: Any) -> None:
-    told = peers("cifar").told
-    reached = {"title": "A: B", "top1_accuracy": 81.5, "epochs": 3.25, "train_seconds": 98.6}
-    assert told(reached, 100) == "A: B: top-1 81.50 % after 3.25 epochs, 99 s of its steps; 100 s were given."
-    assert told({"title": "A: B", "failed": "no\n  room"}, 100) == "A: B: failed: no room"
-
-
 def test_racers_compute_in_the_precision_they_are_given(peers: Any) -> None:
     fast = peers("cifar_given").Fast
     for precision, kind in (("bf16", torch.bfloat16), ("fp32", torch.float32)):

@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.data import resolve_data_config
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.models.build import _replace_stem, build_model, check_takes, model_names, parameter_count
+from paceline.models.build import (
+    _replace_stem,
+    build_model,
+    check_takes,
+    model_names,
+    parameter_count,
+    published_settings,
+)
 from paceline.models.language import build_language_model
 from paceline.models.recommendation import build_click_model
 from paceline.models.small_resnet import small_resnet
@@ -130,7 +139,6 @@ def test_a_stem_whose_groups_the_channels_cannot_form_is_refused() -> None:
 
 
 def test_a_size_that_a_network_does_not_take_is_named() -> None:
-    timm = pytest.importorskip("timm")
     fixed = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2).train()
     said = r"VisionTransformer \(model\.name=vit\) does not take images of 256 pixels .*data\.evaluation_size"
     with pytest.raises(ModelError, match=said):
@@ -140,7 +148,6 @@ def test_a_size_that_a_network_does_not_take_is_named() -> None:
 
 
 def test_what_would_let_a_network_take_any_size_is_said() -> None:
-    timm = pytest.importorskip("timm")
     flat = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 32 * 32, 2))
     check_takes(flat, 32, channels=3, name="flat")
     with pytest.raises(ModelError, match=r"does not take images of 32x48 pixels .*global average pooling"):
@@ -200,3 +207,18 @@ def test_options_of_every_network_of_ours_are_checked_by_type() -> None:
         build_language_model(Model(name="gpt", options={"dropout": "abc"}), vocabulary=20, context=12)
     with pytest.raises(ModelError, match=r"model.options.embedding=1.5: dlrm needs embedding as a whole number"):
         build_click_model(Model(name="dlrm", options={"embedding": 1.5}), dense_features=2, table_rows=[3])
+
+
+@pytest.mark.parametrize("name", ["resnet50.a3_in1k", "tf_efficientnet_b4", "resnet10t"])
+def test_the_settings_are_those_that_train_py_resolves(name: str) -> None:
+    found = published_settings(name)
+    assert found is not None
+    wanted = resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    assert (3, found.image_size, found.image_size) == wanted["input_size"]
+    assert (found.interpolation, found.crop) == (wanted["interpolation"], wanted["crop_pct"])
+    assert (found.mean, found.std) == (wanted["mean"], wanted["std"])
+
+
+@pytest.mark.parametrize("name", ["my_own_net", "resnet50.no_such_weights", "hf-hub:user/net", ""])
+def test_a_name_that_timm_does_not_have_has_none(name: str) -> None:
+    assert published_settings(name) is None

@@ -88,9 +88,10 @@ def test_options_that_cannot_be_are_told(options: dict[str, object], message: st
 
 
 def test_unknown_names_and_weights_that_nobody_published_are_told() -> None:
-    with pytest.raises(ModelError, match="unknown language model 'gbt'"):
-        build_language_model(Model(name="gbt"), vocabulary=20, context=12)
-    with pytest.raises(ModelError, match="no published weights"):
-        build_language_model(Model(name="gpt", pretrained=True), vocabulary=20, context=12)
-    with pytest.raises(ModelError, match="returned a Fraction, not a"):
-        build_language_model(Model(name="fractions:Fraction"), vocabulary=20, context=12)
+    for asked, said in (
+        (Model(name="gbt"), "unknown language model 'gbt'"),
+        (Model(name="gpt", pretrained=True), "no published weights"),
+        (Model(name="fractions:Fraction"), "returned a Fraction, not a"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            build_language_model(asked, vocabulary=20, context=12)
