@@ -36,6 +36,7 @@ STEP = ("step_milliseconds", "milliseconds a step", False)
 IMAGES = ("images_per_second", "images/s", True)
 PAUSE = ("pause_milliseconds", "milliseconds that a save costs", False)
 TITLES = {"raw": "PyTorch, by hand", "timm": "timm 1.0.31", "lightning": "Lightning 2.6.6", "paceline": "Paceline"}
+TITLES["paceline-packed"] = "Paceline, packed"
 
 
 def result(title: str, figure: tuple[str, str, bool], measured: dict[str, Any], **failed: str) -> dict[str, Any]:
@@ -131,11 +132,9 @@ def test_it_writes_and_checks(publish: Any, tmp_path: Path, monkeypatch: pytest.
 def test_what_a_gpu_measured_has_a_section_and_a_machine_of_its_own(publish: Any) -> None:
     assert "Nothing here was measured on a GPU" in publish.page(RESULTS)
     facts = {**FACTS, "device": "NVIDIA H200", "cores": 16, "torch": "2.11.0", "python": "3.12.3"}
-    resident = {**copy.deepcopy(RESULTS["ddp-2"]), "title": "ResNet-50 on a GPU", "facts": facts, "failed": {}}
-    contenders = resident["figures"]["images_per_second"]["contenders"]
-    contenders["paceline-packed"] = {**contenders["raw"], "title": "Paceline, packed"}
-    for name in ("raw", "paceline-packed"):
-        resident["rounds"][name] = [{"images_per_second": value} for value in (1100, 1200, 1200)]
+    fast = (1100, 1200, 1200)
+    measured = result("ResNet-50 on a GPU", IMAGES, {**DDP, "raw": fast, "paceline-packed": fast})
+    resident = {**measured, "facts": facts}
     text = publish.page({**RESULTS, "gpu-resident": resident})
     cpu, _, gpu = text.partition("## On a GPU")
     assert "Nothing here was measured on a GPU" not in cpu

@@ -6,7 +6,9 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.optim import list_optimizers, param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from paceline.errors import ModelError, RecipeError
@@ -61,9 +63,6 @@ def test_what_a_network_inside_another_exempts_does_not_decay() -> None:
 
 
 def test_a_published_transformer_decays_what_its_own_library_would() -> None:
-    timm = pytest.importorskip("timm")
-    from timm.optim import param_groups_weight_decay
-
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3)
     theirs = param_groups_weight_decay(model, 0.1, no_weight_decay_list=model.no_weight_decay())
     expected = {group["weight_decay"]: names_of(model, group["params"]) for group in theirs}
@@ -238,9 +237,6 @@ def test_the_classifier_is_a_group_whatever_its_name() -> None:
 
 
 def test_layers_further_from_the_output_learn_more_slowly() -> None:
-    timm = pytest.importorskip("timm")
-    from timm.optim import param_groups_layer_decay
-
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=3)
     exempt = model.no_weight_decay()
     theirs = param_groups_layer_decay(model, 0.1, no_weight_decay_list=exempt, layer_decay=0.65)
@@ -276,7 +272,6 @@ def test_clipping() -> None:
 
 
 def test_adaptive_clipping_spares_the_classifier() -> None:
-    timm = pytest.importorskip("timm")
     model = timm.create_model("resnet10t", num_classes=3)
     before = gradients(model)
     Clipping(model, section(clip_adaptive=0.02))(measure=False)
@@ -306,8 +301,6 @@ def test_every_optimizer_of_torch_and_timm_makes_a_step_by_its_name(name: str) -
 
 
 def test_no_optimizer_of_the_libraries_is_left_out() -> None:
-    from timm.optim import list_optimizers
-
     own = {"adahessian"} | {name for name in list_optimizers() if name.startswith(("fused", "bnb"))}
     assert set(list_optimizers()) - own == {*RULES, *OF_LIBRARIES} - {"asgd", "rprop"}
     of_torch = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}

@@ -52,32 +52,23 @@ def test_there_are_recipes_and_they_lie_by_task() -> None:
         assert load_recipe(path).recipe.task == path.parent.name
 
 
-@pytest.mark.parametrize("world_size", [1, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 64])
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_it_plans(name: str, world_size: int, photos: Path) -> None:
+def test_it_plans_every_auto_has_its_reason_and_no_key_is_in_vain(name: str, world_size: int, photos: Path) -> None:
     recipe = load_recipe(name).recipe
     overrides: dict[str, object] = {"data.path": str(photos)} if recipe.data.dataset in NEEDS_PATH else {}
     micro = 1 if recipe.batch.micro_size == "auto" else recipe.batch.micro_size
-    if recipe.batch.global_size % (micro * world_size):
+    if world_size == 64 and recipe.batch.global_size % (micro * world_size):
         # Written for fewer processes; on 64 the batch is for its user to choose.
         overrides["batch.global_size"] = micro * world_size
-    plan = plan_only(load_recipe(name, overrides), world_size=world_size)
+    loaded = load_recipe(name, overrides)
+    plan = plan_only(loaded, world_size=world_size)
     assert plan.world_size == world_size
     assert plan.micro_batch_size * plan.logical_ranks == plan.global_batch_size
-    assert plan.total_steps >= 1
-    assert plan.warmup_steps < plan.total_steps
+    assert 0 <= plan.warmup_steps < plan.total_steps
     assert (plan.learning_rates[0].step, plan.learning_rates[-1].step) == (0, plan.total_steps - 1)
     assert all(point.learning_rate >= 0 for point in plan.learning_rates)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_every_auto_has_its_reason_and_no_key_is_in_vain(name: str, world_size: int, photos: Path) -> None:
-    needs_path = load_recipe(name).recipe.data.dataset in NEEDS_PATH
-    loaded = load_recipe(name, {"data.path": str(photos)} if needs_path else {})
-    plan = plan_only(loaded, world_size=world_size)
-    tree = to_tree(loaded.recipe)
-    sections = {name: keys for name, keys in tree.items() if isinstance(keys, dict)}
+    sections = {name: keys for name, keys in to_tree(loaded.recipe).items() if isinstance(keys, dict)}
     left_open = {f"{name}.{key}" for name, keys in sections.items() for key in keys if keys[key] == "auto"}
     assert left_open <= plan.reasons.keys()
     assert loaded.checked(plan.unused).notices == ()
