@@ -1,4 +1,4 @@
-"""A recipe's scalars mean what is written, in a file and on the command line, and hostile YAML is refused at once."""
+"""A recipe's scalars mean what is written, in a file and on the command line, and hostile YAML and JSON are refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
+from paceline.plain_json import load_json
 from paceline.plain_yaml import load_plain
 from paceline.recipe.load import load_recipe, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
@@ -172,3 +173,13 @@ def test_an_override_is_held_to_the_same_limits(tmp_path: Path) -> None:
         with pytest.raises(RecipeError) as refusal:
             recipe(tmp_path, "", override)
         assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, b"[" * 100_000, b"\xff\xfe{", "", "{"])
+def test_what_cannot_be_read_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 — of whichever kind
+        load_json(text)
+
+
+def test_documents_are_read_with_the_options_of_json() -> None:
+    assert load_json(b'{"a": [1, NaN]}', parse_constant=str) == {"a": [1, "NaN"]}

@@ -1,4 +1,4 @@
-"""The small residual net fits every image size it is offered for, and its options do what they say."""
+"""The small residual net fits every image size, its options do what they say; the lecture's is the lecture's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.models.build import parameter_count
+from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import ResidualBlock, small_resnet
 
 
@@ -60,3 +61,18 @@ def test_blocks_start_as_the_identity() -> None:
 def test_an_option_out_of_range_is_named(option: str, value: float) -> None:
     with pytest.raises(ModelError, match=f"model.options.{option}={value}: .* needs {option}"):
         small_resnet(10, **{option: value})
+
+
+def test_the_lecture_s_network_has_the_parameters_that_it_prints() -> None:
+    network = lecture_net(10)
+    assert parameter_count(network) == 120_078
+    # "(post net.to) GPU max_memory_allocated: 0.481792 MB": torch's allocator rounds each tensor up to 512 bytes.
+    rounded = sum(-(-each.numel() * 4 // 512) * 512 for each in network.parameters())
+    assert rounded / 1e6 == 0.481792
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_lecture_s_network_with_six_channels_is_the_tutorials() -> None:
+    assert parameter_count(lecture_net(10, channels=6)) == 62_006
+    with pytest.raises(ModelError, match="channels"):
+        lecture_net(10, channels=0)
