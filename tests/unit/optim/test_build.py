@@ -141,6 +141,10 @@ def written_out(name: str, steps: int = 200) -> list[torch.Tensor]:
         for w, m, v in zip(weights, first, second, strict=True):
             g = torch.randn(w.shape, generator=generator).double() * (1 + w.abs())
             match name:
+                case "lion":  # Chen et al. 2023, algorithm 2
+                    w.mul_(1 - lr * 0.1)
+                    w.sub_(lr * torch.sign(0.9 * m + 0.1 * g))
+                    m.mul_(0.99).add_(0.01 * g)
                 case "lamb":  # You et al. 2019, algorithm 2
                     m.mul_(0.9).add_(0.1 * g)
                     v.mul_(0.999).add_(0.001 * g * g)
@@ -153,8 +157,8 @@ def written_out(name: str, steps: int = 200) -> list[torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_rules_that_scale_layers_are_as_published(name: str) -> None:
+@pytest.mark.parametrize("name", ["lion", "lamb", "lars"])
+def test_rules_that_torch_lacks_are_as_published(name: str) -> None:
     model = net()
     asked = section(name=name, weight_decay=0.1, decay_norm_and_bias=True, lr=0.01)
     found = train(model, build_optimizer(model, asked, CPU))
