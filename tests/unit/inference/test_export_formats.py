@@ -176,10 +176,9 @@ def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
     metrics = {each["name"]: each["value"] for each in matter["model-index"][0]["results"][0]["metrics"]}
     assert metrics["top1_accuracy"] == event["top1_accuracy"]
     assert f"The model weights on {event['samples']} held-out samples" in body
-    assert saved.described("data")["digest"] in body
-    assert weights_sha256(saved.plain) in body
-    assert json.loads((digits / "summary.json").read_text())["weights_sha256"] in body
-    assert hash_file(hub / "model.safetensors").sha256 in body
+    summary = json.loads((digits / "summary.json").read_text())
+    digests = (saved.described("data")["digest"], weights_sha256(saved.plain), summary["weights_sha256"])
+    assert [each for each in (*digests, hash_file(hub / "model.safetensors").sha256) if each not in body] == []
     recipe = body.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(recipe) == saved.described("recipe")
     # A lone file knows nothing of its run, and its card says so.
@@ -240,8 +239,7 @@ def test_rounded_to_bf16(digits: Path, tmp_path: Path) -> None:
     assert small.stat().st_size < 0.6 * whole.stat().st_size
     card = (hub / "README.md").read_text()
     assert "before they were rounded to bf16" in card
-    assert "model-index" not in card
-    assert "summary.json" not in card
+    assert [each for each in ("model-index", "summary.json") if each in card] == []
     stored = load_file(small)
     assert stored["fc.weight"].dtype == torch.bfloat16
     assert stored["bn1.running_var"].dtype == torch.float32
