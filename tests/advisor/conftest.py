@@ -36,19 +36,12 @@ def perceptron() -> type[Perceptron]:
 
 
 @pytest.fixture
-def proof(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    tiny_recipe: Path,
-    tiny_task: Callable[..., Callable[[Any], Any]],
-) -> Callable[..., dict[str, Any]]:
+def proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_recipe: Path, tiny_task: Any) -> Callable[..., Any]:
     """``proof(make_network=..., overrides={...})``: the checks of a proof by name; other names change the tiny task."""
     from paceline_advisor.commands import Prove
     from paceline_advisor.prove.study import prove
 
-    def run(
-        *, task: Callable[[Any], Any] | None = None, overrides: Mapping[str, Any] | None = None, **changes: Any
-    ) -> dict[str, Any]:
+    def run(*, task: Any = None, overrides: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
         planted = types.ModuleType("planted")
         planted.task = tiny_task(**{"make_network": Perceptron, **changes}) if task is None else task
         monkeypatch.setitem(sys.modules, "planted", planted)

@@ -17,10 +17,9 @@ from paceline_advisor.drill.study import SHORTEST, drill, shortened
 def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -> None:
     asked = Drill(recipe="digits", steps=40)
     recipe = load_recipe("digits", shortened(asked)).recipe
-    assert (str(recipe.train.duration.value), recipe.train.duration.unit) == ("40.0", "steps")
+    assert str(recipe.train.duration) == "40 steps"
     assert (recipe.checkpoint.every.value, recipe.checkpoint.keep) == (4, 3)
-    assert recipe.evaluate.every is not None
-    assert recipe.evaluate.every.value == 10
+    assert str(recipe.evaluate.every) == "10 steps"
     assert recipe.telemetry.log_every.value == 1
     assert recipe.schedule.warmup.unit == "percent"
     assert not recipe.parallel.exact

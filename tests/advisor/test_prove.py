@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,25 @@ from torch import nn
 
 import paceline
 from paceline.data.batch import Batch
-from paceline.data.order import evaluation_slices
 from paceline.errors import LaunchError, RecipeError, TrainingError
-from paceline.metrics.accumulator import Metric
 from paceline.models.small_resnet import small_resnet
-from paceline.plan import DataFacts
 from paceline.recipe.load import load_recipe
-from paceline.tasks.task import build_task
+from paceline.tasks.task import Task, build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.prove.notes import Orders
 from paceline_advisor.prove.reference import difference
-from paceline_advisor.prove.runs import Sizes
+from paceline_advisor.prove.runs import Sizes, set_aside, shortened
 from paceline_advisor.prove.study import prove
 from paceline_advisor.prove.witness import REFERENCE, Witness
 
+Proof, Failed = Callable[..., Any], Callable[..., set[str]]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
+ADAMW = "{name: adamw, lr: 0.01, clip_norm: 0.01, groups: {'head.*': {lr_factor: 0.1}}}"
 CORRECT: dict[str, dict[str, Any]] = {
     "accumulated, with a moving average": {"batch.micro_size": 4, "train.label_smoothing": 0.1},
-    "adamw with groups, clipped by norm": {
-        "optimizer": "{name: adamw, lr: 0.01, clip_norm: 0.01, groups: {'head.*': {lr_factor: 0.1}}}"
-    },
+    "adamw with groups, clipped by norm": {"optimizer": ADAMW},
     "frozen, clipped by value": {"model.frozen": "['hidden.*']", "optimizer.clip_value": 0.001},
     "a rule for the rate, a peak after a warm-up": {
         "optimizer.lr_scaling": "linear",
@@ -45,12 +42,7 @@ CORRECT: dict[str, dict[str, Any]] = {
         "schedule": "{name: one_cycle, warmup: 3 steps}",
     },
     "mixed": {"data.mix.mixup": 0.4, "data.mix.cutmix": 1.0},
-    "varied, many yes-or-no questions": {
-        "data.augment.crop": "pad",
-        "data.augment.flip": 0.5,
-        "data.augment.repeats": 2,
-        "train.loss": "bce",
-    },
+    "varied, many yes-or-no questions": {"data.augment": "{crop: pad, flip: 0.5, repeats: 2}", "train.loss": "bce"},
     "exact": {"parallel.exact": True},
     "not evaluated": {"evaluate.every": "off"},
     # For other machines, or with more than a short run has a use for.
@@ -80,9 +72,7 @@ EVERYDAY |= {"growing, with a rule", "replicas, half precision on the way", "fp1
     "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.thorough) for case in CORRECT]
 )
 @pytest.mark.everyday
-def test_nothing_is_found_where_nothing_is_wrong(
-    case: str, proof: Callable[..., Any], failed: Callable[..., set[str]]
-) -> None:
+def test_nothing_is_found_where_nothing_is_wrong(case: str, proof: Proof, failed: Failed) -> None:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     checks = proof(overrides=CORRECT[case])
     assert failed(checks) == set(), [check for check in checks.values() if check.verdict == "failed"]
@@ -93,7 +83,7 @@ def test_nothing_is_found_where_nothing_is_wrong(
     assert checks["metric"].verdict == ("not applicable" if case == "not evaluated" else "passed")
 
 
-def test_a_network_with_batchnorm_is_compared_at_rest(proof: Callable[..., Any], failed: Callable[..., Any]) -> None:
+def test_a_network_with_batchnorm_is_compared_at_rest(proof: Proof, failed: Failed) -> None:
     checks = proof(make_network=lambda: small_resnet(3, 1, width=4, stages=1, zero_init_residual=False, dropout=0.1))
     assert failed(checks) == set()
     assert "(dropout off, BatchNorm frozen)" in checks["accumulation"].compared
@@ -101,21 +91,19 @@ def test_a_network_with_batchnorm_is_compared_at_rest(proof: Callable[..., Any],
 
 
 def test_a_probability_beside_the_layer_that_has_it_is_no_mistake(
-    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+    proof: Proof, failed: Failed, perceptron: Any
 ) -> None:
-    class Noting(perceptron):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout_rate = 0.2
+    def noting() -> nn.Module:
+        made: nn.Module = perceptron()
+        made.dropout_rate = 0.2  # type: ignore[assignment]
+        return made
 
-    checks = proof(make_network=Noting)
+    checks = proof(make_network=noting)
     assert failed(checks) == set()
     assert checks["dropout"].verdict == "passed"
 
 
-def test_attention_that_drops_by_a_number_of_its_own_is_no_mistake(
-    proof: Callable[..., Any], failed: Callable[..., Any]
-) -> None:
+def test_attention_that_drops_by_a_number_of_its_own_is_no_mistake(proof: Proof, failed: Failed) -> None:
     class Attentive(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -133,9 +121,7 @@ def test_attention_that_drops_by_a_number_of_its_own_is_no_mistake(
     assert "(dropout off)" in checks["accumulation"].compared
 
 
-def test_norms_that_are_kept_in_evaluation_mode_are_no_mistake(
-    proof: Callable[..., Any], failed: Callable[..., Any]
-) -> None:
+def test_norms_that_are_kept_in_evaluation_mode_are_no_mistake(proof: Proof, failed: Failed) -> None:
     def network() -> nn.Module:
         made = small_resnet(3, 1, width=4, stages=1)
         made.get_submodule("stem.norm").eval()
@@ -147,7 +133,7 @@ def test_norms_that_are_kept_in_evaluation_mode_are_no_mistake(
 
 
 def test_a_network_that_takes_no_float64_is_proved_in_float32(
-    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+    proof: Proof, failed: Failed, perceptron: type[nn.Module]
 ) -> None:
     class Single(perceptron):  # type: ignore[misc,valid-type]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +162,7 @@ FIRST: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("why", FIRST)
 def test_what_cannot_be_compared_with_its_parts_is_not(
-    why: str, proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module]
+    why: str, proof: Proof, failed: Failed, perceptron: type[nn.Module]
 ) -> None:
     class Own(perceptron):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -193,66 +179,8 @@ def test_what_cannot_be_compared_with_its_parts_is_not(
     assert checks["gradient"].verdict == checks["tail"].verdict == "passed"
 
 
-class Points:
-    """A pipeline of one's own: points on a noisy plane, in any order that is asked for."""
-
-    def __init__(self, count: int, held_out: int) -> None:
-        self._points = torch.randn(count + held_out, 5, generator=torch.Generator().manual_seed(0))
-        self._held_out = np.arange(count, count + held_out)
-
-    def train_batches(self, geometry: Any, first: int, last: int, world: World) -> Iterator[Batch]:
-        for piece in geometry.stream(first, last, world):
-            yield self._batch(piece, piece.ids)
-
-    def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
-        for piece in evaluation_slices(len(self._held_out), batch_size, world):
-            yield self._batch(piece, self._held_out[piece.ids])
-
-    def _batch(self, piece: Any, rows: Any) -> Batch:
-        points = self._points[torch.tensor(rows)]
-        return Batch(points, points.sum(1).square(), piece.ids, piece)
-
-    def start(self, **_: bool) -> None: ...
-
-    def load(self, report: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-    def sample_name(self, sample_id: int, **_: bool) -> str:
-        return str(sample_id)
-
-
-class Regression(paceline.Task):
-    """A task of one's own from the ground up."""
-
-    metrics = (Metric(name="loss"), Metric(name="error"))
-
-    def data_facts(self, world: World) -> DataFacts:
-        return DataFacts(train_samples=70, evaluation_samples=19)
-
-    def open_pipeline(self, placement: Any) -> Any:
-        return Points(70, 19)
-
-    def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
-
-    def loss(self, model: Any, batch: Batch) -> torch.Tensor:
-        return (model(batch.inputs)[:, 0] - batch.targets).square().mean()
-
-    def score(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        gap = model(batch.inputs)[:, 0] - batch.targets
-        return {"loss": gap.square(), "error": gap.abs()}
-
-
-def test_a_task_from_the_ground_up_is_proved(proof: Callable[..., Any], failed: Callable[..., Any]) -> None:
-    checks = proof(task=Regression, overrides={"evaluate.metric": "error", "batch.micro_size": 4})
-    assert failed(checks) == set()
-    assert checks["accumulation"].limit == 1e-12
-    assert checks["metric"].verdict == "passed"
-
-
 def test_samples_that_cannot_be_read_are_no_mistake(
-    proof: Callable[..., Any], failed: Callable[..., Any], perceptron: type[nn.Module], tmp_path: Path
+    proof: Proof, failed: Failed, perceptron: type[nn.Module], tmp_path: Path
 ) -> None:
     draws = np.random.default_rng(0)
     for number in range(72):
@@ -273,15 +201,10 @@ def test_samples_that_cannot_be_read_are_no_mistake(
 
 @pytest.mark.parametrize(("name", "task"), [("own_task", "BrierScore"), ("own_dataset_and_model", None)])
 def test_the_examples_are_proved(
-    name: str, task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: Callable[..., Any]
+    name: str, task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: Failed
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, name, module)
-    spec.loader.exec_module(module)
+    module = importlib.import_module(name)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(module.RECIPE)
     overrides = () if task is None else (f"task={name}:{task}",)
@@ -323,12 +246,12 @@ def test_a_rank_of_a_launch_cannot_prove(monkeypatch: pytest.MonkeyPatch) -> Non
         prove(Prove(recipe="digits"), lambda _: None)
 
 
-def test_a_run_that_takes_no_step_is_an_error(proof: Callable[..., Any]) -> None:
+def test_a_run_that_takes_no_step_is_an_error(proof: Proof) -> None:
     with pytest.raises(TrainingError, match="did not take one: the training loss became nan"):
         proof(on_loss=lambda _, loss: loss * float("nan"))
 
 
-def test_an_override_without_effect_is_refused(proof: Callable[..., Any]) -> None:
+def test_an_override_without_effect_is_refused(proof: Proof) -> None:
     with pytest.raises(RecipeError, match=r"parallel\.bucket_cap_mb"):
         proof(overrides={"parallel.bucket_cap_mb": 7})
 
@@ -385,3 +308,61 @@ def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -
         assert (few.train.sizes[mine] == whole.train.sizes[its]).all()
         boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, mine), (whole.train, its)))
         assert np.array_equal(*boxes)
+
+
+# What is for other machines, or of no use to a short run, is set aside, and told
+
+
+def test_adapters_that_drop_are_no_mistake(proof: Proof, failed: Failed) -> None:
+    pytest.importorskip("peft")
+    checks = proof(overrides={"model.adapters.rank": 2, "model.adapters.dropout": 0.2})
+    assert failed(checks) == set(), [check for check in checks.values() if check.verdict == "failed"]
+
+
+class Doubled:
+    """Stands in the network's place, and is not one."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = 2 * self.model(inputs)
+        return answer
+
+
+def test_what_a_task_evaluates_in_the_networks_place_is_proved(proof: Any, failed: Any, tiny_task: Any) -> None:
+    asked: list[str] = []
+
+    def score(model: Any, batch: Batch, _: Any) -> None:
+        asked.append(type(model).__name__)
+
+    def make(recipe: Any) -> Any:
+        task = tiny_task(on_score=score)(recipe)
+        task.__class__ = type("Own", (type(task),), {"evaluated": lambda _, model: Doubled(model)})
+        return task
+
+    assert failed(proof(task=make)) == set()
+    assert set(asked) == {"Doubled"}
+
+
+def test_a_task_that_knows_no_views_is_refused_by_its_own_name(proof: Any, tiny_task: Any) -> None:
+    def make(recipe: Any) -> Any:
+        task = tiny_task()(recipe)
+        task.__class__ = type("Plain", (type(task),), {"evaluated": Task.evaluated})
+        return task
+
+    with pytest.raises(RecipeError, match=r"evaluate\.augment=flip has no effect with the task .*:Plain"):
+        proof(task=make, overrides={"evaluate.augment": "flip"})
+
+
+def test_whatever_a_task_can_be_asked_the_witness_passes_on() -> None:
+    hooks = {name for name, each in vars(Task).items() if callable(each)} - {"__init__"}
+    assert hooks <= set(vars(Witness))
+
+
+def test_adapters_drop_nothing_in_short_runs(tiny_recipe: Path) -> None:
+    overrides = ("model.adapters.rank=2", "model.adapters.dropout=0.2", "parallel.strategy=ddp", "optimizer.lr=0.1")
+    recipe = load_recipe(tiny_recipe, overrides).recipe
+    adapters = shortened(recipe, Sizes.of(52, 21, 1), micro_batch=4).model.adapters
+    assert (adapters.rank, adapters.dropout) == (2, 0.0)
+    assert set(set_aside(recipe)) == {"model.adapters.dropout=0.2", "parallel.strategy=ddp"}

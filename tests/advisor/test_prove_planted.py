@@ -23,7 +23,7 @@ import paceline.trainer.step as step
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.metrics.accumulator import Accumulator
-from paceline.models.ema import ExponentialMovingAverage
+from paceline.models.ema import ExponentialMovingAverage as Average
 from paceline.models.small_resnet import small_resnet
 from paceline.plan.epochs import Epochs
 from paceline.plan.rates import LearningRate
@@ -42,7 +42,7 @@ TRUE = SimpleNamespace(
     inputs=memory.MemoryBackend._inputs,
     rate=LearningRate.of,
     settings=step.apply_settings,
-    average=ExponentialMovingAverage.update,
+    average=Average.update,
     update=step._update,
     add=Accumulator.add,
     slices=order.evaluation_slices,
@@ -103,16 +103,13 @@ def residual() -> nn.Module:
     return small_resnet(3, 1, width=4, stages=1)
 
 
+RESIDUAL = {"make_network": residual}
+
+
 # What is replaced, by what, and which checks fail of which recipe; more checks may where the mistake is in many places.
 TRAINERS: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
-    "does not divide": (
-        *(step, "_share", lambda loss, batch, averages_over: loss),
-        *({"accumulation", "tail", "gradient"}, {}),
-    ),
-    "forgets the epoch": (
-        *(order, "epoch_order", lambda seed, epoch, *rest: TRUE.order(seed, 0, *rest)),
-        *({"order"}, {}),
-    ),
+    "does not divide": (step, "_share", lambda loss, *_: loss, {"accumulation", "tail", "gradient"}, {}),
+    "forgets the epoch": (order, "epoch_order", lambda seed, _, *rest: TRUE.order(seed, 0, *rest), {"order"}, {}),
     "repeats samples": (order, "epoch_order", lambda *given: TRUE.order(*given) // 2 * 2, {"order"}, {}),
     "varies without the epoch": (
         *(memory, "draw", lambda augment, seed, epoch, ids: TRUE.draw(augment, seed, 0, ids)),
@@ -125,22 +122,13 @@ TRAINERS: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
     "drops the tail": (order, "Epochs", SimpleNamespace(cut=without_the_tail), {"tail", "order"}, {}),
     "scales the rate by the micro-batches": (LearningRate, "of", scaled_rate, {"learning-rate"}, {}),
     "drops the same at every step": (step, "seed_forward", lambda *_: torch.manual_seed(0), {"dropout"}, {}),
-    "does not update the average": (
-        *(ExponentialMovingAverage, "update", lambda self, number: None),
-        *({"moving-average"}, {}),
-    ),
-    "updates the average for each micro-batch": (
-        *(ExponentialMovingAverage, "update", average_of_each_micro_batch),
-        *({"moving-average"}, {}),
-    ),
+    "does not update the average": (Average, "update", lambda self, number: None, {"moving-average"}, {}),
+    "updates it for each micro-batch": (Average, "update", average_of_each_micro_batch, {"moving-average"}, {}),
     "averages the weights before the step": (step, "_update", average_before_the_step, {"moving-average"}, {}),
     "takes a mean of means": (Accumulator, "results", mean_of_means, {"metric"}, {}),
     "counts padded samples": (Accumulator, "add", padded_scores, {"metric"}, {}),
     "scores samples twice": (image_pipeline, "evaluation_slices", padded_slices, {"metric"}, {}),
-    "does not go back to training": (
-        *(evaluate, "evaluation_mode", for_good),
-        *({"training-mode"}, {"make_network": residual}),
-    ),
+    "does not go back to training": (*(evaluate, "evaluation_mode", for_good, {"training-mode"}), RESIDUAL),
 }
 THOROUGH: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
     "depends on the micro-batch": (
@@ -297,16 +285,43 @@ def test_a_pipeline_of_ones_own(proof: Proof, failed: Failed, tiny_task: Any, st
 # Networks of one's own
 
 
-def test_an_unused_parameter_is_named(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
-    class Forgetful(perceptron):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.projection = nn.Linear(3, 3)
+def with_part(network: nn.Module, name: str, part: Any) -> nn.Module:
+    setattr(network, name, part)
+    return network
 
-    checks = proof(make_network=Forgetful)
-    assert failed(checks) == {"parameters"}
-    assert checks["parameters"].found == "without a gradient: projection.weight, projection.bias"
-    assert checks["parameters"].difference == 2
+
+# How each is made of the usual one, which checks fail, and what one of them says.
+NETWORKS: dict[str, tuple[Callable[[Any], nn.Module], set[str], str]] = {
+    "has a part without use": (
+        lambda usual: with_part(usual(), "projection", nn.Linear(3, 3)),
+        *({"parameters"}, "without a gradient: projection.weight, projection.bias"),
+    ),
+    "ignores the dropout it is asked for": (
+        lambda usual: usual(0.0),
+        *({"dropout"}, "model.options.dropout has no effect"),
+    ),
+    "has a probability that nothing reads": (
+        lambda usual: with_part(usual(0.0), "dropout", 0.3),
+        *({"dropout"}, "without effect: dropout"),
+    ),
+    "has its dropout in evaluation mode": (
+        lambda usual: with_part(usual(), "drop", nn.Dropout(0.2).eval()),
+        *({"dropout"}, "in evaluation mode: drop"),
+    ),
+    "comes in evaluation mode": (
+        lambda usual: usual().eval(),
+        *({"dropout", "training-mode"}, "step 1: the network was not"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_a_network_that(case: str, proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
+    make, wanted, words = NETWORKS[case]
+    asked = {"model.options": "{dropout: 0.3}"} if "asked for" in case else {}
+    checks = proof(make_network=lambda: make(perceptron), overrides=asked)
+    assert failed(checks) == wanted
+    assert words in checks[max(wanted)].found
 
 
 def test_a_dropout_that_is_never_called(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
@@ -322,44 +337,3 @@ def test_a_dropout_that_is_never_called(proof: Proof, failed: Failed, perceptron
     checks = proof(make_network=Dry)
     assert failed(checks) == {"dropout"}
     assert checks["dropout"].found == "without effect: drop"
-
-
-def test_a_network_that_ignores_the_dropout_it_is_asked_for(
-    proof: Proof, failed: Failed, tiny_task: Any, perceptron: type[nn.Module]
-) -> None:
-    asked = {"model.options": "{dropout: 0.3}"}
-    checks = proof(make_network=lambda: perceptron(0.0), overrides=asked)
-    assert failed(checks) == {"dropout"}
-    assert "model.options.dropout has no effect" in checks["dropout"].found
-
-
-@pytest.mark.thorough
-def test_a_probability_that_nothing_reads(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
-    class Dry(perceptron):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__(0.0)
-            self.dropout = 0.3
-
-    checks = proof(make_network=Dry)
-    assert failed(checks) == {"dropout"}
-    assert checks["dropout"].found == "without effect: dropout"
-
-
-@pytest.mark.thorough
-def test_a_dropout_in_evaluation_mode(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
-    def network() -> nn.Module:
-        made = perceptron()
-        made.get_submodule("drop").eval()
-        return made
-
-    checks = proof(make_network=network)
-    assert failed(checks) == {"dropout"}
-    assert "in evaluation mode: drop" in checks["dropout"].found
-
-
-def test_a_factory_that_gives_a_network_in_evaluation_mode(
-    proof: Proof, failed: Failed, perceptron: type[nn.Module]
-) -> None:
-    checks = proof(make_network=lambda: perceptron().eval())
-    assert failed(checks) == {"training-mode", "dropout"}
-    assert "step 1: the network was not" in checks["training-mode"].found

@@ -13,21 +13,16 @@ import fork_server
 import pytest
 
 ROOT = Path(__file__).parents[2]
+OWN = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.thorough
 def test_the_first_evening_comes_to_scores_for_each_class(tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    own = {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "first_evening.sh"), "80"],
-        env={**os.environ, **own, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    own = {**OWN, "PATH": path, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
+    words = ["bash", str(ROOT / "examples" / "first_evening.sh"), "80"]
+    done = subprocess.run(words, env=own, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\n$ paceline ") == 6
     assert "failed: 5 breaks, moved away, 3 spoils" in done.stdout
@@ -38,15 +33,8 @@ def test_the_first_evening_comes_to_scores_for_each_class(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = fork_server.run(
-        [sys.executable, "-W", "error", str(path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = [sys.executable, "-W", "error", str(path)]
+    done = fork_server.run(words, cwd=tmp_path, env=OWN, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " %" in done.stdout
     if path.stem.startswith("from_") and find_spec(path.stem.removeprefix("from_")):

@@ -205,39 +205,16 @@ def test_the_run_directory_page_has_every_key(page: Callable[[Path], Any]) -> No
 
 
 def test_the_recipe_reference_is_what_the_schema_says() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "reference"), "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    words = [sys.executable, str(ROOT / "scripts" / "reference"), "--check"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_recipe_reference_names_every_key() -> None:
-    text = (ROOT / "docs" / "recipe-reference.md").read_text(encoding="utf-8")
-
-    def keys(section: type[Any], path: str) -> Iterator[str]:
-        for name in layers.field_types(section):
-            inner = layers.subsection(section, name)
-            yield f"{path}{name}"
-            if inner is not None:
-                yield from keys(inner, f"{path}{name}.")
-
-    assert [key for key in keys(Recipe, "") if f"| `{key}` |" not in text] == []
 
 
 @pytest.mark.parametrize("name", ["", "help all", *COMMANDS])
 def test_every_command_explains_itself(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "paceline", *name.split(), *["--help"] * (name != "help all")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
-    )
+    words = ["-X", "importtime", "-m", "paceline", *name.split(), *["--help"] * (name != "help all")]
+    own = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=60, env=own)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Usage: paceline {name.removeprefix('help all')}".rstrip())
     assert not re.search(r"\| +torch$", done.stderr, flags=re.MULTILINE), "help should not load torch"

@@ -88,16 +88,10 @@ def run_all(commands: list[str], folder: Path, environment: dict[str, str]) -> l
         lines += [f"printf '{MARK}'", command, f"printf '{MARK}%d' $?"]
     shell = shutil.which("bash")
     assert shell is not None
-    done = subprocess.run(
-        [shell, "-c", "\n".join(lines)],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=800,  # pytest's own is shorter, but for pages that take long
-    )
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    words = [shell, "-c", "\n".join(lines)]
+    # pytest's own time is shorter, but for pages that take long
+    done = subprocess.run(words, cwd=folder, env=environment, **streams, text=True, check=False, timeout=800)
     parts = done.stdout.split(MARK)[1:]
     return list(zip(parts[::2], map(int, parts[1::2]), strict=True))
 
@@ -111,14 +105,8 @@ def marks_of(path: Path) -> tuple[pytest.MarkDecorator, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=marks_of(path)) for path in RUNNING],
-    ids=name,
-)
-def test_marked_blocks_do_what_the_page_says(
-    path: Path, page: Callable[[Path], Any], scratch: Path, environment: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("path", [pytest.param(path, marks=marks_of(path)) for path in RUNNING], ids=name)
+def test_marked_blocks_do_what_the_page_says(path: Path, page: Any, scratch: Path, environment: Any) -> None:
     steps = list(steps_of(page(path), scratch))
     results = run_all([command for command, _ in steps], scratch, environment)
     for (command, said), (output, code) in zip(steps, results, strict=True):

@@ -34,16 +34,8 @@ def test_a_contender_does_the_steps_it_is_asked_for(peers: Any, tmp_path: Path, 
     if name == "timm":
         pytest.importorskip("timm")
     compare, given = peers("compare"), peers("given")
-    spec = given.Spec(
-        network="resnet18",
-        data="resident",
-        batch=4,
-        steps=3,
-        warmup=1,
-        precision="bf16",
-        saves=1,
-        scratch=str(tmp_path),
-    )
+    sizes = {"batch": 4, "steps": 3, "warmup": 1, "saves": 1}
+    spec = given.Spec(network="resnet18", data="resident", precision="bf16", scratch=str(tmp_path), **sizes)
     seen = compare.train(name, Path(sys.executable), spec, tmp_path)
     assert len(seen["steps"]) == 4
     assert seen["started"] < seen["steps"][0] < seen["steps"][-1]
@@ -56,36 +48,9 @@ def test_every_workload_is_for_contenders_that_there_are(peers: Any) -> None:
         assert {"raw", "paceline"} <= set(workload.contenders), "a loop by hand, and ours"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("loop-4", "--rounds", "0"), "--rounds is 0: give 1 or more"),
-        (("loop-4", "--peers", "paceline-dali"), "loop-4 is not for paceline-dali: choose from raw, "),
-        (("gpu-folder",), "gpu-folder needs a GPU, and PyTorch sees none here: choose from loop-64, "),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_at_once(
-    peers: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    said: str,
-) -> None:
-    asked = peers("compare").asked
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as refused:
-        asked(words)
-    assert refused.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("peers_asked", [[], ["raw"]])
 def test_only_a_comparison_of_all_is_written(
-    peers: Any,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    peers_asked: list[str],
+    peers: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, peers_asked: list[str]
 ) -> None:
     """What the contenders do is left out here: their figures are given."""
     compare, hardware = peers("compare"), peers("hardware")
@@ -125,15 +90,12 @@ def test_runs_of_the_record_are_read_without_the_one_that_warms_up(peers: Any) -
     finished = peers("cifar_record").finished
     assert finished(TABLE.splitlines()) == [{"top1_accuracy": pytest.approx(94.02), "seconds": 2.6}]
     assert finished([]) == []
-    with pytest.raises(
-        SystemExit, match=r"the program's table has the columns run, epoch, train_loss, .*: another program\?"
-    ):
-        finished(TABLE.replace("|  train_acc", "|  train_loss  |  train_acc").splitlines())
+    other = TABLE.replace("|  train_acc", "|  train_loss  |  train_acc").splitlines()
+    with pytest.raises(SystemExit, match=r"has the columns run, epoch, train_loss, .*: another program\?"):
+        finished(other)
 
 
-def test_the_record_finds_the_images_where_it_looks_for_them(
-    peers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_record_finds_the_images_where_it_looks_for_them(peers: Any, tmp_path: Path) -> None:
     from PIL import Image
 
     for split, count in (("train", 2), ("test", 1)):
@@ -159,24 +121,47 @@ def test_the_record_finds_the_images_where_it_looks_for_them(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("program", "words", "said"),
     [
-        ((), "where are the images? Give data.path=PATH"),
-        (("data.path=nowhere",), "there is nothing at nowhere: correct data.path"),
-        (("data.path=.", "--seeds"), "--seeds without a number needs --peers and --budget"),
-        (("data.path=.", "--seeds", "--budget", "9"), "--budget is the peers', and no --peers were named"),
-        (("data.path=.", "--peers", "tim"), "invalid choice: 'tim'"),
-        (("data.path=.", "--seeds", "--peers", "timm", "--budget", "9", "--record", "x.py"), "--record runs as often"),
-        (("data.path=.", "--record", "x.py"), "there is no program at x.py"),
-        (("data.path=.", "--peers", "timm"), ". holds neither CIFAR-10's archive nor the folders train and test"),
+        ("compare", "loop-4 --rounds 0", "--rounds is 0: give 1 or more"),
+        ("compare", "loop-4 --peers paceline-dali", "loop-4 is not for paceline-dali: choose from raw, "),
+        ("compare", "gpu-folder", "gpu-folder needs a GPU, and PyTorch sees none here: choose from loop-64, "),
+        ("cifar10_speedrun", "cifar10-speedrun-cpu ", "where are the images? Give data.path=PATH"),
+        (
+            "cifar10_speedrun",
+            "cifar10-speedrun-cpu data.path=nowhere",
+            "there is nothing at nowhere: correct data.path",
+        ),
+        (
+            "cifar10_speedrun",
+            "cifar10-speedrun-cpu data.path=. --seeds",
+            "--seeds without a number needs --peers and --budget",
+        ),
+        (
+            "cifar10_speedrun",
+            "cifar10-speedrun-cpu data.path=. --seeds --budget 9",
+            "--budget is the peers', and no --peers were named",
+        ),
+        ("cifar10_speedrun", "cifar10-speedrun-cpu data.path=. --peers tim", "invalid choice: 'tim'"),
+        (
+            "cifar10_speedrun",
+            "cifar10-speedrun-cpu data.path=. --seeds --peers timm --budget 9 --record x.py",
+            "--record runs as often",
+        ),
+        ("cifar10_speedrun", "cifar10-speedrun-cpu data.path=. --record x.py", "there is no program at x.py"),
+        (
+            "cifar10_speedrun",
+            "cifar10-speedrun-cpu data.path=. --peers timm",
+            ". holds neither CIFAR-10's archive nor the folders train and test",
+        ),
     ],
 )
-def test_what_cannot_be_raced_is_refused_at_once(
-    peers: Any, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+def test_what_cannot_be_compared_or_raced_is_refused_at_once(
+    peers: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, program: str, words: str, said: str
 ) -> None:
-    asked = peers("cifar10_speedrun").asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as refused:
-        asked(["cifar10-speedrun-cpu", *words])
+        peers(program).asked(words.split())
     assert refused.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -187,13 +172,6 @@ def test_a_race_may_do_without_runs_of_ours(peers: Any, tmp_path: Path) -> None:
     words = ["cifar10-speedrun-cpu", f"data.path={tmp_path}", "--seeds", "--peers", "timm", "--budget", "9"]
     options = peers("cifar10_speedrun").asked(words)
     assert (options.seeds, options.peers, options.budget) == ([], ["timm"], 9)
-
-
-def test_what_a_racer_reached_is_told_and_what_failed_too(peers: Any) -> None:
-    told = peers("cifar").told
-    reached = {"title": "A: B", "top1_accuracy": 81.5, "epochs": 3.25, "train_seconds": 98.6}
-    assert told(reached, 100) == "A: B: top-1 81.50 % after 3.25 epochs, 99 s of its steps; 100 s were given."
-    assert told({"title": "A: B", "failed": "no\n  room"}, 100) == "A: B: failed: no room"
 
 
 def test_racers_compute_in_the_precision_they_are_given(peers: Any) -> None:

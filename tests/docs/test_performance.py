@@ -32,49 +32,30 @@ FACTS = {
     "cpu": "a processor", "cores": 2, "torch": "2.14.1", "python": "3.11.7", "date": "2026-11-23",
     "device": "cpu", "command": "compare.py loop-64", "revision": "abc1234", "load_average_before": 0.1,
 }  # fmt: skip
+STEP = ("step_milliseconds", "milliseconds a step", False)
+IMAGES = ("images_per_second", "images/s", True)
+PAUSE = ("pause_milliseconds", "milliseconds that a save costs", False)
+TITLES = {"raw": "PyTorch, by hand", "timm": "timm 1.0.31", "lightning": "Lightning 2.6.6", "paceline": "Paceline"}
+TITLES["paceline-packed"] = "Paceline, packed"
+
+
+def result(title: str, figure: tuple[str, str, bool], measured: dict[str, Any], **failed: str) -> dict[str, Any]:
+    key, said, is_more_better = figure
+    contenders = {name: {"title": TITLES[name], "values": of(*values)} for name, values in measured.items()}
+    return {
+        "title": title,
+        "facts": FACTS,
+        "failed": failed,
+        "rounds": {name: [{key: value} for value in values] for name, values in measured.items()},
+        "figures": {key: {"title": said, "more_is_better": is_more_better, "contenders": contenders}},
+    }
+
+
+LOOP = {"raw": (57, 61, 65.1), "timm": (26.7, 27.45, 29.45), "paceline": (30, 30.5, 31)}
+DDP = {"raw": (980, 990, 995), "lightning": (400, 500, 500), "paceline": (1000, 1000, 1000)}
 RESULTS: dict[str, Any] = {
-    "loop-64": {
-        "title": "loop overhead: a small network",
-        "facts": FACTS,
-        "failed": {},
-        "rounds": {
-            "raw": [{"step_milliseconds": value} for value in (57, 61, 65.1)],
-            "timm": [{"step_milliseconds": value} for value in (26.7, 27.45, 29.45)],
-            "paceline": [{"step_milliseconds": value} for value in (30, 30.5, 31)],
-        },
-        "figures": {
-            "step_milliseconds": {
-                "title": "milliseconds a step",
-                "more_is_better": False,
-                "contenders": {
-                    "raw": {"title": "PyTorch, by hand", "values": of(57, 61, 65.1)},
-                    "timm": {"title": "timm 1.0.31", "values": of(26.7, 27.45, 29.45)},
-                    "paceline": {"title": "Paceline", "values": of(30, 30.5, 31)},
-                },
-            },
-        },
-    },
-    "ddp-2": {
-        "title": "two processes",
-        "facts": FACTS,
-        "failed": {"timm": "timm ended with exit code 1:\nand more"},
-        "rounds": {
-            "raw": [{"images_per_second": value} for value in (980, 990, 995)],
-            "lightning": [{"images_per_second": value} for value in (400, 500, 500)],
-            "paceline": [{"images_per_second": 1000}] * 3,
-        },
-        "figures": {
-            "images_per_second": {
-                "title": "images/s",
-                "more_is_better": True,
-                "contenders": {
-                    "raw": {"title": "PyTorch, by hand", "values": of(980, 990, 995)},
-                    "lightning": {"title": "Lightning 2.6.6", "values": of(400, 500, 500)},
-                    "paceline": {"title": "Paceline", "values": of(1000, 1000, 1000)},
-                },
-            },
-        },
-    },
+    "loop-64": result("loop overhead: a small network", STEP, LOOP),
+    "ddp-2": result("two processes", IMAGES, DDP, timm="timm ended with exit code 1:\nand more"),
 }
 
 
@@ -110,21 +91,13 @@ def test_in_how_many_rounds_somebody_was_ahead_is_said(publish: Any) -> None:
 
 
 def test_a_figure_that_was_nothing_in_a_round_has_no_ratio(publish: Any) -> None:
-    results = copy.deepcopy(RESULTS)
-    pause = copy.deepcopy(results["loop-64"]["figures"]["step_milliseconds"])
-    pause["title"] = "milliseconds that a save costs"
-    for rounds in results["loop-64"]["rounds"].values():
-        for each in rounds:
-            each["pause_milliseconds"] = each["step_milliseconds"]
-    results["loop-64"]["figures"]["pause_milliseconds"] = pause
+    results = {**RESULTS, "checkpoint": result("checkpoints", PAUSE, LOOP)}
     assert len(publish.rows(results)) == 3
     assert "milliseconds that a save costs**: timm 1.0.31 0.90 (0.89 to 0.95), in 3 of 3" in publish.page(results)
-    results["loop-64"]["rounds"]["raw"][0]["pause_milliseconds"] = 0
+    results["checkpoint"]["rounds"]["raw"][0]["pause_milliseconds"] = 0
     assert len(publish.rows(results)) == 2
-    assert (
-        "milliseconds that a save costs**: timm 1.0.31 27 (27 to 29), in 3 of 3 rounds. Paceline 30 (30 to 31)."
-        in publish.page(results)
-    )
+    told = "milliseconds that a save costs**: timm 1.0.31 27 (27 to 29), in 3 of 3 rounds. Paceline 30 (30 to 31)."
+    assert told in publish.page(results)
 
 
 @pytest.mark.parametrize(
@@ -137,24 +110,12 @@ def test_a_figure_that_was_nothing_in_a_round_has_no_ratio(publish: Any) -> None
         ((-9, 3, -2), (0, 0, 0), "timm 1.0.31 -2 (-9 to 3), in 2 of 3 rounds. Paceline 0 (0 to 0)."),
     ],
 )
-def test_what_may_be_about_nothing_is_compared_round_by_round(
-    publish: Any, theirs: tuple[float, ...], ours: tuple[float, ...], said: str
-) -> None:
-    contenders = {"timm": ("timm 1.0.31", theirs), "paceline": ("Paceline", ours)}
-    figure = {
-        "title": "milliseconds that a save costs",
-        "more_is_better": False,
-        "contenders": {name: {"title": title, "values": of(*values)} for name, (title, values) in contenders.items()},
-    }
-    rounds = {name: [{"pause_milliseconds": each} for each in values] for name, (_, values) in contenders.items()}
-    result = {"title": "checkpoints", "facts": FACTS, "failed": {}, "rounds": rounds}
-    (line,) = publish.ahead({"checkpoint": {**result, "figures": {"pause_milliseconds": figure}}})
+def test_what_may_be_about_nothing_is_compared_round_by_round(publish: Any, theirs: Any, ours: Any, said: str) -> None:
+    (line,) = publish.ahead({"checkpoint": result("checkpoints", PAUSE, {"timm": theirs, "paceline": ours})})
     assert said in line
 
 
-def test_it_writes_and_checks(
-    publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_writes_and_checks(publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "newest", lambda: RESULTS)
     monkeypatch.setattr(publish, "ROOT", tmp_path)
     monkeypatch.setattr(publish, "PAGE", tmp_path / "performance.md")
@@ -171,11 +132,9 @@ def test_it_writes_and_checks(
 def test_what_a_gpu_measured_has_a_section_and_a_machine_of_its_own(publish: Any) -> None:
     assert "Nothing here was measured on a GPU" in publish.page(RESULTS)
     facts = {**FACTS, "device": "NVIDIA H200", "cores": 16, "torch": "2.11.0", "python": "3.12.3"}
-    resident = {**copy.deepcopy(RESULTS["ddp-2"]), "title": "ResNet-50 on a GPU", "facts": facts, "failed": {}}
-    contenders = resident["figures"]["images_per_second"]["contenders"]
-    contenders["paceline-packed"] = {**contenders["raw"], "title": "Paceline, packed"}
-    for name in ("raw", "paceline-packed"):
-        resident["rounds"][name] = [{"images_per_second": value} for value in (1100, 1200, 1200)]
+    fast = (1100, 1200, 1200)
+    measured = result("ResNet-50 on a GPU", IMAGES, {**DDP, "raw": fast, "paceline-packed": fast})
+    resident = {**measured, "facts": facts}
     text = publish.page({**RESULTS, "gpu-resident": resident})
     cpu, _, gpu = text.partition("## On a GPU")
     assert "Nothing here was measured on a GPU" not in cpu
@@ -192,6 +151,6 @@ def test_what_a_gpu_measured_has_a_section_and_a_machine_of_its_own(publish: Any
 def test_the_newest_file_of_a_month_counts(publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publish, "RESULTS", tmp_path)
     for name, date in (("aaa", "2026-11-24"), ("zzz", "2026-11-23")):
-        result = {**RESULTS["loop-64"], "facts": {**FACTS, "cpu": name, "date": date}}
-        (tmp_path / f"peers-loop-64_{name}_2026-11.json").write_text(json.dumps(result))
+        told = {**RESULTS["loop-64"], "facts": {**FACTS, "cpu": name, "date": date}}
+        (tmp_path / f"peers-loop-64_{name}_2026-11.json").write_text(json.dumps(told))
     assert publish.newest()["loop-64"]["facts"]["cpu"] == "aaa"

@@ -10,9 +10,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "budget"
 
 
 def budget(root: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(root)], capture_output=True, text=True, check=False, timeout=60
-    )
+    words = [sys.executable, str(SCRIPT), str(root)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     lines = done.stdout.splitlines()
     assert done.returncode == (1 if lines else 0), done.stderr
     return lines
@@ -38,11 +37,10 @@ def test_the_loop_is_one_screen(tmp_path: Path) -> None:
 
 def test_functions_are_short_and_take_little(tmp_path: Path) -> None:
     write(tmp_path / "tests" / "a.py", "def long():\n" + "    x = 1\n" * 80)
-    write(
-        tmp_path / "tests" / "b.py",
-        "class A:\n    def wide(self, a, b, c, /, d, e, f, g, *, h): ...\n"
-        "    def wider(self, a, b, c, d, e, f, g, h, i): ...\n",
+    wide = (
+        "    def wide(self, a, b, c, /, d, e, f, g, *, h): ...\n    def wider(self, a, b, c, d, e, f, g, h, i): ...\n"
     )
+    write(tmp_path / "tests" / "b.py", f"class A:\n{wide}")
     assert budget(tmp_path) == [
         "tests/a.py:1: long has 81 lines; at most 80",
         "tests/b.py:3: wider takes 9 parameters; at most 8, or a dataclass",
@@ -50,9 +48,8 @@ def test_functions_are_short_and_take_little(tmp_path: Path) -> None:
 
 
 def test_names_say_something(tmp_path: Path) -> None:
-    write(tmp_path / "src" / "utils" / "x.py", "")
-    write(tmp_path / "src" / "run_manager.py", "")
-    write(tmp_path / "src" / "commonplace.py", "")
+    for name in ("utils/x.py", "run_manager.py", "commonplace.py"):
+        write(tmp_path / "src" / name, "")
     lines = budget(tmp_path)
     assert [line.split(":")[0] for line in lines] == ["src/run_manager.py", "src/utils/x.py"]
 

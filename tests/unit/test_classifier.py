@@ -5,47 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
+from torchvision import models
 
 from paceline.classifier import classifier_layers
 
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("resnet10t", ["fc"]),
-        ("tf_efficientnet_lite0", ["classifier"]),
-        ("vit_tiny_patch16_224", ["head"]),
-        ("test_convnext", ["head.fc"]),
-        ("deit_tiny_distilled_patch16_224", ["head", "head_dist"]),
-    ],
-)
-def test_networks_of_timm(name: str, expected: list[str]) -> None:
-    timm = pytest.importorskip("timm")
-    with torch.device("meta"):
-        network = timm.create_model(name, num_classes=7)
-    assert classifier_layers(network) == expected
+NETWORKS = {
+    "resnet10t": ["fc"],
+    "tf_efficientnet_lite0": ["classifier"],
+    "vit_tiny_patch16_224": ["head"],
+    "test_convnext": ["head.fc"],
+    "deit_tiny_distilled_patch16_224": ["head", "head_dist"],
+    "torchvision:resnet18": ["fc"],
+    "torchvision:mobilenet_v3_small": ["classifier.3"],
+    "torchvision:vgg11": ["classifier.6"],
+    "torchvision:vit_b_32": ["heads.head"],
+    "torchvision:swin_t": ["head"],
+    "torchvision:retinanet_resnet50_fpn": ["head.classification_head.cls_logits"],
+    "torchvision:maskrcnn_resnet50_fpn": ["roi_heads.box_predictor", "roi_heads.mask_predictor"],
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("resnet18", ["fc"]),
-        ("mobilenet_v3_small", ["classifier.3"]),
-        ("vgg11", ["classifier.6"]),
-        ("vit_b_32", ["heads.head"]),
-        ("swin_t", ["head"]),
-        ("retinanet_resnet50_fpn", ["head.classification_head.cls_logits"]),
-        ("maskrcnn_resnet50_fpn", ["roi_heads.box_predictor", "roi_heads.mask_predictor"]),
-    ],
-)
-def test_networks_of_torchvision(name: str, expected: list[str]) -> None:
-    models = pytest.importorskip("torchvision.models")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_timm_and_torchvision(name: str) -> None:
+    library, _, kind = name.rpartition(":")
     detector = {"weights_backbone": None} if "fpn" in name else {}
     with torch.device("meta"):
-        network = models.get_model(name, weights=None, **detector)
-    assert classifier_layers(network) == expected
+        network = models.get_model(kind, **detector) if library else timm.create_model(kind, num_classes=7)
+    assert classifier_layers(network) == NETWORKS[name]
 
 
 @pytest.mark.parametrize(

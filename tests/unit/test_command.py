@@ -107,10 +107,9 @@ def test_output_holds_json_and_page(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_and_refuse_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+    place = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
     assert call("sum", "--to", "1", "--output", str(tmp_path / "new")).return_value == 0
     assert not (tmp_path / "new").exists()
     FindLr(recipe="digits", apply=tmp_path)  # on another host it may lie elsewhere

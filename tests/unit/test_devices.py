@@ -20,9 +20,7 @@ from paceline.errors import RecipeError
     ],
 )
 def test_a_device_is_known_by_what_its_driver_calls_it(reported: str, name: str) -> None:
-    found = recognise(reported)
-    assert found is not None
-    assert found.name == name
+    assert getattr(recognise(reported), "name", None) == name
 
 
 @pytest.mark.parametrize(

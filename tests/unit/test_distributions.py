@@ -38,16 +38,9 @@ class Built:
 def call(*command: object, cwd: Path, **environment: str) -> str:
     """Run a command that knows nothing of this checkout; return what it prints."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    own = {**inherited, "OMP_NUM_THREADS": "1", **environment}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=own, **streams, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -64,9 +57,8 @@ def copy_checkout(to: Path) -> Path:
 
 def build(source: Path, into: Path, **environment: str) -> Built:
     """Build the source distribution, and the wheel from it alone."""
-    said = call(
-        sys.executable, "-W", "ignore", "-m", "build", "--no-isolation", "--outdir", into, cwd=source, **environment
-    )
+    words = ("-W", "ignore", "-m", "build", "--no-isolation", "--outdir", into)
+    said = call(sys.executable, *words, cwd=source, **environment)
     assert "is absent from the `packages` configuration" not in said
     (wheel,) = into.glob("*.whl")
     with tarfile.open(into / f"{NAME}.tar.gz") as archive, zipfile.ZipFile(wheel) as zipped:
@@ -90,21 +82,8 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def install(wheel: Path, folder: Path) -> Path:
     call(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     programs = folder / "venv" / "bin"
-    call(
-        *(
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            programs / "python",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-        ),
-        *("--disable-pip-version-check", wheel),
-        cwd=folder,
-    )
+    pip = (sys.executable, "-m", "pip", "--python", programs / "python", "--disable-pip-version-check")
+    call(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, cwd=folder)
     own = call(programs / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     # Behind its own: what is installed there, an editable Paceline among it, is found only where the wheel has nothing.
     Path(own, "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")

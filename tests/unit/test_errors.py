@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-
 from paceline import errors
 from paceline.errors import NotFiniteError, PacelineError, StoppedError, TrainingError, did_you_mean
 
 
-def test_the_nearest_name_is_given() -> None:
+def test_the_nearest_names_are_given() -> None:
     assert did_you_mean("momentun", ["lr", "momentum", "nesterov"]) == " Did you mean 'momentum'?"
-
-
-def test_several_near_names_are_joined() -> None:
     assert did_you_mean("resnet19", ["resnet18", "vit", "resnet10"]) == " Did you mean 'resnet18' or 'resnet10'?"
     assert did_you_mean("resnet19", ["resnet18", "resnet10"], count=1) == " Did you mean 'resnet18'?"
-
-
-def test_names_are_compared_as_they_are_and_not_as_they_are_shown() -> None:
+    assert did_you_mean("xyz", []) == did_you_mean("xyz", ["entirely", "different"]) == ""
+    # They are compared as they are and not as they are shown.
     shown = "a.very.long.way.to.{}".format
     assert did_you_mean("momentun", ["lr", "momentum"], shown=shown) == f" Did you mean '{shown('momentum')}'?"
     assert did_you_mean(shown("momentun"), ["lr", "momentum"], shown=shown) == ""
-
-
-@pytest.mark.parametrize("options", [[], ["entirely", "different"]])
-def test_nothing_is_said_where_nothing_is_near(options: list[str]) -> None:
-    assert did_you_mean("xyz", options) == ""
 
 
 def test_a_mistake_exits_with_2_and_a_failed_run_with_1() -> None:

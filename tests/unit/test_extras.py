@@ -42,28 +42,15 @@ for arguments in json.loads(sys.stdin.read()):
         code = run(arguments)
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
-TINY = (
-    "train.duration=1 steps",
-    "model.options={width: 4, stages: 1}",
-    "telemetry.trackers=[]",
-    "telemetry.report=off",
-    "parallel.device=cpu",
-    "parallel.threads=1",
-)
+TINY = ("train.duration=1 steps", "model.options={width: 4, stages: 1}", "telemetry={trackers: [], report: off}")
+TINY += ("parallel={device: cpu, threads: 1}",)
 # What needs each library; the others are told of by `paceline env` alone: without simplejpeg Pillow decodes,
 # fp8 asks for a GPU first, and no command of ours builds the pages.
 NEEDS = {
     "tune": ["tune", "digits", "--search", "search.yaml"],
     "pack": ["pack", "photos", "packed"],
     "dali": ["train", "image_folder", "data.path=photos", "data.backend=dali", "--plan-only"],
-    "adapters": [
-        "train",
-        "digits",
-        "--run-dir",
-        "adapted",
-        "model.adapters.rank=2",
-        *TINY,
-    ],
+    "adapters": ["train", "digits", "--run-dir", "adapted", "model.adapters.rank=2", *TINY],
     "transformers": ["train", "gpt-small-docs", "model.name=transformers:gpt2", "model.options=null", "--plan-only"],
     "detection": ["train", "shapes-maskrcnn", "data.dataset=coco", "data.path=objects", "--plan-only"],
     "mlflow": ["train", "digits", "--run-dir", "told", *TINY, "telemetry.trackers=[mlflow]"],
@@ -102,22 +89,13 @@ def test_the_table_is_what_the_project_says() -> None:
         assert {(each.distribution, each.at_least) for each in extra.libraries} == flat(extra.name), extra.name
 
 
-def test_a_library_that_is_here_is_named_with_its_version() -> None:
+def test_what_version_a_library_has_and_why_it_cannot_be_used() -> None:
     assert Library("numpy", "numpy", "1").version == np.__version__
     assert Library("no-such-thing", "numpy", instead="numpy").version == np.__version__
     assert Library("numpy", "numpy", "1").why_not == ""
-
-
-@pytest.mark.parametrize(
-    ("library", "why"),
-    [
-        (Library("no-such-thing", "no_such_thing"), "no-such-thing is not installed"),
-        (Library("numpy", "no_such.thing"), "numpy is not installed"),
-        (Library("numpy", "numpy", "1000.1"), f"numpy {np.__version__} is older than 1000.1"),
-    ],
-)
-def test_why_a_library_cannot_be_used(library: Library, why: str) -> None:
-    assert library.why_not == why
+    assert Library("no-such-thing", "no_such_thing").why_not == "no-such-thing is not installed"
+    assert Library("numpy", "no_such.thing").why_not == "numpy is not installed"
+    assert Library("numpy", "numpy", "1000.1").why_not == f"numpy {np.__version__} is older than 1000.1"
 
 
 def test_imports_that_fail_lead_to_their_extra() -> None:
@@ -142,15 +120,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
         "environment": ["environment", "--json"],
         "for people": ["environment"],
     }
+    words, asked = [sys.executable, "-c", WITHOUT, json.dumps(modules)], json.dumps(list(commands.values()))
+    own = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, json.dumps(modules)],
-        input=json.dumps(list(commands.values())),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
+        words, input=asked, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -169,21 +142,11 @@ def write_objects(folder: Path) -> None:
     for split in ("train2017", "val2017"):
         (folder / split).mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(folder / split / "1.jpg")
-        polygon = [[4, 4, 20, 4, 20, 20]]
+        drawn = {"bbox": [4, 4, 16, 16], "area": 128, "iscrowd": 0, "segmentation": [[4, 4, 20, 4, 20, 20]]}
         content = {
             "images": [{"id": 1, "file_name": "1.jpg", "height": 32, "width": 32}],
             "categories": [{"id": 1, "name": "thing"}],
-            "annotations": [
-                {
-                    "id": 1,
-                    "image_id": 1,
-                    "category_id": 1,
-                    "bbox": [4, 4, 16, 16],
-                    "area": 128,
-                    "iscrowd": 0,
-                    "segmentation": polygon,
-                }
-            ],
+            "annotations": [{"id": 1, "image_id": 1, "category_id": 1, **drawn}],
         }
         (folder / "annotations").mkdir(exist_ok=True)
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(content))

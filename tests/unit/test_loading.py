@@ -33,13 +33,10 @@ def test_there_is_no_search_within_and_there_is_again_after_it() -> None:
     assert gc.isenabled()
 
 
-def test_an_error_leaves_it_as_it_was() -> None:
+def test_an_error_leaves_it_as_it_was_and_who_had_switched_it_off_finds_it_off() -> None:
     with pytest.raises(ImportError), loading():
         raise ImportError("no such library")
     assert gc.isenabled()
-
-
-def test_who_had_switched_it_off_finds_it_off() -> None:
     gc.disable()
     with loading():
         pass

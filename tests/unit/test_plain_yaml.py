@@ -1,4 +1,4 @@
-"""A recipe's scalars mean what is written, in a file and on the command line, and hostile YAML is refused at once."""
+"""A recipe's scalars mean what is written, in a file and on the command line, and hostile YAML and JSON are refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
+from paceline.plain_json import load_json
 from paceline.plain_yaml import load_plain
 from paceline.recipe.load import load_recipe, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
@@ -61,9 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(written=NUMBERLIKE)
 def test_a_number_is_the_one_that_is_written_or_refused(folder: Path, written: str) -> None:
-    for place, (section, key) in enumerate(
-        (("batch", "global_size"), ("optimizer", "lr"), ("train", "label_smoothing"))
-    ):
+    keys = (("batch", "global_size"), ("optimizer", "lr"), ("train", "label_smoothing"))
+    for place, (section, key) in enumerate(keys):
         numbers = said(folder, f"{section}: {{{key}: {written}}}")
         assert numbers == said(folder, "", f"{section}.{key}={written}")
         assert not numbers or numbers[place] == as_number(written)
@@ -81,11 +81,10 @@ def test_a_name_is_the_text_that_is_written(folder: Path, written: str) -> None:
     assert list(groups) == [written]
 
 
-@given(
-    value=st.one_of(
-        NUMBERLIKE, st.text("aé:#-0.~ \n", max_size=6), st.floats(allow_nan=False), st.integers(), st.booleans()
-    )
-)
+TEXT = st.text("aé:#-0.~ \n", max_size=6)
+
+
+@given(value=st.one_of(NUMBERLIKE, TEXT, st.floats(allow_nan=False), st.integers(), st.booleans()))
 def test_a_stored_recipe_is_read_back_as_it_was_by_any_program(value: object) -> None:
     told = stored_recipe({"model": {"options": {"value": value, "deep": [{"value": value}]}}}, "r")
     text = to_yaml(told)
@@ -103,18 +102,9 @@ def test_switches_may_be_written_in_all_ways(tmp_path: Path, written: str) -> No
 
 def test_options_are_numbers_where_every_program_agrees(tmp_path: Path) -> None:
     options = "{a: 1e3, b: !!float 1e-3, c: '010', d: 0x1F, e: 1_000, f: 2001-01-01, g: =, h: {1: .inf, 01: !!str 5}}"
-    assert recipe(tmp_path, f"model: {{options: {options}}}").model.options == (
-        {
-            "a": 1e3,
-            "b": 1e-3,
-            "c": "010",
-            "d": 31,
-            "e": 1000,
-            "f": "2001-01-01",
-            "g": "=",
-            "h": {1: float("inf"), "01": "5"},
-        }
-    )
+    read = recipe(tmp_path, f"model: {{options: {options}}}").model.options
+    assert read.pop("h") == {1: float("inf"), "01": "5"}
+    assert read == {"a": 1e3, "b": 1e-3, "c": "010", "d": 31, "e": 1000, "f": "2001-01-01", "g": "="}
     for doubtful in ("010", "12:30", "1:30.5", ".nan", "1e400"):
         with pytest.raises(RecipeError, match=re.escape(doubtful)):
             recipe(tmp_path, f"model: {{options: {{a: {doubtful}}}}}")
@@ -178,12 +168,18 @@ def test_a_recipe_is_a_text_file(tmp_path: Path) -> None:
 
 
 def test_an_override_is_held_to_the_same_limits(tmp_path: Path) -> None:
-    for override in (
-        f"model.options.a={'[' * 5000}",
-        f"model.options{'.a' * 5000}=1",
-        f"seed={'9' * 5000}",
-        "seed=&a [*a]",
-    ):
+    deep = (f"model.options.a={'[' * 5000}", f"model.options{'.a' * 5000}=1")
+    for override in (*deep, f"seed={'9' * 5000}", "seed=&a [*a]"):
         with pytest.raises(RecipeError) as refusal:
             recipe(tmp_path, "", override)
         assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, b"[" * 100_000, b"\xff\xfe{", "", "{"])
+def test_what_cannot_be_read_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 — of whichever kind
+        load_json(text)
+
+
+def test_documents_are_read_with_the_options_of_json() -> None:
+    assert load_json(b'{"a": [1, NaN]}', parse_constant=str) == {"a": [1, "NaN"]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import registry
+from paceline import dataset_registry, registry
 from paceline.cli.main import run
-from paceline.errors import PacelineError, RecipeError
+from paceline.data.image.datasets import open_dataset
+from paceline.dataset_registry import DatasetsUsing, dataset_names, find_dataset
+from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
@@ -83,6 +87,26 @@ class Greet:
     def to_json(self):
         return {"name": self.name}
 '''
+SATELLITE = """
+import numpy as np
+from paceline.data.image.dataset import Probe, in_splits
+from paceline.data.image.source import ArraySource
+from paceline.dataset_registry import Size, dataset
+
+
+@dataset("satellite", keys=("path", "options", "validation_fraction"), size=Size("Satellite", 1000, 2, 16))
+def satellite(request):
+    tiles = np.full((6, 16, 16, 3), request.data.options.get("grey", 0), dtype=np.uint8)
+    whole = ArraySource(tiles, np.arange(6) % 2, "tile")
+    return in_splits(
+        [whole], "", request.data.validation_fraction, classes=("land", "sea"), digest=str(request.path), channels=3,
+        probe=Probe(6, (16, 16), greyscale=False),
+    )
+
+
+def plain(request):
+    return 3
+"""
 ENTRY_POINTS = """
 [paceline.optimizers]
 nudge = stranger:Nudge
@@ -96,6 +120,10 @@ greet = stranger:Greet
 train = stranger:Greet
 [paceline.tasks]
 pictures = stranger:Pictures
+
+[paceline.datasets]
+satellite = satellites:satellite
+nothing = satellites:plain
 """
 
 
@@ -103,6 +131,9 @@ pictures = stranger:Pictures
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of installed packages, with one that registers names."""
     (tmp_path / "stranger.py").write_text(CODE)
+    (tmp_path / "satellites.py").write_text(SATELLITE)
+    dataset_names()
+    monkeypatch.setattr(dataset_registry, "_entries", dict(dataset_registry._entries))
     install(tmp_path, "stranger", ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
     registry.installed.cache_clear()
@@ -126,20 +157,14 @@ def recipe(**overrides: Any) -> Any:
 def test_an_optimizer_of_another_package(name: str) -> None:
     asked = recipe(optimizer__name=name, optimizer__lr=0.5, optimizer__options={"push": 0.25}).optimizer
     built = build_optimizer(torch.nn.Linear(2, 2), asked, torch.device("cpu"))
-    assert (type(built).__name__, built.param_groups[0]["momentum"], built.param_groups[0]["lr"]) == (
-        "Nudge",
-        0.25,
-        0.5,
-    )
+    group = built.param_groups[0]
+    assert (type(built).__name__, group["momentum"], group["lr"]) == ("Nudge", 0.25, 0.5)
     assert load_recipe("digits", [f"optimizer.name={name}"]).recipe.optimizer.nesterov is False  # the file's is dropped
     with pytest.raises(RecipeError, match="momentum"):
         recipe(optimizer__name=name, optimizer__momentum=0.5)
+    wrong = recipe(optimizer__name=name, optimizer__options={"pull": 1}).optimizer
     with pytest.raises(RecipeError, match="do not fit"):
-        build_optimizer(
-            torch.nn.Linear(2, 2),
-            recipe(optimizer__name=name, optimizer__options={"pull": 1}).optimizer,
-            torch.device("cpu"),
-        )
+        build_optimizer(torch.nn.Linear(2, 2), wrong, torch.device("cpu"))
     moved = recipe(optimizer__name=name, schedule__momentum={"name": "linear", "end": 0.5})
     with pytest.raises(RecipeError, match=r"schedule\.momentum"):
         build_schedules(moved, None)  # type: ignore[arg-type]  # refused before the plan is looked at
@@ -219,12 +244,13 @@ def test_every_one_of_ours_is_there(kind: registry.Kind) -> None:
 
 @pytest.mark.usefixtures("stranger")
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(RecipeError, match=r"optimizer\.name: unknown optimizer 'nudgd'\. Did you mean 'nudge'\?"):
-        load_recipe("digits", ["optimizer.name=nudgd"])
-    with pytest.raises(RecipeError, match=r"schedule\.name: unknown schedule 'sawtoth'\. Did you mean 'sawtooth'\?"):
-        load_recipe("digits", ["schedule.name=sawtoth"])
-    with pytest.raises(RecipeError, match=r"train\.loss: unknown loss 'powr'\. Did you mean 'power'\?"):
-        load_recipe("digits", ["train.loss=powr"])
+    for said, nearest in {
+        "optimizer.name=nudgd": r"unknown optimizer 'nudgd'\. Did you mean 'nudge'",
+        "schedule.name=sawtoth": r"unknown schedule 'sawtoth'\. Did you mean 'sawtooth'",
+        "train.loss=powr": r"unknown loss 'powr'\. Did you mean 'power'",
+    }.items():
+        with pytest.raises(RecipeError, match=nearest):
+            load_recipe("digits", [said])
     assert load_recipe("digits", ["train.loss=Focal"]).recipe.train.loss == "focal"
     with pytest.raises(RecipeError, match=r"unknown task 'picture'\. Did you mean 'pictures'"):
         build_task(recipe(task="picture"))
@@ -242,3 +268,32 @@ def test_a_command_of_another_package(capsys: pytest.CaptureFixture[str]) -> Non
     assert "greet" not in capsys.readouterr().out.lower()
     assert run(["great"]) == 2
     assert "Did you mean 'greet'?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stranger")
+def test_another_packages_data_set_is_one_of_ours() -> None:
+    assert "satellite" in dataset_names()
+    recipe = load_recipe("image_folder", ["data.dataset=satellite", "data.path=x", "data.options.grey=7"]).recipe
+    found = open_dataset(recipe.data)
+    assert (found.name, found.classes, found.native_size) == ("satellite", ("land", "sea"), (16, 16))
+    assert found.train.read(0).max() == 7
+    with pytest.raises(RecipeError, match=r"'data.image_column' has no effect with data.dataset=satellite"):
+        load_recipe("image_folder", ["data.dataset=satellite", "data.path=x", "data.image_column=a"])
+    with pytest.raises(DataError, match="its opener returned int"):
+        open_dataset(load_recipe("image_folder", ["data.dataset=nothing", "data.path=x"]).recipe.data)
+
+
+def test_keys_and_names() -> None:
+    assert list(DatasetsUsing("split_column", "other")) == ["csv", "mixture", "parquet", "other"]
+    assert "torchvision:EMNIST" in DatasetsUsing("options")
+    assert "digits" not in DatasetsUsing("path")
+    assert find_dataset("nobody") is None
+
+
+def test_checking_a_recipe_loads_no_torch() -> None:
+    code = (
+        "import sys; from paceline.recipe.load import load_recipe; "
+        "load_recipe('image_folder', ['data.dataset=csv', 'data.path=x', 'data.label_column=y']); "
+        "assert 'paceline.data.image.sets.csv' in sys.modules; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

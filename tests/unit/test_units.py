@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,24 +12,18 @@ from hypothesis import strategies as st
 
 from paceline.units import Duration, TimeSpan, format_bytes, format_count, format_seconds, metric_title, metric_unit
 
+LENGTHS = {
+    "epochs": {"3 epochs": 3, "1 epoch": 1, "0.5 epochs": 0.5, ".5 epochs": 0.5},
+    "steps": {"500 steps": 500, " 500steps ": 500, "1e3 steps": 1000},
+    "samples": {"100000 samples": 100_000},
+    "percent": {"10%": 10, "10 percent": 10},
+}
 
-@pytest.mark.parametrize(
-    ("text", "value", "unit"),
-    [
-        ("3 epochs", 3, "epochs"),
-        ("1 epoch", 1, "epochs"),
-        ("0.5 epochs", 0.5, "epochs"),
-        (".5 epochs", 0.5, "epochs"),
-        ("500 steps", 500, "steps"),
-        (" 500steps ", 500, "steps"),
-        ("100000 samples", 100_000, "samples"),
-        ("1e3 steps", 1000, "steps"),
-        ("10%", 10, "percent"),
-        ("10 percent", 10, "percent"),
-    ],
-)
-def test_a_length_is_read(text: str, value: float, unit: str) -> None:
-    assert Duration.parse(text) == Duration(value, unit)  # type: ignore[arg-type]
+
+@pytest.mark.parametrize("unit", LENGTHS)
+def test_a_length_is_read(unit: Any) -> None:
+    for text, value in LENGTHS[unit].items():
+        assert Duration.parse(text) == Duration(value, unit)
 
 
 @pytest.mark.parametrize("found", ["3", "epochs", "-3 steps", "3 weeks", "", "3 epochs 2 steps", 3, None, 1.5])
@@ -45,22 +41,20 @@ def test_what_is_written_is_read(value: float, unit: str) -> None:
     assert Duration.parse(str(length)) == length
 
 
-@pytest.mark.parametrize(("value", "unit", "steps"), [
-    (3, "epochs", 18),
-    (0.5, "epochs", 3),
-    (7, "steps", 7),
-    (90, "samples", 6),
-    (91, "samples", 7),
-    (81, "samples", 6),
-    (80, "samples", 5),
-    (1, "samples", 1),
-    (25, "percent", 50),
-    (0.1, "percent", 0),
-])  # fmt: skip
-def test_whole_steps(value: float, unit: str, steps: int) -> None:
+STEPS = {
+    "epochs": {3: 18, 0.5: 3},
+    "steps": {7: 7},
+    "samples": {90: 6, 91: 7, 81: 6, 80: 5, 1: 1},
+    "percent": {25: 50, 0.1: 0},
+}
+
+
+@pytest.mark.parametrize("unit", STEPS)
+def test_whole_steps(unit: Any) -> None:
     """90 samples in 6 steps an epoch, the last of 10; 200 steps in all."""
-    length = Duration(value, unit)  # type: ignore[arg-type]
-    assert length.to_steps(samples_per_epoch=90, global_batch_size=16, total_steps=200) == steps
+    for value, steps in STEPS[unit].items():
+        length = Duration(value, unit)
+        assert length.to_steps(samples_per_epoch=90, global_batch_size=16, total_steps=200) == steps, value
 
 
 @given(samples=st.integers(1, 500), batch=st.integers(1, 64), wanted=st.integers(0, 2000))
@@ -79,43 +73,18 @@ def test_a_share_of_an_unknown_whole_is_refused() -> None:
         Duration(10, "percent").to_steps(samples_per_epoch=90, global_batch_size=16)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0.00 s"),
-        (0.424, "0.42 s"),
-        (12.34, "12.3 s"),
-        (59.99, "1 min 00 s"),
-        (60, "1 min 00 s"),
-        (245, "4 min 05 s"),
-        (3599.7, "1 h 00 min"),
-        (12_000, "3 h 20 min"),
-        (360_000, "100 h 00 min"),
-    ],
-)
-def test_time_for_people(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
+TIMES = {0: "0.00 s", 0.424: "0.42 s", 12.34: "12.3 s", 59.99: "1 min 00 s", 60: "1 min 00 s", 245: "4 min 05 s"}
+TIMES |= {3599.7: "1 h 00 min", 12_000: "3 h 20 min", 360_000: "100 h 00 min"}
+SIZES = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 154_140_672: "147 MiB", 1024**2 - 1: "1.0 MiB"}
+SIZES |= {5 * 1024**4: "5120 GiB"}
+COUNTS = {0: "0", 4.0: "4", 0.662: "0.66", 999: "999", 1_281_167: "1,281,167", 12.6: "13"}
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (154_140_672, "147 MiB"),
-        (1024**2 - 1, "1.0 MiB"),
-        (5 * 1024**4, "5120 GiB"),
-    ],
+    ("written", "expected"), [(format_seconds, TIMES), (format_bytes, SIZES), (format_count, COUNTS)]
 )
-def test_size_for_people(count: float, text: str) -> None:
-    assert format_bytes(count) == text
-
-
-def test_count_for_people() -> None:
-    assert [format_count(count) for count in (0, 4.0, 0.662, 999, 1_281_167, 12.6)] == (
-        ["0", "4", "0.66", "999", "1,281,167", "13"]
-    )
+def test_numbers_for_people(written: Callable[[float], str], expected: dict[float, str]) -> None:
+    assert {number: written(number) for number in expected} == expected
 
 
 @pytest.mark.parametrize(

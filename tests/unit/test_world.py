@@ -9,30 +9,20 @@ import pytest
 from paceline.world import World
 
 
-def test_alone_by_default() -> None:
-    world = World()
-    assert (world.rank, world.local_rank, world.world_size, world.local_world_size) == (0, 0, 1, 1)
-    assert world.is_first
-
-
-def test_only_rank_zero_is_first() -> None:
+def test_alone_by_default_and_only_rank_zero_is_first() -> None:
+    assert World() == World(rank=0, local_rank=0, world_size=1, local_world_size=1)
     places = [World(rank=rank, world_size=4) for rank in range(4)]
     assert [place.is_first for place in places] == [True, False, False, False]
     # First of its machine, but not of the run.
     assert not World(rank=4, local_rank=0, world_size=8, local_world_size=4).is_first
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        {"rank": 1},
-        {"rank": -1},
-        {"rank": 4, "world_size": 4},
-        {"world_size": 0},
-        {"rank": 1, "world_size": 4, "local_world_size": 2, "local_rank": 2},
-        {"world_size": 2, "local_world_size": 3},
-    ],
-)
+IMPOSSIBLE = [{"rank": 1}, {"rank": -1}, {"rank": 4, "world_size": 4}, {"world_size": 0}]
+IMPOSSIBLE += [{"rank": 1, "world_size": 4, "local_world_size": 2, "local_rank": 2}]
+IMPOSSIBLE += [{"world_size": 2, "local_world_size": 3}]
+
+
+@pytest.mark.parametrize("place", IMPOSSIBLE)
 def test_an_impossible_place_is_refused(place: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"\d"):
         World(**place)

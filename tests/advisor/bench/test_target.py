@@ -88,9 +88,8 @@ def test_who_did_not_get_there_counts_as_long_as_it_ran() -> None:
 
 
 def test_a_run_that_failed_is_censored_where_it_failed() -> None:
-    row = summarise_runs(
-        [run(10, reached=True), run(5, reached=False, trouble="it broke"), run(20, reached=True)], TARGET
-    )
+    failed = run(5, reached=False, trouble="it broke")
+    row = summarise_runs([run(10, reached=True), failed, run(20, reached=True)], TARGET)
     assert row["trouble"] == "it broke"
     assert row["median_seconds"]["middle"] == 10.0
     assert row["cost"] is None

@@ -74,7 +74,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     names: list[str] = []
 
     def run(
-        overrides: Mapping[str, Any] | None = None, *, code: str = "", device: str | None = None, room: bool = False
+        overrides: Mapping[str, Any] | None = None, *, code: str = "", device: Any = None, room: bool = False
     ) -> Any:
         monkeypatch.setattr(study, "lack_of_room", estimate if room else lambda *_: None)
         asked = dict(overrides or {})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted_networks import POINTWISE
 
 from paceline.recipe.load import load_recipe
 from paceline_advisor.doctor.findings import Advice, Finding
@@ -15,23 +16,6 @@ from paceline_advisor.doctor.improving import Plans, measure, write_improved
 
 Examined = Callable[..., Any]
 
-NETWORK = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 64, 3)
-        self.second = nn.Conv2d(64, 128, 3)
-        self.head = nn.Linear(128, num_classes)
-
-    def forward(self, x):
-        x = self.conv(x)
-        x = x * 0.5 * (1.0 + torch.erf(x / 1.41421))
-        return self.head(self.second(x).mean((2, 3)))
-"""
 NET = {"model.name": "mine:Net", "model.options": "{}", "telemetry.log_every": "1 step"}
 
 
@@ -41,7 +25,7 @@ def finding(name: str, overrides: Mapping[str, Any]) -> Finding:
 
 
 def test_what_the_strategy_refuses_is_said_and_left_out(examined: Examined, tmp_path: Path) -> None:
-    diagnosis = examined(NET | {"parallel.strategy": "fsdp"}, code=NETWORK, device="a100")
+    diagnosis = examined(NET | {"parallel.strategy": "fsdp"}, code=POINTWISE, device="a100")
     assert {"log_every_step", "unfused_pointwise"} <= {each.name for each in diagnosis.findings}
     made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
     assert [each.name for each in made.met] == ["log_every_step"]
@@ -63,28 +47,24 @@ def test_changes_that_go_alone_but_not_together(clean: Any, tmp_path: Path) -> N
     thawed = {"model.frozen": ["stages.*"], "model.unfreeze": {"stages.*": "1 epoch"}}
     plans = Plans(clean)
     assert [plans.refusal(each) for each in (compiled, thawed)] == ["", ""]
-    diagnosis = replace(clean, findings=(finding("one", compiled), finding("other", thawed)))
-    made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
-    assert [each.name for each in made.met] == ["one"]
-    assert "model.compile=true" in made.left_out["other"]
-    assert load_recipe(tmp_path / "better.yaml").recipe.model.compile is True
-
-
-def test_two_changes_of_one_key(clean: Any, tmp_path: Path) -> None:
-    every = [{"telemetry.log_every": f"{steps} steps"} for steps in (20, 30)]
-    diagnosis = replace(clean, findings=(finding("first", every[0]), finding("second", every[1])))
-    made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
-    assert [each.name for each in made.met] == ["first"]
-    assert made.left_out == {"second": "telemetry.log_every is changed to 20 steps already"}
+    often, rarely = ({"telemetry.log_every": f"{steps} steps"} for steps in (20, 30))
+    for one, other, said in (
+        (compiled, thawed, "model.compile=true"),
+        (often, rarely, "telemetry.log_every is changed to 20 steps already"),  # two changes of one key
+    ):
+        path = tmp_path / f"{len(said)}.yaml"
+        diagnosis = replace(clean, findings=(finding("one", one), finding("other", other)))
+        made = write_improved(path, diagnosis, measured=False)
+        assert [each.name for each in made.met] == ["one"]
+        assert said in made.left_out["other"]
+        assert load_recipe(path).recipe.model.compile == (one is compiled)
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [({"model.frozen": ["no_such.*"]}, "no_such"), ({"train.precision": "fp12"}, "fp12"), ({"data.workers": 2}, "")],
 )
-def test_a_change_that_names_nothing_or_does_nothing(
-    clean: Any, tmp_path: Path, overrides: dict[str, Any], said: str
-) -> None:
+def test_a_change_that_names_nothing_or_does_nothing(clean: Any, tmp_path: Path, overrides: Any, said: str) -> None:
     diagnosis = replace(clean, findings=(finding("idle", overrides),))
     made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
     assert made.met == ()

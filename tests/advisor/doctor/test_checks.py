@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planted_networks import CELLS, DEPTHWISE, DISORDERED, POINTWISE, RECURRENT, RELAID
 
 from paceline.recipe.load import load_recipe
 from paceline.tasks.task import build_task
@@ -19,99 +20,6 @@ from paceline_advisor.doctor.subject import Subject, choose_target
 
 Examined = Callable[..., Any]
 
-RECURRENT = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.rows = nn.LSTM(96, 100, batch_first=True)
-        self.head = nn.Linear(100, num_classes)
-
-    def forward(self, x):
-        return self.head(self.rows(x.transpose(1, 2).flatten(2))[0][:, -1])
-"""
-CELLS = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.cell = nn.GRUCell(96, 256)
-        self.head = nn.Linear(256, num_classes)
-
-    def forward(self, x):
-        state = x.new_zeros(len(x), 256)
-        for row in x[:, :, :3].transpose(1, 2).flatten(2).unbind(1):
-            state = self.cell(row, state)
-        return self.head(state)
-"""
-DEPTHWISE = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 64, 3)
-        self.each = nn.Conv2d(64, 64, 3, groups=64)
-        self.mixed = nn.Conv2d(64, 256, 1)
-        self.head = nn.Linear(256, num_classes)
-
-    def forward(self, x):
-        return self.head(self.mixed(self.each(self.stem(x))).mean((2, 3)))
-"""
-POINTWISE = """
-import torch
-from torch import nn
-
-
-def slow_gelu(x):
-    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
-
-
-class Net(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 64, 3)
-        self.second = nn.Conv2d(64, 128, 3)
-        self.head = nn.Linear(128, num_classes)
-
-    def forward(self, x):
-        return self.head(self.second(slow_gelu(self.conv(x))).mean((2, 3)))
-"""
-RELAID = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 64, 3)
-        self.second = nn.Conv2d(64, 128, 3)
-        self.head = nn.Linear(128, num_classes)
-
-    def forward(self, x):
-        return self.head(self.second(self.conv(x).contiguous()).mean((2, 3)))
-"""
-DISORDERED = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, num_classes):
-        super().__init__()
-        self.head = nn.Linear(128, num_classes)
-        self.second = nn.Conv2d(64, 128, 3)
-        self.conv = nn.Conv2d(3, 64, 3)
-
-    def forward(self, x):
-        return self.head(self.second(self.conv(x)).mean((2, 3)))
-"""
 WITH_GRADIENT = """
 import torch
 
@@ -152,10 +60,7 @@ def named(diagnosis: Any) -> dict[str, Any]:
 # What is looked for, and what has it; several in one recipe where none hides another.
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "t4": {"slow_precision": {"train.precision": "bf16"}},
-    "cpu": {
-        "unfused_optimizer": {"optimizer.options": "{foreach: false}"},
-        "threads": {"parallel.threads": 1},
-    },
+    "cpu": {"unfused_optimizer": {"optimizer.options": "{foreach: false}"}, "threads": {"parallel.threads": 1}},
     "a100": {
         "autotune_off": {"train.deterministic": "true"},
         "unused_parameter_search": {"parallel.unused_parameters": "allow"},

@@ -1,16 +1,23 @@
-"""What the doctor knows of a network's layers."""
+"""What the doctor knows of a network's layers, looked at on the CPU: on small pictures, whatever the recipe shows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.detection import RetinaNet
 
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
+from paceline.recipe.load import load_recipe
+from paceline.trainer.fake_batch import with_stand_in_data
 from paceline_advisor.doctor.anatomy import class_places, look_at
+from paceline_advisor.doctor.behaviour import behave, untouched
 
 SAMPLES = 3
 
@@ -55,3 +62,23 @@ def test_layers_are_placed_in_the_class_that_made_them_and_never_in_torchs_own()
     (place,) = class_places(Held(), ["layers.0"])
     assert (place.file, place.what) == (__file__, "class Held")
     assert class_places(nn.Sequential(nn.Conv2d(3, 4, 3)), ["0"]) == ()
+
+
+@pytest.mark.parametrize(("sides", "shown_side"), [([640, 800], 128), ([64], 64)])
+def test_pictures_of_a_detector_are_shown_small(sides: list[int], shown_side: int) -> None:
+    overrides = {"model.name": "small_retinanet", "data.detection.short_sides": sides}
+    recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", overrides).recipe)
+    shown: set[tuple[int, ...]] = set()
+
+    def see(module: Any, given: Any) -> None:
+        if isinstance(module, RetinaNet):
+            shown.update(tuple(each.shape[1:]) for each in given[0])
+
+    watching = register_module_forward_pre_hook(see)
+    try:
+        with untouched():
+            anatomy, _ = behave(recipe, channels_last=False)
+    finally:
+        watching.remove()
+    assert anatomy.layers
+    assert {min(each) for each in shown} == {shown_side}

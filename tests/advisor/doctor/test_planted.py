@@ -134,10 +134,8 @@ def test_nothing_is_found_in_a_clean_recipe(examined: Examined, device: str) -> 
     assert diagnosis.is_healthy
 
 
-@pytest.mark.parametrize("device", ["t4", "mi300x"])
-def test_nothing_is_found_in_it_for_other_accelerators_at_their_precision(examined: Examined, device: str) -> None:
-    asked = {"train.precision": "fp16"} if device == "t4" else {}
-    assert examined(asked, device=device).findings == ()
+def test_nothing_is_found_in_it_for_other_accelerators_at_their_precision(examined: Examined) -> None:
+    assert examined({"train.precision": "fp16"}, device="t4").findings == examined(device="mi300x").findings == ()
 
 
 def test_nothing_is_found_in_clean_code_of_ones_own(examined: Examined, own_loader: Callable[..., str]) -> None:
@@ -148,14 +146,12 @@ def test_nothing_is_found_in_clean_code_of_ones_own(examined: Examined, own_load
 
 # What is planted in code and recipe, the first finding, and its places: line, what, count. What else is found of all of
 # them, and where the command places them for a CPU too, is in tests/cli/test_doctor_planted.py.
+DETECTED = "with torch.autograd.detect_anomaly(check_nan=False):"
 PLANTED: dict[str, tuple[str, dict[str, Any], str, list[tuple[int, str, int]]]] = {
     "a value read in every step": (ITEM, TASK, "synchronisation", [(10, ".item()", 1)]),
     "biases": (network(bias=True), NET, "bias_before_batchnorm", [(5, "class Block", 3)]),
     "anomaly mode": (ANOMALY, TASK, "anomaly_mode", [(6, "torch.autograd.set_detect_anomaly(True)", 1)]),
-    "anomaly mode in the loss": (
-        *(ANOMALY_IN_THE_LOSS, TASK, "anomaly_mode"),
-        [(9, "with torch.autograd.detect_anomaly(check_nan=False):", 1)],
-    ),
+    "anomaly mode in the loss": (*(ANOMALY_IN_THE_LOSS, TASK, "anomaly_mode"), [(9, DETECTED, 1)]),
     "tensors of the host": (ON_THE_HOST, TASK, "host_tensors", [(10, "torch.rand without device=", 1)]),
 }
 

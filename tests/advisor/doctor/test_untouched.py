@@ -104,9 +104,7 @@ def state() -> tuple[Any, ...]:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize("switches", SWITCHES)
-def test_a_rude_task_changes_nothing(
-    examined: Callable[..., Any], tmp_path: Path, switches: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rude_task_changes_nothing(examined: Any, tmp_path: Path, switches: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("PACELINE_TEST_STAYS", "yes")
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     before, files = state(), set(tmp_path.iterdir())
@@ -114,16 +112,12 @@ def test_a_rude_task_changes_nothing(
     diagnosis = examined(asked, code=RUDE.replace("        {switches}\n", SWITCHES[switches]), device="a100")
     assert state() == before
     assert diagnosis.findings[0].name == "anomaly_mode"
-    assert "autotune_off" in {each.name for each in diagnosis.findings}
-    assert "debug_environment" in {each.name for each in diagnosis.findings}
-    (place,) = next(each.places for each in diagnosis.findings if each.name == "autotune_off")
+    found = {each.name: each for each in diagnosis.findings}
+    assert "debug_environment" in found
+    (place,) = found["autotune_off"].places
     assert (place.line, place.what) == (12, "cudnn.benchmark = False")
-    assert {path.name for path in set(tmp_path.iterdir()) - files} <= {"__pycache__", *tmp_path_code(tmp_path)}
-
-
-def tmp_path_code(tmp_path: Path) -> set[str]:
-    """What the test itself has written."""
-    return {path.name for path in tmp_path.glob("mine_*.py")}
+    own = set(tmp_path.glob("mine_*.py"))  # what the test itself has written
+    assert {path.name for path in set(tmp_path.iterdir()) - files - own} <= {"__pycache__"}
 
 
 def test_a_network_that_sets_the_default_device_when_it_is_imported(examined: Callable[..., Any]) -> None:

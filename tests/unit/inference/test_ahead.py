@@ -25,22 +25,25 @@ from paceline.inference.labelling import ImageLabeller
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.inference.sources import PictureFile
 
-TINY = {
-    "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1}},
-    "data": {"dataset": "synthetic", "image_size": 16, "channels": 3, "classes": 7, "augment": None},
-    "batch.global_size": 8,
-    "train.duration": "2 steps",
-    "evaluate.every": "off",
-    "parallel": {"device": "cpu", "threads": 1},
-    "telemetry.report": False,
-}
+CPU = torch.device("cpu")
+NOISE = {"dataset": "synthetic", "image_size": 16, "channels": 3, "classes": 7}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tiny_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a tiny network on noise; to be read only."""
-    folder = tmp_path_factory.mktemp("trained")
-    return paceline.train("digits", overrides=TINY, run_dir=folder / "run", quiet=True).run_dir
+    asked = {"data": NOISE, "train.duration": "2 steps", "evaluate.every": "off"}
+    return paceline.train(tiny_recipe, overrides=asked, run_dir=tmp_path_factory.mktemp("run"), quiet=True).run_dir
+
+
+def by_class(answer: Any) -> dict[str, float]:
+    return dict(zip(answer.labels, answer.probabilities, strict=True))
+
+
+def png() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(content, "PNG")
+    return content.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +93,7 @@ def test_other_batches_say_the_same(trained: Path, pictures: Path, size: int) ->
     usual, other = (list(predictor.predict(paths, top_k=7, batch_size=each)) for each in (64, size))
     assert [each.path for each in usual] == [each.path for each in other] == paths
     for one, two in zip(usual, other, strict=True):
-        assert dict(zip(one.labels, one.probabilities, strict=True)) == pytest.approx(
-            dict(zip(two.labels, two.probabilities, strict=True)), abs=1e-5
-        )
+        assert by_class(one) == pytest.approx(by_class(two), abs=1e-5)
 
 
 class Counting:
@@ -109,9 +110,7 @@ class Counting:
 
 
 def test_no_more_is_read_ahead_than_two_batches(trained: Path) -> None:
-    content = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(content, "PNG")
-    counting = Counting(content.getvalue())
+    counting = Counting(png())
     answers = answers_ahead(load_predictor(trained), counting, top_k=1, batch_size=8)
     for number in range(1, 201):
         assert next(answers).path == Path(str(number))
@@ -121,26 +120,18 @@ def test_no_more_is_read_ahead_than_two_batches(trained: Path) -> None:
     assert threading.active_count() < before
 
 
-def test_detectors_look_at_pictures_one_by_one(trained: Path) -> None:
-    class Alone:
-        largest_batch = 1
-        batches: tuple[int, ...] = ()
+def test_detectors_look_at_pictures_one_by_one(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, batches = load_predictor(trained), []
+    real = predictor.answer
 
-        def __init__(self) -> None:
-            self._real = load_predictor(trained)
+    def answer(prepared: Any, top_k: int) -> Any:
+        batches.append(len(prepared))
+        return real(prepared, top_k)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._real, name)
-
-        def answer(self, prepared: Any, top_k: int) -> Any:
-            self.batches += (len(prepared),)
-            return self._real.answer(prepared, top_k)
-
-    content = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(content, "PNG")
-    alone = Alone()
-    list(itertools.islice(answers_ahead(alone, Counting(content.getvalue()), top_k=1), 5))
-    assert set(alone.batches) == {1}
+    monkeypatch.setattr(predictor, "largest_batch", 1, raising=False)
+    monkeypatch.setattr(predictor, "answer", answer, raising=False)
+    list(itertools.islice(answers_ahead(predictor, Counting(png()), top_k=1), 5))
+    assert set(batches) == {1}
 
 
 # --------------------------------------------------------------------------------------------------------- files
@@ -175,10 +166,7 @@ def test_csv(trained: Path, pictures: Path, here: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 148 * 2 + 2
     assert list(rows[0]) == ["path", "rank", "label", "probability", "error"]
-    assert [(row["path"], row["rank"]) for row in rows[:2]] == [
-        (f"{pictures}/000.jpg", "1"),
-        (f"{pictures}/000.jpg", "2"),
-    ]
+    assert [(row["path"], row["rank"]) for row in rows[:2]] == [(f"{pictures}/000.jpg", rank) for rank in "12"]
     assert float(rows[0]["probability"]) >= float(rows[1]["probability"])
     assert [Path(row["path"]).name for row in rows if row["error"]] == ["010.jpg", "099.jpg"]
 
@@ -213,16 +201,9 @@ def test_a_file_is_whole_or_not_there(here: Path) -> None:
 
 
 def test_boxes_in_csv(here: Path) -> None:
-    rows = [
-        {
-            "path": Path("a"),
-            "labels": ("x", "y"),
-            "probabilities": (1.0, 0.5),
-            "boxes": ((1, 2, 3, 4),) * 2,
-            "error": None,
-        },
-        {"path": Path("b"), "labels": (), "probabilities": (), "boxes": (), "error": None},
-    ]
+    found = {"labels": ("x", "y"), "probabilities": (1.0, 0.5), "boxes": ((1, 2, 3, 4),) * 2}
+    rows = [{"path": Path("a"), "error": None, **found}]
+    rows += [{"path": Path("b"), "error": None, **dict.fromkeys(found, ())}]
     with answer_file(Path("a.csv"), boxes=True) as file:
         file.write(rows)
     assert Path("a.csv").read_text().splitlines() == [
@@ -243,7 +224,7 @@ def test_boxes_in_csv(here: Path) -> None:
     ],
 )
 def test_what_has_no_effect_is_refused(
-    trained: Path, pictures: Path, here: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
+    trained: Path, pictures: Path, here: Path, capsys: Any, more: Any, words: str
 ) -> None:
     assert predicted(trained, pictures, *more) == 2
     assert words in capsys.readouterr().err
@@ -262,16 +243,9 @@ def onnx_file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     folder = tmp_path_factory.mktemp("onnx")
     predictor, batch = load_predictor(trained), torch.export.Dim("batch")
-    torch.onnx.export(
-        predictor.network,
-        (torch.zeros(2, 3, 16, 16),),
-        folder / "plain.onnx",
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_shapes=({0: batch},),
-        dynamo=True,
-        verbose=False,
-    )
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"], "dynamic_shapes": ({0: batch},)}
+    shown = (torch.zeros(2, 3, 16, 16),)
+    torch.onnx.export(predictor.network, shown, folder / "plain.onnx", **names, dynamo=True, verbose=False)
     numbers = itertools.count()
 
     def write(**metadata: str) -> Path:
@@ -286,16 +260,13 @@ def onnx_file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 def test_onnx_runtime_says_the_same(trained: Path, pictures: Path, onnx_file: Callable[..., Path]) -> None:
     paths = sorted(pictures.iterdir())
-    device = torch.device("cpu")
     ours, other = (
-        list(answers_ahead(open_predictor(each, device=device), map(PictureFile.at, paths), top_k=7))
+        list(answers_ahead(open_predictor(each, device=CPU), map(PictureFile.at, paths), top_k=7))
         for each in (trained, onnx_file())
     )
     for one, two in zip(ours, other, strict=True):
         assert (one.path, one.error) == (two.path, two.error)
-        assert dict(zip(one.labels, one.probabilities, strict=True)) == pytest.approx(
-            dict(zip(two.labels, two.probabilities, strict=True)), abs=1e-5
-        )
+        assert by_class(one) == pytest.approx(by_class(two), abs=1e-5)
 
 
 def test_several_views_of_an_image(trained: Path, pictures: Path, onnx_file: Callable[..., Path]) -> None:
@@ -303,7 +274,7 @@ def test_several_views_of_an_image(trained: Path, pictures: Path, onnx_file: Cal
     flipped, crops = (json.dumps({**recipe, "evaluate": {"augment": kind}}) for kind in ("flip", "five_crop"))
     picture = pictures / "000.jpg"
     one, two = (
-        next(answers_ahead(open_predictor(each, device=torch.device("cpu")), [PictureFile.at(picture)], top_k=7))
+        next(answers_ahead(open_predictor(each, device=CPU), [PictureFile.at(picture)], top_k=7))
         for each in (onnx_file(), onnx_file(recipe=flipped))
     )
     predictor = load_predictor(trained)
@@ -311,34 +282,25 @@ def test_several_views_of_an_image(trained: Path, pictures: Path, onnx_file: Cal
     with torch.inference_mode():
         views = predictor.probabilities(torch.stack([image, image.flip(2)])).mean(dim=0).tolist()
     wanted = dict(zip(predictor.classes, views, strict=True))
-    assert dict(zip(two.labels, two.probabilities, strict=True)) == pytest.approx(wanted, abs=1e-5)
+    assert by_class(two) == pytest.approx(wanted, abs=1e-5)
     assert one.probabilities != pytest.approx(two.probabilities, abs=1e-5)
     with pytest.raises(CheckpointError, match="five_crop"):
-        open_predictor(onnx_file(recipe=crops), device=torch.device("cpu"))
+        open_predictor(onnx_file(recipe=crops), device=CPU)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "words"),
-    [
-        ({"data": ""}, "'data'"),
-        ({"data": '{"tokenizer": {}}'}, "labels no images"),
-        ({"data": "[]"}, "'data'"),
-    ],
-)
-def test_onnx_files_that_are_not_ours(onnx_file: Callable[..., Path], metadata: dict[str, str], words: str) -> None:
-    with pytest.raises((CheckpointError, DataError), match=words):
-        open_predictor(onnx_file(**metadata), device=torch.device("cpu"))
-
-
-def test_what_is_no_onnx_file(here: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+def test_onnx_files_that_are_none_or_not_ours(onnx_file: Callable[..., Path], here: Path) -> None:
     Path("x.onnx").write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError, match="cannot be opened by ONNX Runtime"):
-        open_predictor(Path("x.onnx"), device=torch.device("cpu"))
-    with pytest.raises(CheckpointError, match="does not exist"):
-        open_predictor(Path("y.onnx"), device=torch.device("cpu"))
+    for path, words in (
+        (Path("x.onnx"), "cannot be opened by ONNX Runtime"),
+        (Path("y.onnx"), "does not exist"),
+        (onnx_file(data=""), "'data'"),
+        (onnx_file(data='{"tokenizer": {}}'), "labels no images"),
+        (onnx_file(data="[]"), "'data'"),
+    ):
+        with pytest.raises((CheckpointError, DataError), match=words):
+            open_predictor(path, device=CPU)
     with pytest.raises(CheckpointError, match="--best have no effect"):
-        open_predictor(Path("x.onnx"), best=True, device=torch.device("cpu"))
+        open_predictor(Path("x.onnx"), best=True, device=CPU)
 
 
 # --------------------------------------------------------------------------------------------------- hub folders
@@ -346,7 +308,6 @@ def test_what_is_no_onnx_file(here: Path) -> None:
 
 def test_a_folder_of_timms_own(here: Path, pictures: Path) -> None:
     """Answered as timm's own transform and network answer."""
-    pytest.importorskip("paceline.checkpoint.hub_folder", reason="hub folders are not read yet")
     import timm
 
     made = timm.create_model("test_resnet", num_classes=3)
@@ -356,7 +317,5 @@ def test_a_folder_of_timms_own(here: Path, pictures: Path) -> None:
     path = pictures / "000.jpg"
     with torch.inference_mode():
         expected = made(transform(Image.open(path))[None]).softmax(dim=1)[0].tolist()
-    (found,) = open_predictor(Path("hub"), device=torch.device("cpu")).predict([path], top_k=3)
-    assert dict(zip(found.labels, found.probabilities, strict=True)) == pytest.approx(
-        dict(zip("xyz", expected, strict=True)), abs=0.01
-    )
+    (found,) = open_predictor(Path("hub"), device=CPU).predict([path], top_k=3)
+    assert by_class(found) == pytest.approx(dict(zip("xyz", expected, strict=True)), abs=0.01)

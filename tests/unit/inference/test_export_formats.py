@@ -111,6 +111,27 @@ def timms(folder: Path) -> tuple[nn.Module, Callable[[Image.Image], Tensor]]:
     return network, timm.data.create_transform(**config, is_training=False)
 
 
+def is_exact(done: Exported) -> bool:
+    return done.largest_difference is not None and done.largest_difference < 1e-5
+
+
+def last_evaluation(run: Path, weights: str) -> dict[str, Any]:
+    told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [each for each in told if each["event"] == "evaluation" and each["weights"] == weights][-1]
+
+
+def test_run_to_safetensors(digits: Path, tmp_path: Path) -> None:
+    for asked, kept in (("auto", "ema"), ("ema", "ema"), ("model", "model")):
+        output = tmp_path / "new" / f"{asked}.safetensors"  # the folders above it are made
+        assert written(digits, output, "safetensors", weights=asked).saved.weights == kept
+        found, wanted = load_file(output), read_weights(digits, kept).state
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+        # What was exported can be exported: it says what it belongs to.
+        again = written(output, tmp_path / f"{asked}-again.safetensors", "safetensors")
+        assert again.saved.described("recipe") == read_weights(digits).described("recipe")
+
+
 def test_run_to_hub_folder_to_timm_grey(digits: Path, tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     for weights in ("model", "ema"):
@@ -151,15 +172,13 @@ def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
     matter = yaml.safe_load(front)
     assert matter["library_name"] == "timm"
     saved = read_weights(digits, "model")
-    last = [json.loads(line) for line in (digits / "events.jsonl").read_text().splitlines()]
-    event = next(e for e in reversed(last) if e["event"] == "evaluation" and e["weights"] == "model")
+    event = last_evaluation(digits, "model")
     metrics = {each["name"]: each["value"] for each in matter["model-index"][0]["results"][0]["metrics"]}
     assert metrics["top1_accuracy"] == event["top1_accuracy"]
     assert f"The model weights on {event['samples']} held-out samples" in body
-    assert saved.described("data")["digest"] in body
-    assert weights_sha256(saved.plain) in body
-    assert json.loads((digits / "summary.json").read_text())["weights_sha256"] in body
-    assert hash_file(hub / "model.safetensors").sha256 in body
+    summary = json.loads((digits / "summary.json").read_text())
+    digests = (saved.described("data")["digest"], weights_sha256(saved.plain), summary["weights_sha256"])
+    assert [each for each in (*digests, hash_file(hub / "model.safetensors").sha256) if each not in body] == []
     recipe = body.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(recipe) == saved.described("recipe")
     # A lone file knows nothing of its run, and its card says so.
@@ -176,8 +195,7 @@ def test_run_to_onnx(digits: Path, tmp_path: Path) -> None:
     ort = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     path = tmp_path / "digits.onnx"
     done = written(digits, path, "onnx")
-    assert done.largest_difference is not None
-    assert done.largest_difference < 1e-5
+    assert is_exact(done)
     assert done.size_bytes == path.stat().st_size
     saved, session = read_weights(digits), ort.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert [(each.name, each.shape, each.type) for each in session.get_inputs()] == [
@@ -221,8 +239,7 @@ def test_rounded_to_bf16(digits: Path, tmp_path: Path) -> None:
     assert small.stat().st_size < 0.6 * whole.stat().st_size
     card = (hub / "README.md").read_text()
     assert "before they were rounded to bf16" in card
-    assert "model-index" not in card
-    assert "summary.json" not in card
+    assert [each for each in ("model-index", "summary.json") if each in card] == []
     stored = load_file(small)
     assert stored["fc.weight"].dtype == torch.bfloat16
     assert stored["bn1.running_var"].dtype == torch.float32
@@ -243,11 +260,8 @@ def test_in_whole_numbers(digits: Path, tmp_path: Path) -> None:
     assert path.stat().st_size < 0.4 * whole.stat().st_size
     assert done.trial is not None
     assert done.trial.images == 359
-    assert done.trial.before is not None
     assert done.trial.after is not None
-    last = [json.loads(line) for line in (digits / "events.jsonl").read_text().splitlines()]
-    event = next(e for e in reversed(last) if e["event"] == "evaluation" and e["weights"] == "ema")
-    assert done.trial.before == pytest.approx(event["top1_accuracy"])
+    assert done.trial.before == pytest.approx(last_evaluation(digits, "ema")["top1_accuracy"])
     assert abs(done.trial.after - done.trial.before) < 5
     import onnxruntime as ort
 
@@ -269,29 +283,24 @@ def test_text(tiny_recipe: Path, tmp_path: Path) -> None:
         "train.duration": "2 steps",
     }
     paceline.train(tiny_recipe, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
-    done = written(tmp_path / "run", tmp_path / "text.onnx", "onnx")
-    assert done.largest_difference is not None
-    assert done.largest_difference < 1e-5
+    assert is_exact(written(tmp_path / "run", tmp_path / "text.onnx", "onnx"))
     with pytest.raises(PacelineError, match="none of timm's networks"):
         written(tmp_path / "run", tmp_path / "hub", "timm")
+
+
+CLICKS = {"dense_features": 3, "categories": 4, "max_rows": 30, "evaluation_samples": 70}
 
 
 def test_clicks(tiny_recipe: Path, tmp_path: Path) -> None:
     overrides = {
         "task": "recommendation",
         "model": {"name": "dlrm", "options": {"embedding": 4, "bottom": [8], "top": [8]}},
-        "data": {
-            "dataset": "synthetic_clicks",
-            "samples": 150,
-            "clicks": {"dense_features": 3, "categories": 4, "max_rows": 30, "evaluation_samples": 70},
-        },
+        "data": {"dataset": "synthetic_clicks", "samples": 150, "recommendation": CLICKS},
         "train.duration": "2 steps",
     }
     paceline.train(tiny_recipe, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
     pytest.importorskip("onnxruntime", reason="needs the extra onnx")
-    done = written(tmp_path / "run", tmp_path / "clicks.onnx", "onnx")
-    assert done.largest_difference is not None
-    assert done.largest_difference < 1e-5
+    assert is_exact(written(tmp_path / "run", tmp_path / "clicks.onnx", "onnx"))
 
 
 def test_adapters_are_merged(train: Callable[..., Path], digits: Path, tmp_path: Path) -> None:
@@ -302,6 +311,8 @@ def test_adapters_are_merged(train: Callable[..., Path], digits: Path, tmp_path:
     saved = read_weights(run)
     assert any("lora" in key for key in saved.state)
     near(answers(network, normalised(images, saved)), answers(network_of(saved), normalised(images, saved)))
+    written(run, tmp_path / "merged.safetensors", "safetensors")
+    assert load_file(tmp_path / "merged.safetensors").keys() == network.state_dict().keys()
 
 
 def left(folder: Path) -> set[str]:
@@ -314,6 +325,9 @@ def left(folder: Path) -> set[str]:
         ("onnx", "a.pt2", {}, r"must end in \.onnx"),
         ("torch-export", "a.onnx", {}, r"must end in \.pt2"),
         ("timm", "a.onnx", {}, "a hub folder's name does not end in"),
+        ("safetensors", "a.bin", {}, r"must end in \.safetensors"),
+        ("safetensors", "mine.safetensors/a.safetensors", {}, "is no directory"),
+        ("safetensors", "mine.safetensors", {}, "exists already and is not written over"),
         ("timm", "there", {}, "exists already and is not written over"),
         ("timm", "/", {}, "exists already and is not written over"),
         ("onnx", "new/a.onnx", {"weights": "other"}, "holds no 'other' weights"),
@@ -321,35 +335,25 @@ def left(folder: Path) -> set[str]:
         ("onnx", "a.onnx", {"quantize": "bf16"}, "--quantize bf16 is for --format timm, safetensors, torch-export"),
         ("onnx", "a.onnx", {"overrides": ["data.path=x"]}, "overrides have no effect here"),
         ("onnx", "a.onnx", {"quantize": "int8", "overrides": ["train.ema=0.1"]}, "override 'train.ema' has no effect"),
-        ("onnx", "a.onnx", {"weights": "other"}, "holds no 'other' weights"),
     ],
 )
-def test_what_is_refused(
-    digits: Path, tmp_path: Path, form: str, output: str, options: dict[str, Any], said: str
-) -> None:
+def test_what_is_refused(digits: Path, tmp_path: Path, form: str, output: str, options: Any, said: str) -> None:
     if form == "onnx":
         pytest.importorskip("onnx")
     (tmp_path / "there").mkdir()
+    (tmp_path / "mine.safetensors").write_text("mine")
     with pytest.raises(PacelineError, match=said):
         written(digits, tmp_path / output, form, **options)
-    assert left(tmp_path) == {"there"}
+    assert left(tmp_path) == {"there", "mine.safetensors"}
+    assert (tmp_path / "mine.safetensors").read_text() == "mine"
 
 
 def test_networks_that_timm_lacks(tiny_recipe: Path, train: Callable[..., Path], tmp_path: Path) -> None:
-    ours = train("ours", {"train.duration": "1 steps"})
-    torchvisions = train(
-        "torchvisions",
-        {
-            "model.name": "torchvision:squeezenet1_1",
-            "model.options": None,
-            "data.image_size": 32,
-            "train.duration": "1 steps",
-        },
-    )
-    for run in (ours, torchvisions):
-        with pytest.raises(
-            PacelineError, match=r"none of timm's networks.*use --format safetensors, onnx or torch-exp"
-        ):
+    short = {"train.duration": "1 steps"}
+    squeezenet = {"model.name": "torchvision:squeezenet1_1", "model.options": None, "data.image_size": 32}
+    torchvisions = train("torchvisions", short | squeezenet)
+    for run in (train("ours", short), torchvisions):
+        with pytest.raises(PacelineError, match=r"none of timm's networks.*use --format safetensors, onnx or torch-"):
             written(run, tmp_path / "hub", "timm")
     assert left(tmp_path) == set()
     written(torchvisions, tmp_path / "torchvisions.pt2", "torch-export")
@@ -373,16 +377,12 @@ def undecided(num_classes):
 """
 
 
-def test_a_network_that_cannot_be_traced(
-    train: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_network_that_cannot_be_traced(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnx")
     (tmp_path / "undecided_network.py").write_text(UNEXPORTABLE)
     monkeypatch.syspath_prepend(tmp_path)
-    run = train(
-        "undecided",
-        {"model.name": "undecided_network:undecided", "model.options": None, "train.duration": "1 steps"},
-    )
+    own = {"model.name": "undecided_network:undecided", "model.options": None, "train.duration": "1 steps"}
+    run = train("undecided", own)
     before = left(tmp_path)
     for form, ending, words in (
         ("onnx", ".onnx", "cannot be written as ONNX"),
@@ -431,15 +431,11 @@ def failing(output: Path, error: BaseException) -> None:
         raise error
 
 
-def overtaken(output: Path) -> None:
+def placed(output: Path, *, is_overtaken: bool = False) -> None:
     with put_in_place(output) as path:
         path.write_text("new")
-        output.write_text("someone else's, meanwhile")
-
-
-def placed(output: Path) -> None:
-    with put_in_place(output) as path:
-        path.write_text("new")
+        if is_overtaken:
+            output.write_text("someone else's, meanwhile")
 
 
 def full_disk(_path: Path, _target: Path) -> None:
@@ -456,10 +452,9 @@ def test_two_may_be_written_at_once_to_folders_that_are_not_there(tmp_path: Path
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PacelineError, match=r"Cannot write the weights to .*no space"):
         failing(tmp_path / "hub", OSError(28, "no space left on device"))
-    with pytest.raises(KeyboardInterrupt):
-        failing(tmp_path / "hub", KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        failing(tmp_path / "new" / "hub", KeyboardInterrupt())
+    for folder in ("hub", "new/hub"):
+        with pytest.raises(KeyboardInterrupt):
+            failing(tmp_path / folder, KeyboardInterrupt())
     assert left(tmp_path) == set()
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", full_disk)
@@ -467,6 +462,6 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             placed(tmp_path / "new" / "deep" / "mine")
     assert left(tmp_path) == set(), "nor do the folders that were made for it stay"
     with pytest.raises(PacelineError, match="exists already"):
-        overtaken(tmp_path / "mine")
+        placed(tmp_path / "mine", is_overtaken=True)
     assert (tmp_path / "mine").read_text() == "someone else's, meanwhile"
     assert left(tmp_path) == {"mine"}

@@ -50,11 +50,8 @@ def trained(own: Path) -> Callable[..., Path]:
     """``trained(task)`` trains the digits with a task by name, or from Python."""
 
     def train(task: Any) -> Path:
-        named = {"task": task} if isinstance(task, str) else {}
-        made = None if isinstance(task, str) else task
-        return paceline.train(
-            "digits", overrides={**SHORT, **named}, run_dir=own / "run", task=made, quiet=True
-        ).run_dir
+        overrides, made = ({**SHORT, "task": task}, None) if isinstance(task, str) else (SHORT, task)
+        return paceline.train("digits", overrides=overrides, run_dir=own / "run", task=made, quiet=True).run_dir
 
     return train
 
@@ -76,9 +73,7 @@ def expected(run: Path, picture: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["flat_task:Flat", "flat_task:flat"])
-def test_a_task_that_builds_another_network_predicts_with_that_network(
-    trained: Callable[..., Path], own: Path, name: str
-) -> None:
+def test_a_task_that_builds_another_network_predicts_with_that_network(trained: Any, own: Path, name: str) -> None:
     run = trained(name)
     with pytest.raises(RecipeError, match=f"names code to import, task={name}; .* add --trust-code"):
         load_predictor(run)

@@ -65,13 +65,7 @@ def test_long_and_foreign_names_in_tars(tmp_path: Path, kind: int) -> None:
 
 
 def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
-    hostile = {
-        "../../etc/a.png": b"1",
-        "/etc/b.png": b"2",
-        "ok/../../c.png": b"3",
-        "..\\d.png": b"4",
-        "\x1b[2Je.png": b"5",
-    }
+    hostile = dict.fromkeys(("../../etc/a.png", "/etc/b.png", "ok/../../c.png", "..\\d.png", "\x1b[2Je.png"), b"5")
     for archive in (written_zip(tmp_path / "x.zip", hostile), written_tar(tmp_path / "x.tar", hostile)):
         found = list(members(archive, LeftOut()))
         assert [read(each) for each in found] == ["its name leads out of the archive"] * 4 + [b"5"]
@@ -79,9 +73,7 @@ def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz"])
-def test_other_members_are_counted_and_hidden_ones_ignored(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_are_counted_and_hidden_ones_ignored(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "EXTENSIONS", ("png", "jpg", "jpeg"))
     hidden = dict.fromkeys((".h.png", "__MACOSX/._b.png", "a/.ipynb_checkpoints/1.png", "a/Thumbs.db"), b"x")
     other = {"a/7.5_cm.heic": b"x", "README": b"x"}

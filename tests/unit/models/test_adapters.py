@@ -55,6 +55,13 @@ def adapted(**more: Any) -> nn.Module:
     return network
 
 
+def drawn(network: nn.Module) -> None:
+    """Adapters that are no longer nothing."""
+    for name, each in network.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(each)
+
+
 def trained(network: nn.Module) -> set[str]:
     return {name for name, each in network.named_parameters() if each.requires_grad}
 
@@ -79,9 +86,7 @@ def test_a_network_with_adapters_begins_as_it_was() -> None:
 @needs_peft
 def test_merged_weights_give_the_same_answers_under_the_plain_names() -> None:
     network = adapted().eval()
-    for name, each in network.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(each)
+    drawn(network)
     merged = without_adapters(network.state_dict(), 2, 6, where="w")
     plain = Mixed().eval()
     assert list(merged) == list(plain.state_dict())
@@ -128,9 +133,7 @@ def test_transposed_layers_are_merged_as_peft_does() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
     adapt(network, Model(adapters=Adapters(rank=2, alpha=6.0)))
-    for name, each in network.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(each)
+    drawn(network)
     merged = without_adapters(network.state_dict(), 2, 6, where="w")
     plain = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
     plain.load_state_dict(merged)
@@ -139,9 +142,7 @@ def test_transposed_layers_are_merged_as_peft_does() -> None:
 
 
 @needs_peft
-def test_a_run_with_adapters_goes_on_is_evaluated_and_predicts(
-    train_tiny: Callable[..., Any], tiny_task: Any, weights: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_with_adapters_goes_on_and_is_begun_from(train_tiny: Any, weights: Any) -> None:
     whole = train_tiny("whole", ADAPTED)
     train_tiny("pieces", {**ADAPTED, "train.until": "3 steps"})
     pieces = train_tiny("pieces", ADAPTED)
@@ -168,20 +169,11 @@ def test_the_base_stays_to_the_bit(train_tiny: Callable[..., Any], weights: Call
 
 
 @needs_peft
-def test_digits_with_adapters_score_as_they_did_in_training(tmp_path: Path) -> None:
+def test_digits_with_adapters_score_as_they_did_in_training(tiny_recipe: Path, tmp_path: Path) -> None:
     import paceline
 
-    overrides = {
-        **ADAPTED,
-        "model.options.width": 4,
-        "train.duration": "30 steps",
-        "train.ema": "off",
-        "schedule.name": "constant",
-        "optimizer.lr": 0.05,
-        "train.precision": "fp32",
-        "telemetry.trackers": [],
-    }
-    run = paceline.train("digits", overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    overrides = {**ADAPTED, "train.ema": "off"}
+    run = paceline.train(tiny_recipe, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
     report = evaluate_target(EvaluationRequest(target=tmp_path / "run"))
     assert report.metrics["loss"] == pytest.approx(run.metrics["loss"], rel=1e-4)
     assert load_predictor(tmp_path / "run").classes == tuple(map(str, range(10)))

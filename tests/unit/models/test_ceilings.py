@@ -33,7 +33,7 @@ def _plan(precision: str, matmul: str) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("device", "matmul", "convolutions", "products"),
+    ("device", "matmul", "convs", "products"),
     [
         ("a100", "default", "tf32", "fp32"),
         ("a100", "highest", "fp32", "fp32"),
@@ -43,10 +43,8 @@ def _plan(precision: str, matmul: str) -> Plan:
         ("v100", "high", "fp32", "fp32"),
     ],
 )
-def test_fp32_is_multiplied_as_the_plan_lets_the_device(
-    device: str, matmul: str, convolutions: str, products: str
-) -> None:
-    for found, expected in ((CONVOLUTION, convolutions), (ATTENTION, products)):
+def test_fp32_is_multiplied_as_the_plan_lets_the_device(device: str, matmul: str, convs: str, products: str) -> None:
+    for found, expected in ((CONVOLUTION, convs), (ATTENTION, products)):
         ceilings = ceilings_of(_plan("fp32", matmul), find_device(device), found)
         assert ceilings.precision == expected
         assert ceilings.flops_by_precision(found.model_works) == {expected: found.model_flops}

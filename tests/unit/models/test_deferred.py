@@ -74,49 +74,28 @@ def test_what_is_shared_stays_shared() -> None:
     assert network.get_parameter("lm_head.weight") is network.get_parameter("transformer.wte.weight")
 
 
-class Looks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        if self.layer.weight[0, 0] > 0:
-            self.layer.weight.data.neg_()
+def own_draw() -> nn.Parameter:
+    return nn.Parameter(torch.randn(3, 3, device="cpu").normal_(generator=torch.Generator().manual_seed(1)))
 
 
-class Draws(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, int(torch.randint(1, 5, (), device="cpu")))
+# What a constructor does with a layer that it has made.
+ODD: dict[str, Callable[[nn.Linear], object]] = {
+    "looks": lambda layer: layer.weight.data.neg_() if layer.weight[0, 0] > 0 else None,
+    "draws": lambda layer: nn.Linear(3, int(torch.randint(1, 5, (), device="cpu"))),
+    "asks": lambda layer: None if layer.weight.is_meta else nn.init.ones_(layer.weight),
+    "uses what torch leaves out on its meta device": lambda layer: nn.init.orthogonal_(layer.weight),
+    "leaves it": lambda layer: setattr(layer, "weight", nn.Parameter(torch.empty(3, 3))),
+    "has a generator of its own": lambda layer: setattr(layer, "weight", own_draw()),
+}
 
 
-class Asks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        if not self.layer.weight.is_meta:
-            nn.init.ones_(self.layer.weight)
+@pytest.mark.parametrize("name", ODD)
+def test_it_says_so_where_that_cannot_be(name: str) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            ODD[name](self.layer)
 
-
-class Turned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        nn.init.orthogonal_(self.layer.weight)  # which torch leaves out on its meta device
-
-
-class Leaves(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, 3))
-
-
-class Own(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.weight = nn.Parameter(torch.randn(3, 3, device="cpu").normal_(generator=generator))
-
-
-@pytest.mark.parametrize("kind", [Looks, Draws, Asks, Turned, Leaves, Own])
-def test_it_says_so_where_that_cannot_be(kind: type[nn.Module]) -> None:
     with pytest.raises(NotDeferrableError):
-        build_deferred(kind)
+        build_deferred(Odd)

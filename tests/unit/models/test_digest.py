@@ -15,22 +15,15 @@ def by_the_rule(entries: dict[str, bytes]) -> str:
 
 
 def test_the_rule() -> None:
-    state = {
-        "b.weight": torch.tensor([[1.0, -2.5], [3.0, 0.0]]),
-        "a.steps": torch.tensor(7),
-        "ünïcode": torch.tensor([1.5], dtype=torch.float64),
-        "half": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
-        "empty": torch.empty(0),
-        "flag": torch.tensor([True, False]),
+    entries = {
+        "b.weight": (torch.tensor([[1.0, -2.5], [3.0, 0.0]]), struct.pack("<4f", 1.0, -2.5, 3.0, 0.0)),
+        "a.steps": (torch.tensor(7), struct.pack("<q", 7)),
+        "ünïcode": (torch.tensor([1.5], dtype=torch.float64), struct.pack("<d", 1.5)),
+        "half": (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), struct.pack("<2H", 0x3F80, 0x4000)),
+        "empty": (torch.empty(0), b""),
+        "flag": (torch.tensor([True, False]), b"\x01\x00"),
     }
-    expected = {
-        "b.weight": struct.pack("<4f", 1.0, -2.5, 3.0, 0.0),
-        "a.steps": struct.pack("<q", 7),
-        "ünïcode": struct.pack("<d", 1.5),
-        "half": struct.pack("<2H", 0x3F80, 0x4000),
-        "empty": b"",
-        "flag": b"\x01\x00",
-    }
+    state, expected = ({key: each[place] for key, each in entries.items()} for place in (0, 1))
     assert weights_sha256(state) == by_the_rule(expected)
     assert weights_sha256(dict(reversed(state.items()))) == by_the_rule(expected)
 

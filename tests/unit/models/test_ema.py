@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -39,14 +37,6 @@ def test_the_formula(decay: float) -> None:
             expected[key] = kept * expected[key] + (1 - kept) * value if value.is_floating_point() else value.clone()
     for key, value in average.module.state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-12)
-
-
-def test_it_begins_as_the_model_and_is_its_own() -> None:
-    model = net()
-    average = ExponentialMovingAverage(model, 0.9)
-    before = copy.deepcopy(average.module.state_dict())
-    shaken(model, 1)
-    assert all(torch.equal(value, before[key]) for key, value in average.module.state_dict().items())
 
 
 def test_it_is_for_evaluation_and_has_no_gradients() -> None:

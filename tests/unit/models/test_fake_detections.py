@@ -27,12 +27,7 @@ from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, t
 
 CPU = torch.device("cpu")
 # So that a network that has learned nothing finds as much as one that has.
-FINDS_ENOUGH = {
-    "box_fg_iou_thresh": 0.02,
-    "box_bg_iou_thresh": 0.02,
-    "box_score_thresh": 0.0,
-    "box_nms_thresh": 1.0,
-}
+FINDS_ENOUGH = {"box_fg_iou_thresh": 0.02, "box_bg_iou_thresh": 0.02, "box_score_thresh": 0.0, "box_nms_thresh": 1.0}
 
 
 def recipe_of(model: str, options: dict[str, Any] | None = None, **more: Any) -> Recipe:
@@ -94,9 +89,8 @@ def test_heads_see_what_the_settings_say(name: str, regions: int, masks: int) ->
 
 
 def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
-    recipe, _ = with_stand_in_data(
-        load_recipe("retinanet_resnet50_fpn_coco", {"data.detection.short_sides": [400]}).recipe
-    )
+    loaded = load_recipe("retinanet_resnet50_fpn_coco", {"data.detection.short_sides": [400]})
+    recipe, _ = with_stand_in_data(loaded.recipe)
     with fake_step(recipe, micro_batch=2) as step:
         assert {tuple(each.shape) for each in step.batch.inputs} <= {(3, 400, 533), (3, 533, 400)}
         assert [len(each["boxes"]) for each in step.batch.targets] == [7, 7]

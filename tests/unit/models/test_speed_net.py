@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from paceline.checkpoint.weights import read_weights
@@ -23,24 +22,15 @@ def pictures(count: int = 64, side: int = 12, channels: int = 3) -> torch.Tensor
     return functional.avg_pool2d(rough, 5, stride=1) * 4 + 0.3
 
 
-def answers(layer: nn.Conv2d, images: torch.Tensor) -> torch.Tensor:
-    """What a layer answers to each patch, float64 [patches, filters]."""
-    found = functional.conv2d(images.double(), layer.weight.double())
-    return found.transpose(0, 1).flatten(1).T
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("patch", [2, 3])
-def test_answers_to_patches_are_whitened_and_come_with_their_negatives(channels: int, patch: int) -> None:
-    images = 10 * pictures(channels=channels)  # so that what is added to the eigenvalues hardly matters
+def test_filters_come_with_their_negatives(channels: int, patch: int) -> None:
+    images, size = pictures(channels=channels), channels * patch**2
     layer = Whitening(channels, patch)
     layer.begin_from(images)
-    size = channels * patch**2
     assert layer.weight.shape == (2 * size, channels, patch, patch)
+    assert torch.equal(layer.weight[:size], whitening_filters(images, patch))
     assert torch.equal(layer.weight[size:], -layer.weight[:size])
-    seen = answers(layer, images)[:, :size]
-    moments = seen.T @ seen / len(seen)
-    torch.testing.assert_close(moments, torch.eye(size, dtype=torch.float64), rtol=0, atol=0.02)
 
 
 def test_filters_are_the_eigenvectors_over_the_root_of_eigenvalue_and_eps() -> None:
@@ -64,6 +54,7 @@ def test_the_signs_do_not_depend_on_the_linear_algebra(monkeypatch: pytest.Monke
 
 
 def test_images_without_patches_or_numbers_are_refused() -> None:
+    assert whitening_filters(torch.ones(4, 3, 8, 8), 2).isfinite().all()  # all alike they will do
     with pytest.raises(ModelError, match="has no patches to begin from in 4 images of 1 x 1"):
         whitening_filters(torch.zeros(4, 3, 1, 1), 2)
     with pytest.raises(ModelError, match="not finite"):
@@ -99,36 +90,24 @@ def test_the_first_answers_are_small() -> None:
     torch.manual_seed(0)
     plain, scaled = speed_net(10, 3), speed_net(10, 3, logit_scale=1 / 9)
     assert isinstance(plain, SpeedNet)
-    assert isinstance(scaled, SpeedNet)
     assert plain.logit_scale == 1 / 256
     assert plain.head.weight.std().item() == pytest.approx(1)
     assert scaled.head.weight.abs().max() <= 1 / 16
     assert plain(torch.randn(4, 3, 32, 32)).abs().max() < 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"widths": []},
-        {"widths": [0, 4]},
-        {"widths": 64},
-        {"depth": 4},
-        {"patch": 5},
-        {"activation": "silu"},
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=f"model.options.{next(iter(options))}=.*speed_net needs"):
-        build_model(Model(name="speed_net", options=options), num_classes=10, in_channels=3)
+WRONG = [("widths", []), ("widths", [0, 4]), ("widths", 64), ("depth", 4), ("patch", 5), ("activation", "silu")]
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG)
+def test_options_out_of_range_are_refused(option: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"model.options.{option}=.*speed_net needs"):
+        build_model(Model(name="speed_net", options={option: value}), num_classes=10, in_channels=3)
 
 
 OF_DIGITS = {
-    "model.name": "speed_net",
-    "model.options": {"widths": [8, 8]},
-    "model.frozen": ["whitening.weight"],
-    "data.dataset": "digits",
-    "checkpoint.every": "1 steps",
-    "checkpoint.keep": 10,
+    "model": {"name": "speed_net", "options": {"widths": [8, 8]}, "frozen": ["whitening.weight"]},
+    "checkpoint": {"every": "1 steps", "keep": 10},
     "train.duration": "4 steps",
 }
 
@@ -137,9 +116,7 @@ def first_filters(run: Any) -> torch.Tensor:
     return read_weights(run.run_dir / "checkpoints" / "step-00000001", "model").state["whitening.weight"]
 
 
-def test_a_run_begins_from_its_images_whatever_its_seed_and_goes_on_with_the_same(
-    tmp_path: Any, tiny_recipe: Any
-) -> None:
+def test_a_run_begins_from_its_images_whatever_its_seed_and_goes_on_with_the_same(tmp_path: Any) -> None:
     import paceline
     from paceline.data.image.datasets import open_dataset
     from paceline.recipe.data import Data
@@ -175,7 +152,3 @@ def test_weights_that_are_scored_need_no_images(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(Whitening, "begin_from", never)
     assert load_predictor(run.run_dir) is not None
-
-
-def test_images_all_alike_give_finite_filters() -> None:
-    assert whitening_filters(torch.ones(4, 3, 8, 8), 2).isfinite().all()

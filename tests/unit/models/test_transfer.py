@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,8 @@ def test_what_fits_is_taken_and_the_rest_is_named() -> None:
     assert torch.equal(target[0].weight, source[0].weight)
     assert torch.equal(target[1].running_var, source[1].running_var)
     assert torch.equal(target[3].weight, own)
-    assert said == (
-        "model.initialize_from: 7 of 9 tensors come from old.safetensors; 3.weight, 3.bias begin anew; "
-        "3.weight, 3.bias, extra of it are not used"
-    )
-
-
-def test_weights_of_another_network_altogether_are_refused() -> None:
+    assert "7 of 9 tensors come from old.safetensors; 3.weight, 3.bias begin anew" in said
+    assert "3.weight, 3.bias, extra of it are not used" in said
     with pytest.raises(ModelError, match="no parameter of x fits this network"):
         load_fitting(net(), {"body.weight": torch.zeros(3)}, source="x")
 
@@ -58,6 +52,9 @@ def test_patterns_freeze_and_take_back(patterns: tuple[str, ...], left: set[str]
     freeze(network, patterns)
     assert trained(network) == left
     assert network[1].training == norm_learns
+    bare = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False))
+    freeze(bare, ("0.*",))
+    assert bare[1].training  # a norm without parameters goes on learning
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
@@ -65,34 +62,15 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
         freeze(net(), ("*", "!fc.*"))
 
 
-def test_a_run_begins_from_weights_for_other_classes(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_begins_from_weights_for_other_classes(train_tiny: Any, tiny_task: Any, tmp_path: Path) -> None:
     first = train_tiny("first", {"train.ema": "off"})
     weights = tmp_path / "first.safetensors"
     save_file(read_weights(first.run_dir).state, weights)  # a file of someone else's: without a word about itself
     asked = {"model.initialize_from": str(weights), "train.ema": "off", "optimizer.lr": 1e-30}
-    with pytest.raises(CheckpointError, match=r"or take what fits, .*model\.initialize_partly=true|Or take what fits"):
+    with pytest.raises(CheckpointError, match="take what fits"):
         train_tiny("strict", asked, task=tiny_task(classes=2))
     second = train_tiny("second", {**asked, "model.initialize_partly": True}, task=tiny_task(classes=2))
     old, new = read_weights(first.run_dir).state, read_weights(second.run_dir).state
     for name, tensor in new.items():
         if tensor.is_floating_point() and "running" not in name:
             assert (tensor.shape == old[name].shape and torch.equal(tensor, old[name])) != name.startswith("classifier")
-
-
-def test_frozen_parts_stay_to_the_bit_and_the_rest_learns(train_tiny: Callable[..., Any]) -> None:
-    first = train_tiny("first", {"train.ema": "off"})
-    asked = {"model.initialize_from": str(first.run_dir), "train.ema": "off", "model.frozen": ["*", "!classifier.*"]}
-    second = train_tiny("second", {**asked, "optimizer.weight_decay": 0.1})
-    old, new = read_weights(first.run_dir).state, read_weights(second.run_dir).state
-    assert {name for name in old if not torch.equal(old[name], new[name])} == {"classifier.weight", "classifier.bias"}
-    again = train_tiny("second", {**asked, "optimizer.weight_decay": 0.1, "train.duration": "12 steps"})
-    newer = read_weights(again.run_dir).state
-    assert {name for name in old if not torch.equal(new[name], newer[name])} == {"classifier.weight", "classifier.bias"}
-
-
-def test_a_norm_without_parameters_goes_on_learning() -> None:
-    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False))
-    freeze(network, ("0.*",))
-    assert network[1].training

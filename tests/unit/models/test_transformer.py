@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,9 +46,7 @@ def test_gpt_looks_back_and_bert_both_ways(tokens: torch.Tensor, options: dict[s
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 @pytest.mark.parametrize("options", OPTIONS)
 @torch.no_grad()
-def test_documents_in_a_row_are_as_if_each_stood_alone(
-    tokens: torch.Tensor, name: str, options: dict[str, object]
-) -> None:
+def test_documents_in_a_row_are_as_if_each_stood_alone(tokens: torch.Tensor, name: str, options: Any) -> None:
     network = build(name, **options)
     positions = torch.tensor([[*range(5), *range(4), 0, 0, 0]] * 2)
     documents = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3] * 2)
@@ -88,9 +88,10 @@ def test_options_that_cannot_be_are_told(options: dict[str, object], message: st
 
 
 def test_unknown_names_and_weights_that_nobody_published_are_told() -> None:
-    with pytest.raises(ModelError, match="unknown language model 'gbt'"):
-        build_language_model(Model(name="gbt"), vocabulary=20, context=12)
-    with pytest.raises(ModelError, match="no published weights"):
-        build_language_model(Model(name="gpt", pretrained=True), vocabulary=20, context=12)
-    with pytest.raises(ModelError, match="returned a Fraction, not a"):
-        build_language_model(Model(name="fractions:Fraction"), vocabulary=20, context=12)
+    for asked, said in (
+        (Model(name="gbt"), "unknown language model 'gbt'"),
+        (Model(name="gpt", pretrained=True), "no published weights"),
+        (Model(name="fractions:Fraction"), "returned a Fraction, not a"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            build_language_model(asked, vocabulary=20, context=12)

@@ -87,9 +87,8 @@ def test_weights_and_names_are_the_library_s(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     from_folder = Model(name=f"transformers:{tmp_path}")
     again = build_transformers_model(from_folder, vocabulary=20, context=12, objective="causal")
-    assert {name: each.shape for name, each in again.state_dict().items()} == {
-        name: each.shape for name, each in network.state_dict().items()
-    }
+    ours, theirs = ({name: each.shape for name, each in one.state_dict().items()} for one in (network, again))
+    assert ours == theirs
 
 
 def test_recomputed_blocks_are_its_layers() -> None:
@@ -99,19 +98,23 @@ def test_recomputed_blocks_are_its_layers() -> None:
     assert all(each.grad is not None for each in network.parameters())
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"Did you mean.*gpt2"):
-        built("gptt2")
-    with pytest.raises(ModelError, match=r"n_leyer is no key.*n_layer"):
-        built("gpt2", n_leyer=3)
-    with pytest.raises(ModelError, match="do not fit gpt2"):
-        built("gpt2", n_layer="three")
-    with pytest.raises(ModelError, match="vocabulary of 7 tokens"):
-        built("gpt2", vocab_size=7)
-    with pytest.raises(ModelError, match=r"8 positions \(n_positions\)"):
-        built("gpt2", n_positions=8)
-    with pytest.raises(ModelError, match="masked language models only"):
-        built("albert")
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("gptt2", {}, r"Did you mean.*gpt2"),
+        ("gpt2", {"n_leyer": 3}, r"n_leyer is no key.*n_layer"),
+        ("gpt2", {"n_layer": "three"}, "do not fit gpt2"),
+        ("gpt2", {"vocab_size": 7}, "vocabulary of 7 tokens"),
+        ("gpt2", {"n_positions": 8}, r"8 positions \(n_positions\)"),
+        ("albert", {}, "masked language models only"),
+    ],
+)
+def test_mistakes_are_named(kind: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        built(kind, **options)
+
+
+def test_folders_of_no_language_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         built(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_own", "auto_map": {"AutoConfig": "code.Own"}}))

@@ -94,28 +94,8 @@ def test_who_has_such_a_method_of_its_own_keeps_it() -> None:
     assert eager(torch.optim.SGD) is eager(torch.optim.SGD)
 
 
-OF_EACH_KIND = """
-import sys, torch
-from paceline.optim.build import build_optimizer
-from paceline.recipe.optimizer import Optimizer
-for name, more in ('rmsprop', {}), ('adafactor', {}), ('muon', {'rest': 'sgd'}):
-    network = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2, 2))
-    optimizer = build_optimizer(network, Optimizer(name=name, lr=0.01, **more), torch.device('cpu'))
-    network(torch.ones(1, 1, 3, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.load_state_dict(optimizer.state_dict())
-    print(name, 'torch._dynamo' in sys.modules)
-"""
-
-
-def test_no_other_optimizer_of_torchs_loads_it_either() -> None:
-    done = subprocess.run([sys.executable, "-c", OF_EACH_KIND], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["rmsprop", "False", "adafactor", "False", "muon", "False"]
-
-
-@pytest.mark.parametrize("more", [(), ("optimizer.name=adamw", "optimizer.lr=0.01")], ids=["sgd", "adamw"])
-def test_a_training_loads_no_compiler(tmp_path: Path, tiny_recipe: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "adafactor", "muon, rest: sgd"])
+def test_a_training_loads_no_compiler(tmp_path: Path, tiny_recipe: Path, name: str) -> None:
     """Trained, saved, stopped and gone on with."""
     program = (
         "import sys\n"
@@ -125,6 +105,6 @@ def test_a_training_loads_no_compiler(tmp_path: Path, tiny_recipe: Path, more: t
         "assert 'torch' in sys.modules\n"
         "print(*(name for name in ('torch._dynamo', 'sympy', 'torch.distributed.tensor') if name in sys.modules))\n"
     )
-    words = [str(tiny_recipe), *more, "--run-dir", str(tmp_path / "run")]
+    words = [str(tiny_recipe), f"optimizer={{name: {name}, lr: 0.01}}", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ""

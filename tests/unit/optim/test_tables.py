@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -92,10 +93,8 @@ def test_two_optimizers_step_as_one() -> None:
 
 def test_groups_reach_the_tables() -> None:
     asked = Optimizer(name="adamw", lr=0.05, tables="rowwise_adagrad", groups={"tables.*": {"lr_factor": 10.0}})
-    factors = {
-        len(group["params"]): (group["lr_factor"], "betas" in group)
-        for group in build_optimizer(network(sparse=False), asked, CPU).param_groups
-    }
+    groups = build_optimizer(network(sparse=False), asked, CPU).param_groups
+    factors = {len(group["params"]): (group["lr_factor"], "betas" in group) for group in groups}
     assert factors[2] == (10.0, False)
     assert all(uses_adam for tensors, (_, uses_adam) in factors.items() if tensors != 2)
 
@@ -145,9 +144,8 @@ def test_what_goes_with_sparse_gradients() -> None:
     ],
 )
 def test_what_does_not_is_refused_by_name(tree: dict[str, Any], options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError) as refused:
+    with pytest.raises(RecipeError, match=re.escape(said)):
         check(tree, **options)
-    assert said in str(refused.value)
 
 
 def test_a_network_without_tables() -> None:

@@ -111,14 +111,6 @@ def test_a_length_at_the_end_is_the_last_steps_that_have_it(
         assert found == sum(epoch >= 12 - at for epoch, _, _ in last) if at <= 12 else found > total
 
 
-@given(st.integers(1, 500), st.integers(1, 90), st.floats(0, 30), st.sampled_from(["epochs", "samples", "steps"]))
-def test_one_size_is_what_it_always_was(samples: int, size: int, value: float, unit: Any) -> None:
-    length = Duration(value, unit)
-    expected = length.to_steps(samples_per_epoch=samples, global_batch_size=size)
-    assert Epochs.cut(samples, [(0, size, 1)]).steps_in(length, None) == expected
-    assert Epochs.cut(samples, [(0, size, 1)]).moments(length, 10) == ()
-
-
 @given(growths(), st.integers(1, 5))
 def test_every_so_many_epochs_is_at_their_ends(drawn: tuple[int, Sizes], every: int) -> None:
     samples, sizes = drawn

@@ -12,13 +12,9 @@ from paceline.recipe.load import load_recipe
 
 SUBMISSION = {"org": "Us", "platform": "here", "division": "closed", "status": "research"}
 CLOSED = {
-    "telemetry.mlperf": True,
-    **{f"telemetry.submission.{key}": value for key, value in SUBMISSION.items()},
-    "optimizer.name": "sgd",
-    "optimizer.lr": 0.1,
-    "optimizer.weight_decay": 0.00005,
-    "schedule.name": "polynomial",
-    "schedule.end_lr": 0.0001,
+    "telemetry": {"mlperf": True, "submission": SUBMISSION},
+    "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.00005},
+    "schedule": {"name": "polynomial", "end_lr": 0.0001},
     "train.ema": "off",
 }
 LARS = {"optimizer.name": "lars", "optimizer.eps": 0.0}

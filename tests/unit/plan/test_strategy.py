@@ -21,14 +21,9 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("digits", overrides).recipe
 
 
-def plan(
-    asked: Recipe,
-    numbers: ParameterNumbers | None = None,
-    *,
-    world_size: int = 8,
-    memory_bytes: int | None = 80 * GIB,
-) -> Plan:
-    machine = MachineFacts(device="cuda", device_name="", fast_bf16=True, cores=8, memory_bytes=memory_bytes)
+def plan(asked: Recipe, numbers: ParameterNumbers | None = None, *, world_size: int = 8, **more: Any) -> Plan:
+    memory = more.get("memory_bytes", 80 * GIB)
+    machine = MachineFacts(device="cuda", device_name="", fast_bf16=True, cores=8, memory_bytes=memory)
     facts = DataFacts(train_samples=1438, evaluation_samples=359)
     world = World(world_size=world_size, local_world_size=min(8, world_size))
     network = None if numbers is None else NetworkFacts(parameters=numbers)
@@ -45,17 +40,11 @@ def plan(
         (["optimizer.name=lion"], 12),
         (["optimizer.name=rmsprop", "optimizer.momentum=0.9"], 16),
         (["optimizer.name=adafactor"], 8),
+        (["optimizer.name=torch.optim:Adagrad"], 16),  # of another package: assumed to keep what Adam does
     ],
 )
 def test_what_a_replica_takes(overrides: list[str], bytes_per_parameter: int) -> None:
     assert replica_bytes(recipe("train.ema=off", *overrides), BILLION) == bytes_per_parameter * 10**9
-
-
-def test_an_optimizer_of_another_package_is_assumed_to_keep_what_adam_does() -> None:
-    asked = stored_recipe(
-        {}, "plain", {"optimizer.name": "torch.optim:Adagrad", "optimizer.lr": 0.1, "train.ema": "off"}
-    )
-    assert replica_bytes(asked, BILLION) == 16 * 10**9
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
@@ -66,10 +55,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 def test_a_replica_that_fits_is_kept_whole() -> None:
     made = plan(recipe("train.ema=off", "optimizer.name=adamw"), BILLION)
     assert (made.strategy, made.parameters) == ("ddp", 10**9)
-    assert made.reasons["parallel.strategy"] == (
-        "8 processes; a replica's weights, gradients, optimizer state and average take 14.9 GiB of the 80 GiB that a "
-        "process has, and the rest is left to activations"
-    )
+    assert "take 14.9 GiB of the 80 GiB that a process has" in made.reasons["parallel.strategy"]
 
 
 def test_a_replica_that_leaves_no_room_is_spread() -> None:
@@ -77,10 +63,8 @@ def test_a_replica_that_leaves_no_room_is_spread() -> None:
     asked = recipe("train.ema=off", "optimizer.name=adamw")
     made = plan(asked, large)
     assert made.strategy == "fsdp"
-    assert made.reasons["parallel.strategy"] == (
-        "a replica's weights, gradients, optimizer state and average take 104 GiB, more than 70% of the 80 GiB that a "
-        "process has; spread over the processes it is 13 GiB each, and activations come on top"
-    )
+    assert "take 104 GiB, more than 70% of the 80 GiB" in made.reasons["parallel.strategy"]
+    assert "spread over the processes it is 13 GiB each" in made.reasons["parallel.strategy"]
     assert "parallel.bucket_cap_mb" in made.unused
     assert "parallel.shard_size" not in made.unused
 

@@ -23,16 +23,18 @@ def unused(recipe: Recipe) -> dict[str, str]:
     return make(recipe, world=World(), data=FACTS, machine=MACHINE).unused
 
 
+def recipe_of(optimizer: dict[str, Any]) -> Recipe:
+    return load_recipe("digits", {"optimizer": None, **{f"optimizer.{k}": v for k, v in optimizer.items()}}).recipe
+
+
 def told(**optimizer: Any) -> dict[str, str]:
-    recipe = load_recipe("digits", {"optimizer": None, **{f"optimizer.{k}": v for k, v in optimizer.items()}}).recipe
-    return unused(recipe)
+    return unused(recipe_of(optimizer))
 
 
 def moved(**optimizer: Any) -> torch.Tensor:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    asked = load_recipe("digits", {"optimizer": None, **{f"optimizer.{k}": v for k, v in optimizer.items()}}).recipe
-    rule = build_optimizer(model, asked.optimizer, torch.device("cpu"))
+    rule = build_optimizer(model, recipe_of(optimizer).optimizer, torch.device("cpu"))
     for each in model.parameters():
         each.grad = torch.ones_like(each)
     rule.step()
@@ -53,9 +55,6 @@ def test_without_decay_they_scale_nothing_and_that_is_said(name: str) -> None:
 )
 def test_with_something_to_scale_nothing_is_said(name: str, more: dict[str, Any]) -> None:
     assert "optimizer.name" not in told(name=name, **more)
-
-
-def test_sgd_needs_no_decay() -> None:
     assert "optimizer.name" not in told(name="sgd")
 
 

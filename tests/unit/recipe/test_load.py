@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.data.image.datasets import open_dataset
 from paceline.errors import DataError, RecipeError
-from paceline.recipe import other_names
-from paceline.recipe.load import (
-    Overrides,
-    differences,
-    load_recipe,
-    recipe_digest,
-    refuse_training_overrides,
-    stored_recipe,
-    to_tree,
-    to_yaml,
-)
+from paceline.recipe import load, other_names
+from paceline.recipe.load import Overrides, differences, load_recipe, recipe_digest, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 
 
@@ -53,10 +44,6 @@ def refusal(*overrides: str, source: str | Path | None = None) -> str:
         ("optimzer.lr=1", "unknown key 'optimzer'. Did you mean 'optimizer'? Keys of a recipe: task, seed, model"),
         ("optimizer.lrr=1", "unknown key 'optimizer.lrr'. Did you mean 'optimizer.lr'? Keys of 'optimizer': name,"),
         ("data.augment.flp=1", "unknown key 'data.augment.flp'. Did you mean 'data.augment.flip'? Keys of 'data"),
-        (
-            "train.grad_scaler.init_scal=1",
-            "unknown key 'train.grad_scaler.init_scal'. Did you mean 'train.grad_scaler.",
-        ),
         ("nothing.like.it=1", "unknown key 'nothing'. Keys of a recipe:"),
     ],
 )
@@ -110,14 +97,7 @@ def test_a_name_for_a_section_is_answered_with_its_name_key() -> None:
 
 
 def test_a_folder_for_an_override_is_taken_for_the_data(tmp_path: Path) -> None:
-    assert (
-        refusal(str(tmp_path)) == f"found '{tmp_path}', but an override is KEY=VALUE, for example data.path={tmp_path}."
-    )
-
-
-@pytest.mark.parametrize("text", ["optimizer: 3", "optimizer: [lr]", "data: {augment: flip}"])
-def test_a_section_is_no_value(text: str, tmp_path: Path) -> None:
-    assert "is a section, found" in refusal(source=write(tmp_path, "mine.yaml", text))
+    assert refusal(str(tmp_path)).endswith(f"an override is KEY=VALUE, for example data.path={tmp_path}.")
 
 
 @pytest.mark.parametrize("text", ["optimizer:", "optimizer: {lr: 0.1}\nschedule:\n", ""])
@@ -125,28 +105,19 @@ def test_an_empty_section_or_file_has_its_defaults(text: str, tmp_path: Path) ->
     assert load_recipe(write(tmp_path, "mine.yaml", text)).recipe.optimizer.lr == 0.1
 
 
-@pytest.mark.parametrize("text", ["- a\n- b", "just words", "3"])
-def test_a_recipe_is_a_mapping(text: str, tmp_path: Path) -> None:
-    assert "a recipe is a mapping of sections, found a" in refusal(source=write(tmp_path, "mine.yaml", text))
-
-
 @pytest.mark.parametrize(
-    ("text", "line"),
+    ("text", "said"),
     [
-        ("seed: 1\nseed: 2\n", 2),
-        ("optimizer:\n  lr: 1\n  lr: 2\n", 3),
-        ("data: {augment: {flip: 0.1, flip: 0.2}}", 1),
-        ("model: {options: {width: 4, width: 8}}", 1),
+        *((text, "is a section, found") for text in ("optimizer: 3", "optimizer: [lr]", "data: {augment: flip}")),
+        *((text, "a recipe is a mapping of sections, found a") for text in ("- a\n- b", "just words", "3")),
+        ("seed: 1\nseed: 2\n", "line 2, .*key '"),
+        ("optimizer:\n  lr: 1\n  lr: 2\n", "line 3, .*key '"),
+        ("data: {augment: {flip: 0.1, flip: 0.2}}", "line 1, .*key '"),
+        ("model: {options: {width: 4, width: 8}}", "line 1, .*key '"),
     ],
 )
-def test_a_key_stands_once(text: str, line: int, tmp_path: Path) -> None:
-    assert re.search(rf"line {line}, .*key '", refusal(source=write(tmp_path, "mine.yaml", text)))
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_bytes(b"seed: \xff\xfe")
-    assert "not readable as YAML" in refusal(source=path)
+def test_a_file_holds_sections_of_keys_that_stand_once(text: str, said: str, tmp_path: Path) -> None:
+    assert re.search(said, refusal(source=write(tmp_path, "mine.yaml", text)))
 
 
 # -------------------------------------------------------------------------------------------- values
@@ -158,16 +129,11 @@ WRONG = [
     (["optimizer.lr=.nan"], "optimizer.lr: found .nan, but it must be "),
     (["optimizer.lr=true"], "optimizer.lr: found True, but it must be a number"),
     (["data.augment.flip=yes"], "data.augment.flip: found yes, but it must be a number"),
-    (["optimizer.weight_decay=-1"], "optimizer.weight_decay: found -1, but it must be greater than or equal to 0"),
-    (
-        ["optimizer.name=adamw", "optimizer.betas=[0.9]"],
-        "optimizer.betas: found [0.9], but it must be 'auto' or a",
-    ),
+    (["optimizer.name=adamw", "optimizer.betas=[0.9]"], "optimizer.betas: found [0.9], but it must be 'auto' or"),
     (["optimizer.nesterov=1"], "optimizer.nesterov: found 1, but it must be true or false"),
     (["seed=-1"], "seed: found -1, but it must be greater than or equal to 0"),
     (["seed=1.5"], "seed: found 1.5, but it must be a whole number"),
     ([f"seed={2**63}"], f"seed: found {2**63}, but it must be less than {2**63}"),
-    (["batch.global_size=16.0"], "batch.global_size: found 16.0, but it must be a whole number"),
     (["batch.micro_size=some"], "batch.micro_size: found 'some', but it must be 'auto' or a whole number"),
     (["train.duration=5"], "train.duration: found 5, but a duration is a number with its unit: '3 epochs'"),
     (["evaluate.every=on"], "evaluate.every: found on, but a duration is a number with its unit"),
@@ -178,7 +144,6 @@ WRONG = [
     (["data.augment.crop=random_resized", "data.augment.scale=[1.0, 0.5]"], "data.augment.scale: found [1.0, 0.5]"),
     (["model.channels_last=maybe"], "model.channels_last: found 'maybe', but it must be 'auto' or true or false"),
     (["telemetry.trackers=[comet]"], "telemetry.trackers: found 'comet', but it must be 'tensorboard'"),
-    (["schedule.name=step", "schedule.milestones=[3]"], "schedule.milestones: found 3, but a duration is a number"),
     (["train.precision=fp16", "train.grad_scaler.growth_factor=1"], "train.grad_scaler.growth_factor: found 1,"),
     (["model.options={drop_rate:0.5}"], "model.options: found the option 'drop_rate:0.5', but a name is letters,"),
 ]
@@ -220,14 +185,12 @@ def test_off(key: str, written: str) -> None:
     assert to_tree(recipe)[section][name] == "off"
 
 
-def test_null_takes_a_key_away(tmp_path: Path) -> None:
+def test_null_takes_a_key_or_section_away(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", "seed: 7\noptimizer: {lr: 3, momentum: 0.5}\ntrain: {ema: 0.5}\n")
     recipe = load_recipe(path, ["seed=null", "optimizer.lr=null", "train.ema=null"]).recipe
     assert (recipe.seed, recipe.optimizer.lr, recipe.optimizer.momentum) == (0, 0.1, 0.5)
     assert recipe.train.ema is None
 
-
-def test_null_takes_a_section_away(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", "train: {grad_scaler: {init_scale: 4}}\n")
     assert "train.grad_scaler=null" in refusal(source=path)
     assert load_recipe(path, ["train.grad_scaler=null"]).recipe.train.grad_scaler.init_scale == 65536.0
@@ -241,14 +204,6 @@ def test_options_of_ones_own_are_taken_as_they_are(tmp_path: Path) -> None:
     assert again == loaded.recipe
 
 
-def test_groups_by_pattern_are_written_and_read_back(tmp_path: Path) -> None:
-    recipe = plain(['optimizer.groups={"fc.*": {lr_factor: 10}, "*.bias": {weight_decay: 0}}'])
-    assert list(recipe.optimizer.groups) == ["fc.*", "*.bias"]
-    assert recipe.optimizer.groups["fc.*"].lr_factor == 10
-    assert load_recipe(write(tmp_path, "again.yaml", to_yaml(recipe))).recipe == recipe
-    assert "optimizer.groups" in refusal('optimizer.groups={"fc.*": {lr: 10}}')
-
-
 # ---------------------------------------------------------------------------------- no silent configuration
 
 
@@ -257,31 +212,20 @@ def test_groups_by_pattern_are_written_and_read_back(tmp_path: Path) -> None:
     [
         (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas", "optimizer.name=adamw, lamb, lion or muon"),
         (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov", "optimizer.name=sgd, lars or muon"),
-        (
-            ["data.path=x"],
-            "data.path",
-            (
-                "data.dataset=cifar10, cifar100, csv, fashion_mnist, huggingface, image_folder, mixture, mnist, "
-                "packed, parquet, torchvision:NAME, webdataset, text_folder, tokens, huggingface_text, criteo, coco or "
-                "masks"
-            ),
-        ),
+        (["data.path=x"], "data.path", "data.dataset=cifar10, cifar100, csv, fashion_mnist, "),
         (["data.samples=4"], "data.samples", "data.dataset=discs, figures, synthetic or synthetic_clicks"),
         (["data.augment.padding=2"], "data.augment.padding", "data.augment.crop=pad"),
         (["data.augment.scale=[0.5, 1]"], "data.augment.scale", "data.augment.crop=random_resized"),
         (["schedule.gamma=0.5"], "schedule.gamma", "schedule.name=step or exponential"),
-        (
-            ["schedule.name=constant", "schedule.anneal=linear"],
-            "schedule.anneal",
-            "schedule.name=one_cycle or trapezoid",
-        ),
+        (["schedule.anneal=linear"], "schedule.anneal", "schedule.name=one_cycle or trapezoid"),
         (["train.grad_scaler.init_scale=4"], "train.grad_scaler", "train.precision=fp16"),
     ],
 )
 def test_a_key_without_effect_is_refused(overrides: list[str], key: str, needs: str) -> None:
     message = refusal(*overrides)
     assert message.startswith(f"plain: '{key}' has no effect with ")
-    assert f"it needs {needs}. Remove it (on the command line: {key}=null)." in message
+    assert f"it needs {needs}" in message
+    assert message.endswith(f" Remove it (on the command line: {key}=null).")
 
 
 def test_a_tracker_is_named_once() -> None:
@@ -315,11 +259,7 @@ def test_another_model_has_the_options_of_its_own_layer_only(tmp_path: Path) -> 
     assert loaded.notices == ()
     overridden = load_recipe(tmp_path / "base.yaml", ["model.name=resnet18", "model.options.drop_rate=0.2"])
     assert overridden.recipe.model.options == {"drop_rate": 0.2}
-
-
-def test_an_option_of_a_base_can_be_taken_away(tmp_path: Path) -> None:
-    path = write(tmp_path, "base.yaml", "model: {name: small_resnet, options: {width: 4, stages: 1}}\n")
-    assert load_recipe(path, ["model.options.stages=null"]).recipe.model.options == {"width": 4}
+    assert load_recipe(tmp_path / "base.yaml", ["model.options.stages=null"]).recipe.model.options == {"width": 4}
 
 
 def test_what_the_same_layer_says_is_not_dropped(tmp_path: Path) -> None:
@@ -334,13 +274,10 @@ def test_where_a_key_was_set_is_remembered(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "seed: 3\nmodel: {options: {width: 4}}\ntrain: {ema: 0.5}\n")
     path = write(tmp_path, "mine.yaml", "base: base.yaml\noptimizer: {name: sgd, lr: 1}\n")
     loaded = load_recipe(path, ["optimizer.lr=2", "train.ema=null", "data={dataset: digits, augment: {crop: none}}"])
+    overridden = ("optimizer.lr", "data.dataset", "data.augment.crop")
     assert loaded.origins == {
-        "seed": "file",
-        "model.options": "file",
-        "optimizer.name": "file",
-        "optimizer.lr": "override",
-        "data.dataset": "override",
-        "data.augment.crop": "override",
+        **dict.fromkeys(("seed", "model.options", "optimizer.name"), "file"),
+        **dict.fromkeys(overridden, "override"),
     }
 
 
@@ -379,11 +316,11 @@ def test_what_was_not_asked_for_is_not_told(tmp_path: Path) -> None:
 )
 def test_saved_weights_are_scored_and_not_trained(override: str, key: str) -> None:
     with pytest.raises(RecipeError, match=f"override '{key}' has no effect"):
-        refuse_training_overrides([override])
+        load.refuse_training_overrides([override])
 
 
 def test_what_scoring_depends_on_may_be_overridden() -> None:
-    refuse_training_overrides(
+    load.refuse_training_overrides(
         [
             *("data.path=x", "data.workers=0", "data.augment=null", "evaluate.batch_size=7", "evaluate.top_k=3"),
             *("train.precision=fp32", "train.label_smoothing=0.1", "parallel.device=cpu", "parallel.threads=1"),
@@ -409,19 +346,17 @@ def test_base_may_be_a_shipped_recipe(tmp_path: Path) -> None:
     assert recipe == load_recipe("digits", {"seed": 5}).recipe
 
 
-def test_base_is_one_level(tmp_path: Path) -> None:
-    write(tmp_path, "first.yaml", "base: digits\n")
-    assert "one level is the limit" in refusal(source=write(tmp_path, "second.yaml", "base: first.yaml\n"))
-
-
-def test_mistakes_in_a_base_are_named_with_its_file(tmp_path: Path) -> None:
-    write(tmp_path, "base.yaml", "optimizr: {}\n")
-    message = refusal(source=write(tmp_path, "mine.yaml", "base: base.yaml\n"))
-    assert message.startswith(f"{tmp_path / 'base.yaml'}: unknown key 'optimizr'")
-
-
-def test_a_base_that_is_not_there(tmp_path: Path) -> None:
-    assert "no recipe 'digit'" in refusal(source=write(tmp_path, "mine.yaml", "base: digit\n"))
+@pytest.mark.parametrize(
+    ("base", "text", "said"),
+    [
+        ("base.yaml", "base: digits\n", "one level is the limit"),
+        ("base.yaml", "optimizr: {}\n", "/base.yaml: unknown key 'optimizr'"),
+        ("digit", "", "no recipe 'digit'"),
+    ],
+)
+def test_a_base_that_cannot_be(base: str, text: str, said: str, tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", text)
+    assert said in refusal(source=write(tmp_path, "mine.yaml", f"base: {base}\n"))
 
 
 # --------------------------------------------------------------------------------------------- finding
@@ -444,9 +379,7 @@ def test_a_base_that_is_not_there(tmp_path: Path) -> None:
         ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor a file or run directory "),
     ],
 )
-def test_a_path_that_leads_to_no_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
-) -> None:
+def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "mine.yaml", "seed: 1\n")
     (tmp_path / "runs" / "first").mkdir(parents=True)
@@ -520,9 +453,7 @@ def test_what_is_written_is_what_is_read(overrides: dict[str, Any], choice: dict
 
 def test_the_resolved_recipe_leaves_out_what_has_no_effect() -> None:
     tree = to_tree(plain(["train.duration=3 epochs"]))
-    assert "betas" not in tree["optimizer"]
-    assert "path" not in tree["data"]
-    assert "grad_scaler" not in tree["train"]
+    assert not {"betas", "path", "grad_scaler"} & {*tree["optimizer"], *tree["data"], *tree["train"]}
     assert tree["train"]["duration"] == "3 epochs"
 
 
@@ -551,6 +482,7 @@ def test_the_order_of_patterns_is_a_difference() -> None:
     one = 'optimizer.groups={"fc.*": {lr_factor: 2}, "*.bias": {lr_factor: 3}}'
     other = 'optimizer.groups={"*.bias": {lr_factor: 3}, "fc.*": {lr_factor: 2}}'
     assert list(differences(plain([one]), plain([other]))) == ["optimizer.groups"]
+    assert "optimizer.groups" in refusal('optimizer.groups={"fc.*": {lr: 10}}')
 
 
 def test_overrides_of_the_caller_stay_as_they_are() -> None:
@@ -561,14 +493,12 @@ def test_overrides_of_the_caller_stay_as_they_are() -> None:
 
 def test_every_path_of_a_recipe_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    overrides = ("data.path=~/x", "data.saved_split=~/x", "model.initialize_from=~/x", "data.text.tokenizer=~/x")
-    for recipe in (
-        stored_recipe({"data": {"dataset": "image_folder"}}, "r", overrides[:3]),
-        stored_recipe({"data": {"dataset": "text_folder"}, "task": "language_modeling"}, "r", overrides[3:]),
-        stored_recipe(
-            {"data": {"dataset": "criteo"}, "task": "recommendation"}, "r", ["data.recommendation.cache=~/x"]
-        ),
-        stored_recipe({"task": "distillation"}, "r", ["distillation.teacher=~/x"]),
+    for task, dataset, paths in (
+        ("image_classification", "image_folder", ("data.path", "data.saved_split", "model.initialize_from")),
+        ("language_modeling", "text_folder", ("data.text.tokenizer",)),
+        ("recommendation", "criteo", ("data.recommendation.cache",)),
+        ("distillation", "digits", ("distillation.teacher",)),
     ):
-        assert str(tmp_path / "x") in to_yaml(recipe)
-        assert "~" not in to_yaml(recipe)
+        tree = {"task": task, "data": {"dataset": dataset}}
+        text = to_yaml(stored_recipe(tree, "r", [f"{key}=~/x" for key in paths]))
+        assert (text.count(str(tmp_path / "x")), "~" in text) == (len(paths), False)

@@ -12,6 +12,7 @@ from paceline.recipe.load import differences, load_recipe, stored_recipe, to_yam
 
 FC, CLASSIFIER = {"fc.*": {"lr_factor": 10}}, {"classifier": {"lr_factor": 3}}
 NONE, THREE = "optimizer.groups=null", "optimizer.groups={classifier: {lr_factor: 3}}"
+DOTTED = "optimizer.groups.classifier.lr_factor=3"
 
 
 @pytest.mark.parametrize(
@@ -20,24 +21,20 @@ NONE, THREE = "optimizer.groups=null", "optimizer.groups={classifier: {lr_factor
         ([THREE], FC | CLASSIFIER),
         ([NONE, THREE], CLASSIFIER),
         ([THREE, NONE], {}),
-        ([NONE, "optimizer.groups.classifier.lr_factor=3"], CLASSIFIER),
+        ([NONE, DOTTED], CLASSIFIER),
         (["optimizer.groups={a: {lr_factor: 2}}", THREE], FC | CLASSIFIER),
         ([NONE, "optimizer.groups={a: {}}", "optimizer={groups: {classifier: {lr_factor: 3}}}"], CLASSIFIER),
-        (
-            [NONE, "optimizer.groups={classifier: {lr_factor: 9}}", "optimizer.groups.classifier.lr_factor=3"],
-            CLASSIFIER,
-        ),
+        ([NONE, "optimizer.groups={classifier: {lr_factor: 9}}", DOTTED], CLASSIFIER),
         (["optimizer=null", THREE], CLASSIFIER),
         (["optimizer={lr: 1}", "optimizer={nesterov: true}"], FC),
     ],
 )
-def test_a_later_override_replaces_an_earlier_one(
-    tmp_path: Path, overrides: list[str], expected: dict[str, Any]
-) -> None:
+def test_a_later_override_replaces_an_earlier_one(tmp_path: Path, overrides: list[str], expected: Any) -> None:
     file, again = tmp_path / "mine.yaml", tmp_path / "again.yaml"
     file.write_text('optimizer: {groups: {"fc.*": {lr_factor: 10}}}\n')
     recipe = load_recipe(file, overrides).recipe
-    assert {name: {"lr_factor": each.lr_factor} for name, each in recipe.optimizer.groups.items()} == expected
+    found = [(name, {"lr_factor": each.lr_factor}) for name, each in recipe.optimizer.groups.items()]
+    assert found == list(expected.items())
     again.write_text(to_yaml(recipe))
     assert load_recipe(again).recipe == recipe
 

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from paceline.errors import RecipeError
-from paceline.recipe import layers
 from paceline.recipe.load import differences, load_recipe, stored_recipe, to_yaml
 from paceline.recipe.other_names import RENAMED
-from paceline.recipe.schema import Recipe
 
 
 @pytest.mark.parametrize(
     ("old", "new", "also"),
     [
         ("data.split_file=a.split", "data.saved_split=a.split", ["data.dataset=image_folder"]),
-        (
-            "data.augment.learned_on=svhn",
-            "data.augment.policy_dataset=svhn",
-            ["data.dataset=digits", "data.augment.policy=autoaugment"],
-        ),
+        ("data.augment.learned_on=svhn", "data.augment.policy_dataset=svhn", ["data.augment.policy=autoaugment"]),
         ("data.boxes.flip=0.25", "data.detection.flip=0.25", ["data.dataset=shapes", "task=detection"]),
         ("data.clicks.zipf=2", "data.recommendation.zipf=2", ["data.dataset=synthetic_clicks", "task=recommendation"]),
     ],
 )
 def test_a_renamed_key_keeps_its_old_name(old: str, new: str, also: list[str], tmp_path: Path) -> None:
-    by_old, by_new = (load_recipe("digits", ["data=null", *also, each]) for each in (old, new))
+    by_old, by_new = (load_recipe("digits", ["data=null", "data.dataset=digits", *also, each]) for each in (old, new))
     assert by_old.recipe == by_new.recipe
     assert differences(by_old.recipe, by_new.recipe) == {}
     assert by_old.origins == by_new.origins
@@ -59,12 +52,3 @@ def test_a_key_under_its_old_and_new_name_is_refused(tmp_path: Path) -> None:
 def test_a_new_name_stays_in_its_section() -> None:
     for old, new in RENAMED.items():
         assert old.rpartition(".")[0] == new.rpartition(".")[0]
-        assert new in {*_keys(Recipe)}, new
-
-
-def _keys(section: type[Any], path: str = "") -> list[str]:
-    found = []
-    for name in layers.field_types(section):
-        inner = layers.subsection(section, name)
-        found += [f"{path}{name}", *(_keys(inner, f"{path}{name}.") if inner is not None else ())]
-    return found

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 import paceline
@@ -51,49 +52,33 @@ def test_there_are_recipes_and_they_lie_by_task() -> None:
         assert load_recipe(path).recipe.task == path.parent.name
 
 
-@pytest.mark.parametrize("world_size", [1, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 64])
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_it_plans(name: str, world_size: int, photos: Path) -> None:
+def test_it_plans_every_auto_has_its_reason_and_no_key_is_in_vain(name: str, world_size: int, photos: Path) -> None:
     recipe = load_recipe(name).recipe
     overrides: dict[str, object] = {"data.path": str(photos)} if recipe.data.dataset in NEEDS_PATH else {}
     micro = 1 if recipe.batch.micro_size == "auto" else recipe.batch.micro_size
-    if recipe.batch.global_size % (micro * world_size):
+    if world_size == 64 and recipe.batch.global_size % (micro * world_size):
         # Written for fewer processes; on 64 the batch is for its user to choose.
         overrides["batch.global_size"] = micro * world_size
-    plan = plan_only(load_recipe(name, overrides), world_size=world_size)
+    loaded = load_recipe(name, overrides)
+    plan = plan_only(loaded, world_size=world_size)
     assert plan.world_size == world_size
     assert plan.micro_batch_size * plan.logical_ranks == plan.global_batch_size
-    assert plan.total_steps >= 1
-    assert plan.warmup_steps < plan.total_steps
-    assert plan.learning_rates[0].step == 0
-    assert plan.learning_rates[-1].step == plan.total_steps - 1
+    assert 0 <= plan.warmup_steps < plan.total_steps
+    assert (plan.learning_rates[0].step, plan.learning_rates[-1].step) == (0, plan.total_steps - 1)
     assert all(point.learning_rate >= 0 for point in plan.learning_rates)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_every_auto_has_its_reason_and_no_key_is_in_vain(name: str, world_size: int, photos: Path) -> None:
-    needs_path = load_recipe(name).recipe.data.dataset in NEEDS_PATH
-    loaded = load_recipe(name, {"data.path": str(photos)} if needs_path else {})
-    plan = plan_only(loaded, world_size=world_size)
-    tree = to_tree(loaded.recipe)
-    left_open = {
-        f"{s}.{k}" for s, keys in tree.items() if isinstance(keys, dict) for k, v in keys.items() if v == "auto"
-    }
+    sections = {name: keys for name, keys in to_tree(loaded.recipe).items() if isinstance(keys, dict)}
+    left_open = {f"{name}.{key}" for name, keys in sections.items() for key in keys if keys[key] == "auto"}
     assert left_open <= plan.reasons.keys()
     assert loaded.checked(plan.unused).notices == ()
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_it_is_written_and_read_back(name: str) -> None:
+def test_it_is_written_and_read_back_and_its_head_says_what_it_is(name: str) -> None:
     loaded = load_recipe(name)
     assert not loaded.notices
-    assert stored_recipe(to_tree(loaded.recipe), name) == loaded.recipe
-    assert to_yaml(loaded.recipe)
-
-
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_its_head_says_what_it_is(name: str) -> None:
+    assert stored_recipe(yaml.safe_load(to_yaml(loaded.recipe)), name) == loaded.recipe
     head = shipped_recipes()[name].read_text().splitlines()[0]
     assert head.startswith("# ")
     assert len(head) > 20
@@ -103,13 +88,10 @@ def test_its_head_says_what_it_is(name: str) -> None:
 def test_it_takes_some_steps(name: str, photos: Path, tmp_path: Path) -> None:
     recipe = load_recipe(name).recipe
     overrides: dict[str, object] = {
-        "data.path": str(photos),
-        "data.workers": 0,
-        "batch.global_size": 4,
-        "batch.micro_size": "auto",
+        "data": {"path": str(photos), "workers": 0},
+        "batch": {"global_size": 4, "micro_size": "auto"},
+        "schedule": {"warmup": "0 steps", "warmup_from": None},
         "optimizer.lr": 1e-4,
-        "schedule.warmup": "0 steps",
-        "schedule.warmup_from": None,
         "train.duration": "2 steps",
         "model.pretrained": False,
         "parallel.device": "cpu",

@@ -62,21 +62,14 @@ class Story:
         return self.tell("finish", step, status=status, train_seconds=4.0, total_seconds=5.5, **more)
 
 
-def _write(
-    folder: Path,
-    story: Story | None,
-    *,
-    summary: Mapping[str, Any] | None = {},
-    recipe: Mapping[str, Any] = RECIPE,
-    plan: Mapping[str, Any] = PLAN,
-) -> Path:
+def _write(folder: Path, story: Story | None, *, summary: Any = (), recipe: Any = RECIPE, plan: Any = PLAN) -> Path:
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
     (folder / "plan.json").write_text(json.dumps(plan))
     if story is not None:
         (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in story.events))
     if summary is not None:
-        (folder / "summary.json").write_text(json.dumps({**SUMMARY, **summary}))
+        (folder / "summary.json").write_text(json.dumps({**SUMMARY, **dict(summary)}))
     return folder
 
 

@@ -82,14 +82,8 @@ def test_what_could_not_be_told_is_said(tmp_path: Path) -> None:
 
 def late(step: int, factor: float = 1.8, rank: int = 2) -> dict[str, Any]:
     waits = {"minimum": 0.0, "median": 0.02, "maximum": 0.03, "least_rank": rank, "most_rank": 0}
-    return record(
-        step,
-        COMPUTING | {"communication": 0.02},
-        rank_seconds={"communication": waits},
-        slowest_rank=rank,
-        slowest_phase="data_wait",
-        slowest_factor=factor,
-    )
+    slowest = {"slowest_rank": rank, "slowest_phase": "data_wait", "slowest_factor": factor}
+    return record(step, COMPUTING | {"communication": 0.02}, rank_seconds={"communication": waits}, **slowest)
 
 
 def test_who_waits_for_whom(tmp_path: Path) -> None:
@@ -98,8 +92,7 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     assert found.waiting is not None
     assert (found.waiting.rank, found.waiting.phase, found.waiting.waiting_rank) == (2, "data_wait", 0)
     assert found.waiting.waiting_share == pytest.approx(0.03 / 0.12)
-    assert found.bottleneck is not None
-    assert "25% of a step of rank 0 is spent waiting for rank 2" in found.bottleneck
+    assert "25% of a step of rank 0 is spent waiting for rank 2" in str(found.bottleneck)
     document = json.loads(json.dumps(found.to_json()))
     assert document["phases"]["communication"]["over_ranks"]["maximum"] == pytest.approx(0.03)
     assert document["waiting"]["factor"] == 1.8
@@ -113,8 +106,7 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
 def test_nobody_is_blamed_without_evidence(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     found = attribute_run(write(tmp_path, [start(0, 4), *records]))
     assert found.waiting is None
-    assert found.bottleneck is not None
-    assert found.bottleneck.startswith("communication: 17% of a step waits for the exchange")
+    assert str(found.bottleneck).startswith("communication: 17% of a step waits for the exchange")
 
 
 @pytest.fixture
@@ -134,10 +126,7 @@ def said_of(tmp_path: Path) -> Callable[..., str | None]:
 @pytest.mark.parametrize(
     ("phases", "said"),
     [
-        (
-            {"data_wait": 0.41, "h2d": 0.2, "forward": 0.39},
-            "data: 41% of a step waits for batches; use more than",
-        ),
+        ({"data_wait": 0.41, "h2d": 0.2, "forward": 0.39}, "data: 41% of a step waits for batches; use more than"),
         ({"h2d": 0.2, "forward": 0.3, "backward": 0.5}, "data: 20% of a step is spent on normalising"),
         ({"communication": 0.3, "forward": 0.3, "backward": 0.4}, "communication: 30%"),
         ({"optimizer": 0.4, "forward": 0.3, "backward": 0.3}, "optimizer: 40%"),
@@ -148,15 +137,12 @@ def said_of(tmp_path: Path) -> Callable[..., str | None]:
     ],
 )
 def test_the_sentence_names_the_largest_avoidable_part(said_of: Any, phases: dict[str, float], said: str) -> None:
-    answer = said_of([phases] * 4)
-    assert answer is not None
-    assert answer.startswith(said)
-    assert answer.endswith(".")
+    answer = str(said_of([phases] * 4))
+    assert (answer.startswith(said), answer[-1]) == (True, ".")
 
 
 def test_a_pipeline_of_ones_own_has_no_key_to_change(said_of: Any) -> None:
-    said = said_of([{"data_wait": 0.41, "forward": 0.59}] * 4, plan=PLAN | {"data": {}})
-    assert said is not None
+    said = str(said_of([{"data_wait": 0.41, "forward": 0.59}] * 4, plan=PLAN | {"data": {}}))
     assert "open_pipeline" in said
     assert "data.workers" not in said
 

@@ -17,16 +17,9 @@ REPEATS = 300
 
 def result(path: Path, rows: dict[int, Any], *, cpu: str = "one", kind: str = "throughput") -> Path:
     """A result with seconds per sample by batch size."""
+    said = {"device": "cpu", "precision": "fp32", "backend": "memory", "part": "together", "times": [], "trouble": None}
     documents = [
-        {
-            "device": "cpu",
-            "precision": "fp32",
-            "backend": "memory",
-            "batch_size": size,
-            "part": "together",
-            "times": times if isinstance(times, list) else [],
-            "trouble": times if isinstance(times, str) else None,
-        }
+        {**said, "batch_size": size, "trouble" if isinstance(times, str) else "times": times}
         for size, times in rows.items()
     ]
     document = {"format": 1, "kind": kind, "rows": documents, "environment": {"cpu": {"model": cpu}}}
@@ -43,11 +36,11 @@ def launches(generator: np.random.Generator, slower: float = 1.0, *, count: int,
 def alarms(folder: Path, slower: float, *, rows: int, count: int, between: float, tolerance: float = 0.0) -> float:
     generator, found = np.random.default_rng(rows + count), 0
     for _ in range(REPEATS):
-        a = result(folder / "a", {size: launches(generator, count=count, between=between) for size in range(rows)})
-        b = result(
-            folder / "b", {size: launches(generator, slower, count=count, between=between) for size in range(rows)}
+        a, b = (
+            {size: launches(generator, factor, count=count, between=between) for size in range(rows)}
+            for factor in (1.0, slower)
         )
-        found += compare(a, b, tolerance=tolerance).regressed
+        found += compare(result(folder / "a", a), result(folder / "b", b), tolerance=tolerance).regressed
     return found / REPEATS
 
 
@@ -73,17 +66,14 @@ def test_verdicts(tmp_path: Path) -> None:
     rows = {1: steady, 2: slow, 4: fast, 8: [[1.0, 3.0, 2.0]], 16: "out of memory"}
     b = result(tmp_path / "b", rows, cpu="other")
     found = compare(a, b)
-    assert [line.verdict for line in found.lines] == [
-        *("no slower", "slower", "faster", "not enough evidence"),
-        *("not comparable", "not comparable"),
-    ]
+    verdicts = ["no slower", "slower", "faster", "not enough evidence", "not comparable", "not comparable"]
+    assert [line.verdict for line in found.lines] == verdicts
     assert "batch_size=2" in found.lines[1].name
     assert found.lines[1].slower is not None
     assert found.lines[1].slower.middle == pytest.approx(1.5)
     assert "out of memory" in found.lines[4].note
     assert "A only" in found.lines[5].note
-    assert found.regressed
-    assert found.undecided
+    assert (found.regressed, bool(found.undecided)) == (True, True)
     assert found.differences == {"cpu.model": ("one", "other")}
     assert "one launch" in found.notes[0]
     json.dumps(found.to_json())
@@ -95,11 +85,9 @@ def test_two_runs_are_compared_by_their_step_records(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "recipe.yaml").write_text("task: image_classification\n")
         noise = np.random.default_rng(len(name)).normal(1, 0.02, 40)
-        lines = [
-            {"event": "step", "step": step, "time": 0.0, "throughput_samples_per_second": rate * noise[step]}
-            for step in range(40)
-        ]
-        lines[0]["throughput_samples_per_second"] = None
+        rates = [None, *(rate * each for each in noise[1:])]
+        said = {"event": "step", "time": 0.0}
+        lines = [{**said, "step": at, "throughput_samples_per_second": each} for at, each in enumerate(rates)]
         (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder
 

@@ -75,9 +75,7 @@ def test_phases_are_those_of_the_attribution(tmp_path: Path, story: Any, write: 
     assert "logging" not in {trace["name"] for trace in found["data"]}
 
 
-def test_a_histogram_has_bins_for_its_records_or_there_is_none(
-    tmp_path: Path, story: Any, write: Any, figures: Any
-) -> None:
+def test_a_histogram_has_bins_for_its_records_or_is_none(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
     counts = figures(page(write(tmp_path / "run", whole(story))))["How long steps took"]["data"][0]["y"]
     assert sum(counts) == 40
     assert len(counts) == 2 + 6  # closed by a zero at both ends
@@ -307,14 +305,12 @@ def test_no_name_becomes_an_element(tmp_path: Path, story: Any, write: Any) -> N
     told = story().start().record(1).tell("incident", 1, incident=HOSTILE, message=HOSTILE)
     told.finish(1, "failed", message=HOSTILE)
     recipe = {"task": HOSTILE, HOSTILE: {"deep": [HOSTILE]}, "model": {"name": HOSTILE}}
-    folder = write(
-        tmp_path / "a <b>&c", told, recipe=recipe, plan={"device_name": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
-    )
+    plan = {"device_name": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
+    folder = write(tmp_path / "a <b>&c", told, recipe=recipe, plan=plan)
     (folder / "environment.json").write_text(json.dumps({"host": HOSTILE}))
     other = write(tmp_path / "other", whole(story))
     for text in (page(folder), page(folder, other, output=tmp_path / "report.html")):
-        assert "<img" not in text
-        assert "<b>" not in text
+        assert [element for element in ("<img", "<b>") if element in text] == []
 
 
 def test_many_records_stay_small_and_keep_their_spikes(
@@ -344,7 +340,7 @@ def test_the_report_at_the_end_does_not_keep_a_hurried_run(tmp_path: Path, story
     assert not (folder / "report.html").exists()
 
 
-def test_no_torch_is_loaded(tmp_path: Path, story: Any, write: Any) -> None:
+def test_neither_torch_nor_plotlys_python_is_loaded(tmp_path: Path, story: Any, write: Any) -> None:
     folder = write(tmp_path / "run", whole(story))
     program = (
         "import sys; from pathlib import Path; from paceline.report.html.page import write_report; "

@@ -12,22 +12,13 @@ import pytest
 from rich.console import Console
 
 from paceline.errors import RunDirectoryError
-from paceline.records.events import (
-    CheckpointEvent,
-    EvaluationEvent,
-    EventWriter,
-    FinishEvent,
-    IncidentEvent,
-    StartEvent,
-    StepEvent,
-    truncate_after,
-)
+from paceline.records import events as records
 from paceline.report.watch import EventFollower, WatchedRun, draw_chart, line_of, row, screen, table
 
 
-def step(number: int, loss: float = 1.0, **more: Any) -> StepEvent:
+def step(number: int, loss: float = 1.0, **more: Any) -> records.StepEvent:
     timings = {"step_seconds": 0.5, "data_wait_seconds": 0.1, "forward_seconds": 0.4}
-    return StepEvent(step=number, epoch=1, samples=number, loss=loss, lr=0.5, timings=timings, **more)
+    return records.StepEvent(step=number, epoch=1, samples=number, loss=loss, lr=0.5, timings=timings, **more)
 
 
 def numbers(events: list[dict[str, Any]]) -> list[int]:
@@ -70,13 +61,13 @@ def test_a_line_whose_text_is_not_there_yet_is_waited_for(tmp_path: Path) -> Non
 def test_a_file_that_is_cut_back_is_read_anew(more: int, tmp_path: Path) -> None:
     """By a resume; meanwhile it may have grown beyond where it was."""
     path = tmp_path / "events.jsonl"
-    with EventWriter(path) as writer:
+    with records.EventWriter(path) as writer:
         for number in (1, 2, 3, 4):
             writer.append(step(number, time=1.0))
     follower = EventFollower(path)
     assert numbers(follower.read()[1]) == [1, 2, 3, 4]
-    truncate_after(path, 2)
-    with EventWriter(path) as writer:
+    records.truncate_after(path, 2)
+    with records.EventWriter(path) as writer:
         for number in range(3, 3 + more):
             writer.append(step(number, time=2.0))
     is_cut, events = follower.read()
@@ -104,12 +95,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def write(run: Path, *events: Any) -> None:
-    with EventWriter(run / "events.jsonl") as writer:
+    with records.EventWriter(run / "events.jsonl") as writer:
         for event in events:
             writer.append(event)
 
 
-START = StartEvent(step=0, recipe="digits", world_size=1, total_steps=10, version="1")
+START = records.StartEvent(step=0, recipe="digits", world_size=1, total_steps=10, version="1")
 
 
 def test_progress_pace_phases_and_results(run: Path) -> None:
@@ -124,16 +115,14 @@ def test_progress_pace_phases_and_results(run: Path) -> None:
     assert watched.phases() == pytest.approx({"data_wait": 0.2, "forward": 0.8})
     for weights, accuracy in (("model", 10.0), ("ema", 20.0)):
         scores = {"loss": 1.0, "top1_accuracy": accuracy}
-        event = EvaluationEvent(
-            step=5, epoch=1, split="validation", weights=weights, samples=7, seconds=1.0, metrics=scores
-        )
-        write(run, event)
-    write(run, IncidentEvent(step=5, incident="slow_rank", message="rank 1 is slow"))
+        facts = {"split": "validation", "weights": weights, "samples": 7, "seconds": 1.0, "metrics": scores}
+        write(run, records.EvaluationEvent(step=5, epoch=1, **facts))
+    write(run, records.IncidentEvent(step=5, incident="slow_rank", message="rank 1 is slow"))
     lines = [line_of(event, watched) for event in watched.look()]
     assert watched.curve("top1_accuracy", evaluations=True) == [(5, 20.0)]
     assert lines[-1] == "step 5  slow rank: rank 1 is slow"
     assert row(watched)[5] == "top-1 20.00 %"
-    write(run, FinishEvent(step=10, status="completed", train_seconds=1.0, total_seconds=1.0))
+    write(run, records.FinishEvent(step=10, status="completed", train_seconds=1.0, total_seconds=1.0))
     watched.look()
     assert (watched.state, watched.is_over, watched.seconds_left) == ("completed", True, None)
     # It may be made longer, and goes on.
@@ -144,7 +133,7 @@ def test_progress_pace_phases_and_results(run: Path) -> None:
 
 def test_checkpoints_are_those_that_are_still_there(run: Path) -> None:
     names = [f"step-{number:08d}" for number in (1, 2)]
-    write(run, *(CheckpointEvent(step=number, checkpoint=name) for number, name in enumerate(names, 1)))
+    write(run, *(records.CheckpointEvent(step=number, checkpoint=name) for number, name in enumerate(names, 1)))
     (run / "checkpoints" / names[1]).mkdir(parents=True)
     watched = WatchedRun(run)
     watched.look()
@@ -193,11 +182,9 @@ def test_a_curve_is_drawn_from_its_left_to_its_right() -> None:
     rows = [[letter != "\u2800" for letter in line[2:]] for line in falling[:4]]
     first = [line.index(True) for line in rows]
     assert first == sorted(first)
-    assert rows[0][0]
-    assert rows[-1][-1]
+    assert (rows[0][0], rows[-1][-1]) == (True, True)
     assert all(any(line[column] for line in rows) for column in range(8))
-    assert falling[0].startswith("4")
-    assert falling[3].startswith("1")
+    assert (falling[0][0], falling[3][0]) == ("4", "1")
 
 
 @pytest.mark.parametrize("points", [[(1, 2.0)], [(1, 2.0), (2, 2.0)], [(1, float("nan")), (2, 1.0)], []])

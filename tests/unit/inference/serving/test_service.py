@@ -25,6 +25,7 @@ from paceline.inference.serving.service import Metrics  # noqa: E402
 
 SIDE = 4000
 LARGE = 16 * SIDE * SIDE
+FITTING = 2**30 // LARGE
 
 
 class LargePictures:
@@ -65,28 +66,26 @@ PICTURE = f"P6 {SIDE} {SIDE} 255 ".encode()  # of which there is the head
 
 def test_pictures_wait_until_there_is_memory_and_all_are_answered() -> None:
     predictor = LargePictures()
-    fitting = 2**30 // LARGE
-    assert 2 <= fitting < 8
+    assert 2 <= FITTING < 8
 
     async def ask() -> list[int]:
         service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
         async with service.running():
             asked = [asyncio.create_task(service.answers([PICTURE] * 8, 1)) for _ in range(2)]
-            while predictor.prepared < fitting:
+            while predictor.prepared < FITTING:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)  # for more of them, were they let in
             predictor.goes_on.set()
             return [len(each) for each in await asyncio.gather(*asked)]
 
     assert asyncio.run(asyncio.wait_for(ask(), 60)) == [8, 8]
-    assert predictor.most == fitting
+    assert predictor.most == FITTING
     assert predictor.prepared == predictor.answered == 16
 
 
 @pytest.mark.parametrize("why", ["overdue", "left"])
 def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
     predictor = LargePictures()
-    fitting = 2**30 // LARGE
 
     async def ask() -> int:
         service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
@@ -99,7 +98,7 @@ def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
         client = requests.Request({"type": "http", "method": "POST", "headers": []}, receive)
         async with service.running():
             asked = asyncio.create_task(app.while_connected(client, service.answers([PICTURE] * 8, 1)))
-            while predictor.prepared < fitting:
+            while predictor.prepared < FITTING:
                 await asyncio.sleep(0.01)
             if why == "left":
                 leaving.set()
@@ -112,4 +111,4 @@ def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
             return len(await service.answers([PICTURE] * 2, 1))
 
     assert asyncio.run(asyncio.wait_for(ask(), 60)) == 2
-    assert predictor.prepared == fitting + 2
+    assert predictor.prepared == FITTING + 2

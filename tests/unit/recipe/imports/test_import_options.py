@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from paceline.errors import RecipeError
 from paceline.recipe.imports.command import read_source
 from paceline.recipe.imports.table import Table
 
+SCRIPTS = (("train.py",), ("distributed_train.sh",))
 ROWS = """
 data: {text: null, rule: a}
 -b --batch-size: {int: 128, least: 1, rule: b}
@@ -53,7 +55,7 @@ def test_a_beginning_of_only_one_option_is_that_option(table: Table, word: str) 
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("given", "says"),
     [
         (["--bacth-size", "3"], "has no option '--bacth-size' (Did you mean '--batch-size'?)"),
         (["--l", "3"], "ambiguous option: --l could match --lr, --lr-base"),
@@ -66,24 +68,6 @@ def test_a_beginning_of_only_one_option_is_that_option(table: Table, word: str) 
         (["--lr", "$LR"], "shell variables are not known here"),
         (["/data", "$FLAGS"], "shell variables are not known here"),
         (["--model-kwargs", "size"], "takes KEY=VALUE"),
-    ],
-)
-def test_what_does_not_fit_is_named(table: Table, words: list[str], says: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        table.read_words(words)
-    assert says in str(caught.value)
-
-
-def test_a_file_of_arguments_gives_what_is_not_the_default(table: Table) -> None:
-    tree = {"batch_size": 128, "lr": 0.5, "lr_base": 0.1, "betas": None, "amp": True, "model_kwargs": {"a": "7"}}
-    assert table.read_tree({**tree, "world": 2}, ["world"]) == {"lr": 0.5, "amp": True, "model_kwargs": {"a": "7"}}
-    with pytest.raises(RecipeError, match="no option 'wrold'"):
-        table.read_tree({"wrold": 1})
-
-
-@pytest.mark.parametrize(
-    ("tree", "says"),
-    [
         ({"amp": "yes"}, "it takes true or false"),
         ({"lr": True}, "it takes a number"),
         ({"lr": [1]}, "it takes one value"),
@@ -92,12 +76,17 @@ def test_a_file_of_arguments_gives_what_is_not_the_default(table: Table) -> None
         ({"betas": ["x"]}, "it takes a number"),
         ({"model_kwargs": ["x"]}, "it takes KEY=VALUE"),
         ({3: 1}, "no option '3'"),
+        ({"wrold": 1}, "no option 'wrold'"),
     ],
 )
-def test_a_files_values_must_be_of_their_kind(table: Table, tree: dict[Any, Any], says: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        table.read_tree(tree)
-    assert says in str(caught.value)
+def test_what_does_not_fit_is_named(table: Table, given: Any, says: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        table.read_tree(given) if isinstance(given, dict) else table.read_words(given)
+
+
+def test_a_file_of_arguments_gives_what_is_not_the_default(table: Table) -> None:
+    tree = {"batch_size": 128, "lr": 0.5, "lr_base": 0.1, "betas": None, "amp": True, "model_kwargs": {"a": "7"}}
+    assert table.read_tree({**tree, "world": 2}, ["world"]) == {"lr": 0.5, "amp": True, "model_kwargs": {"a": "7"}}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +106,7 @@ def test_a_files_values_must_be_of_their_kind(table: Table, tree: dict[Any, Any]
 )
 def test_a_command_says_how_many_processes_it_starts(command: str, processes: int | None) -> None:
     for words in ([command], command.split()):
-        source = read_source(words, ("train.py",), ("distributed_train.sh",))
+        source = read_source(words, *SCRIPTS)
         assert (source.processes, source.words, source.script) == (processes, ("--lr", "1"), "train.py")
 
 
@@ -133,49 +122,37 @@ def test_a_command_says_how_many_processes_it_starts(command: str, processes: in
 def test_what_it_is_called_holds_no_secret(before: str) -> None:
     called = "train.py --data-dir s3://them:secret@there/data --lr 1"
     for words in ([f"{before} {called}"], [*before.split(), *called.split()]):
-        source = read_source(words, ("train.py",), ("distributed_train.sh",))
-        assert source.title == "train.py --data-dir s3://there/data --lr 1"
-    assert read_source(
-        ["KEY=secret ./distributed_train.sh 2 --lr 1"], ("train.py",), ("distributed_train.sh",)
-    ).title == ("./distributed_train.sh 2 --lr 1")
+        assert read_source(words, *SCRIPTS).title == "train.py --data-dir s3://there/data --lr 1"
+    launched = read_source(["KEY=secret ./distributed_train.sh 2 --lr 1"], *SCRIPTS)
+    assert launched.title == "./distributed_train.sh 2 --lr 1"
 
 
 def test_a_file_may_hold_a_command_over_several_lines(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
-    script.write_text(
-        "#!/bin/bash\n# train.py is timm's\nexport A=1\n./distributed_train.sh 2 \\\n  --lr 1 \\\n  --amp\n"
-    )
-    source = read_source([str(script)], ("train.py",), ("distributed_train.sh",))
+    lines = "#!/bin/bash\n# train.py is timm's\nexport A=1\n./distributed_train.sh 2 \\\n  --lr 1 \\\n  --amp\n"
+    script.write_text(lines)
+    source = read_source([str(script)], *SCRIPTS)
     assert (source.processes, source.words) == (2, ("--lr", "1", "--amp"))
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("words", "text", "says"),
     [
         ("two.sh", "train.py --lr 1\ntrain.py --lr 2\n", "has 2 commands"),
         ("none.sh", "echo\n", "has no commands"),
         ("quote.sh", "train.py --lr '1\n", "quote without end"),
         ("args.yaml", "lr: [1\n", "not readable as YAML"),
         ("list.yaml", "- 1\n", "no names with values"),
+        ("missing.yaml", None, "there is no file 'missing.yaml'"),
+        ("python other.py", None, "no command that starts train.py"),
+        ("distributed_train.sh --lr", None, "is followed by a number of processes"),
     ],
 )
-def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(RecipeError) as caught:
-        read_source([str(path)], ("train.py",))
-    assert says in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["missing.yaml"], "there is no file 'missing.yaml'"),
-        (["python", "other.py"], "no command that starts train.py"),
-        (["distributed_train.sh", "--lr"], "is followed by a number of processes"),
-    ],
-)
-def test_what_is_neither_is_refused(words: list[str], says: str) -> None:
-    with pytest.raises(RecipeError) as caught:
-        read_source(words, ("train.py",), ("distributed_train.sh",))
-    assert says in str(caught.value)
+def test_what_is_neither_command_nor_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, text: str | None, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path(words).write_text(text)
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        read_source(words.split(), *SCRIPTS)

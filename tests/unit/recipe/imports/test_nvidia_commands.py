@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -85,25 +86,20 @@ def test_a_preset_is_the_shipped_recipe_in_what_matters(
     mine, wanted = theirs.recipe, shipped.recipe
     assert mine.model.name == wanted.model.name
     assert mine.batch.global_size == wanted.batch.global_size
-    for key in ("image_size", "evaluation_crop", "interpolation", "augment"):
-        assert getattr(mine.data, key) == getattr(wanted.data, key), key
-    assert mine.data.mix.mixup == wanted.data.mix.mixup
-    assert mine.optimizer == wanted.optimizer
-    assert mine.schedule == wanted.schedule
+    for key in ("data.image_size", "data.evaluation_crop", "data.interpolation", "data.augment", "data.mix.mixup"):
+        assert attrgetter(key)(mine) == attrgetter(key)(wanted), key
+    assert (mine.optimizer, mine.schedule) == (wanted.optimizer, wanted.schedule)
     assert (mine.train.duration, mine.train.label_smoothing) == (wanted.train.duration, wanted.train.label_smoothing)
     assert plan_of(theirs, 8).learning_rates == plan_of(shipped, 8).learning_rates
 
 
 def test_a_command_of_main_py_with_its_defaults(tmp_path: Path) -> None:
-    conversion = convert(
-        "python ./main.py --arch resnet50 -c fanin --label-smoothing 0.1 --amp --static-loss-scale 256 /imagenet"
-    )
+    asked = "--arch resnet50 -c fanin --label-smoothing 0.1 --amp --static-loss-scale 256 /imagenet"
+    conversion = convert(f"python ./main.py {asked}")
     recipe = load(conversion, tmp_path).recipe
     assert (recipe.batch.global_size, recipe.optimizer.lr, recipe.optimizer.weight_decay) == (256, 0.1, 1e-4)
-    assert (recipe.schedule.name, [str(each) for each in recipe.schedule.milestones]) == (
-        "step",
-        ["30 epochs", "60 epochs", "80 epochs"],
-    )
+    assert recipe.schedule.name == "step"
+    assert [str(each) for each in recipe.schedule.milestones] == ["30 epochs", "60 epochs", "80 epochs"]
     assert (recipe.train.precision, recipe.train.grad_scaler.init_scale) == ("fp16", 256)
     assert recipe.model.options == {"zero_init_last": False}
     assert recipe.seed == 0
@@ -154,9 +150,8 @@ def test_an_option_becomes_keys(words: str, keys: dict[str, object], tmp_path: P
     ],
 )
 def test_what_cannot_be_converted_says_why(command: str, says: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=re.escape(says)):
         convert(command)
-    assert says in str(caught.value)
 
 
 def test_how_many_processes_is_assumed_only_with_a_word() -> None:
@@ -175,11 +170,8 @@ def guide_rows() -> list[tuple[str, str, str]]:
         if re.match(r"\| (option|file) \|", line):
             columns = 1 if cells[0] == "option" else 2
         elif line.startswith("| "):
-            rows.append(
-                ("main.py", cells[0].strip("`"), cells[1])
-                if columns == 1
-                else (cells[0], cells[1].strip("`"), cells[2])
-            )
+            file, option, said = ["main.py", *cells[:2]] if columns == 1 else cells[:3]
+            rows.append((file, option.strip("`"), said))
     return rows
 
 

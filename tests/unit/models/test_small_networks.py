@@ -1,4 +1,4 @@
-"""The small residual net fits every image size it is offered for, and its options do what they say."""
+"""The small residual net fits every image size, its options do what they say; the lecture's is the lecture's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
+from paceline.models.build import parameter_count
+from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import ResidualBlock, small_resnet
-
-
-def parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def modules_of(model: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
@@ -19,22 +17,14 @@ def modules_of(model: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("in_channels", [1, 3])
-@pytest.mark.parametrize("side", [8, 16, 28, 32])
-def test_logits_for_every_image_size(side: int, in_channels: int) -> None:
-    model = small_resnet(7, in_channels, width=8)
-    logits = model(torch.randn(2, in_channels, side, side))
-    assert logits.shape == (2, 7)
-    assert logits.isfinite().all()
-
-
 @pytest.mark.parametrize("side", [8, 9, 16, 28, 32])
-def test_batchnorm_never_sees_a_single_pixel(side: int) -> None:
-    model = small_resnet(10, 1, width=4, stages=4)
+def test_it_takes_every_image_size_and_batchnorm_never_sees_a_single_pixel(side: int, in_channels: int) -> None:
+    model = small_resnet(10, in_channels, width=4, stages=4)
     sides: list[int] = []
     for norm in modules_of(model, nn.BatchNorm2d):
         norm.register_forward_pre_hook(lambda _, inputs: sides.append(min(inputs[0].shape[-2:])))
-    model(torch.randn(1, 1, side, side))
-    assert sides
+    logits = model(torch.randn(1, in_channels, side, side))
+    assert (logits.shape, bool(logits.isfinite().all())) == ((1, 10), True)
     assert min(sides) >= 2
 
 
@@ -67,10 +57,22 @@ def test_blocks_start_as_the_identity() -> None:
         torch.testing.assert_close(block(features), features, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("width", 0), ("stages", 0), ("depth", -1), ("dropout", 1.0)],
-)
+@pytest.mark.parametrize(("option", "value"), [("width", 0), ("stages", 0), ("depth", -1), ("dropout", 1.0)])
 def test_an_option_out_of_range_is_named(option: str, value: float) -> None:
     with pytest.raises(ModelError, match=f"model.options.{option}={value}: .* needs {option}"):
         small_resnet(10, **{option: value})
+
+
+def test_the_lecture_s_network_has_the_parameters_that_it_prints() -> None:
+    network = lecture_net(10)
+    assert parameter_count(network) == 120_078
+    # "(post net.to) GPU max_memory_allocated: 0.481792 MB": torch's allocator rounds each tensor up to 512 bytes.
+    rounded = sum(-(-each.numel() * 4 // 512) * 512 for each in network.parameters())
+    assert rounded / 1e6 == 0.481792
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_lecture_s_network_with_six_channels_is_the_tutorials() -> None:
+    assert parameter_count(lecture_net(10, channels=6)) == 62_006
+    with pytest.raises(ModelError, match="channels"):
+        lecture_net(10, channels=0)
