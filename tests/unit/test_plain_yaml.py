@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
@@ -60,6 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recipes")
 
 
+@example(written="-_0")
+@example(written="0_.1")
+@example(written="1_000.5")
 @given(written=NUMBERLIKE)
 def test_a_number_is_the_one_that_is_written_or_refused(folder: Path, written: str) -> None:
     keys = (("batch", "global_size"), ("optimizer", "lr"), ("train", "label_smoothing"))

@@ -36,6 +36,8 @@ def whole(value: object) -> object:
 def _number(value: object) -> object:
     if isinstance(value, bool):  # Python would take True for 1
         raise ValueError(f"found {value}, but it must be a number")
+    if isinstance(value, str) and re.fullmatch(r"[-+0-9._]*((?<![0-9])_|_(?![0-9]))[-+0-9._eE]*", value):
+        raise ValueError(f"found {value}, but an underscore in a number stands between digits")
     return whole(value)
 
 
