@@ -353,13 +353,15 @@ def _training(tiny_recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
 
     import paceline
 
-    def train(name: str, overrides: Mapping[str, Any] | None = None, *, task: Any = None, resume: str = "auto") -> Any:
+    def train(
+        name: str, overrides: Mapping[str, Any] | None = None, *, task: Any = None, resume: str = "auto", **changes: Any
+    ) -> Any:
         return paceline.train(
             tiny_recipe,
             overrides=overrides or {},
             run_dir=runs / name,
             resume=resume,
-            task=_tiny_task() if task is None else task,
+            task=_tiny_task(**changes) if task is None else task,
             quiet=True,
         )
 
@@ -371,7 +373,10 @@ def _training(tiny_recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def train_tiny(tiny_recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
-    """``train_tiny("a", {"optimizer.lr": 1.0}, task=...)`` trains in ``runs/a`` and returns the result."""
+    """``train_tiny("a", {"optimizer.lr": 1.0}, on_loss=...)`` trains a tiny task in ``runs/a``: the result.
+
+    Its further arguments are those of ``tiny_task``, unless it is given a ``task``.
+    """
     with _training(tiny_recipe, runs) as train:
         yield train
 

@@ -52,6 +52,19 @@ def image_table(root: Path, rows: list[str], header: str) -> Path:
     return root / "table.csv"
 
 
+def photo_recipe(data: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """A recipe of a few steps over a folder of images, each shown with 16 pixels a side; sections may be replaced."""
+    return {
+        "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}},
+        "data": {"dataset": "image_folder", "image_size": 16, "workers": 0, **data},
+        "batch": {"global_size": 8},
+        "train": {"duration": "6 steps", "precision": "fp32"},
+        "parallel": {"device": "cpu", "threads": 1},
+        "telemetry": {"trackers": []},
+        **sections,
+    }
+
+
 def packed(source: Path | str, destination: Path, **options: Any) -> tuple[Manifest, int]:
     """The images of a source, packed as the command does it."""
     from paceline.data.packing.pack import Request, pack

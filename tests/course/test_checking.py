@@ -18,10 +18,7 @@ from paceline_course.course import Lab
 
 pytestmark = pytest.mark.needs("jupytext", "IPython")
 
-RIGHT = {
-    "9b.1": "def add(values):\n    return sum(values)",
-    "9b.2": "%%writefile guess.py\ntotal = 6",
-}
+RIGHT = {"9b.1": "def add(values):\n    return sum(values)", "9b.2": "%%writefile guess.py\ntotal = 6"}
 Student = Callable[..., Path]
 
 

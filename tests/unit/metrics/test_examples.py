@@ -7,13 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import precision_recall_fscore_support
 
-from paceline.metrics.answers import (
-    Answers,
-    Candidate,
-    Confusion,
-    Examples,
-    choose,
-)
+from paceline.metrics.answers import Answers, Candidate, Confusion, Examples, choose
 from paceline.metrics.confusion import confusion_document, scores_by_class
 
 

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 from torchvision.models.detection import roi_heads, transform
 
-import paceline
 from paceline.cli.main import run as command
 from paceline.data.batch import Batch
 from paceline.data.image.decode import BrokenImageError
@@ -54,28 +53,20 @@ checkpoint: {every: 2 steps}
 parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
-STEPS = 5
+Make = Callable[..., Any]
 
 
 @pytest.fixture
-def train(runs: Path) -> Iterator[Callable[..., Any]]:
-    recipe = runs / "boxes.yaml"
-    recipe.write_text(TINY)
-    threads = torch.get_num_threads()
-
-    def trainer(name: str, overrides: dict[str, Any] | None = None, task: Any = None) -> Any:
-        return paceline.train(recipe, overrides=overrides or {}, run_dir=runs / name, task=task, quiet=True)
-
-    yield trainer
-    torch.set_num_threads(threads)
+def recipe(runs: Path) -> Path:
+    path = runs / "boxes.yaml"
+    path.write_text(TINY)
+    return path
 
 
 @pytest.fixture
-def task(runs: Path) -> Callable[..., Detection]:
-    (runs / "boxes.yaml").write_text(TINY)
-
+def task(recipe: Path) -> Make:
     def maker(overrides: dict[str, Any] | None = None) -> Detection:
-        made = build_task(load_recipe(runs / "boxes.yaml", overrides or {}).recipe)
+        made = build_task(load_recipe(recipe, overrides or {}).recipe)
         assert isinstance(made, Detection)
         made.data_facts(World())
         return made
@@ -96,7 +87,7 @@ def batches(
     return found
 
 
-def test_what_is_found_is_written_for_each_picture(train: Callable[..., Any], runs: Path) -> None:
+def test_what_is_found_is_written_for_each_picture(train: Make, runs: Path) -> None:
     train("run", {"model.options": {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}})
     path = runs / "found.jsonl"
     evaluate_target(EvaluationRequest(target=runs / "run", predictions=path))
@@ -107,13 +98,13 @@ def test_what_is_found_is_written_for_each_picture(train: Callable[..., Any], ru
     assert all(0 <= label < 3 for line in lines for label in line["labels"])
 
 
-def test_observers_and_threads_change_nothing(train: Callable[..., Any]) -> None:
+def test_observers_and_threads_change_nothing(train: Make) -> None:
     alone = train("alone", {"evaluate.every": "off", "checkpoint.every": "off"}).summary.weights_sha256
     watched = train("watched", {"evaluate.every": "1 steps", "data.workers": 2}).summary.weights_sha256
     assert watched == alone
 
 
-def test_what_a_sample_looks_like_depends_on_nothing_but_seed_epoch_and_number(task: Callable[..., Detection]) -> None:
+def test_what_a_sample_looks_like_depends_on_nothing_but_seed_epoch_and_number(task: Make) -> None:
     made = task()
     whole = {int(number): image for batch in batches(made, training=True, parts=1) for number, image in each(batch)}
     parts: dict[int, torch.Tensor] = {}
@@ -128,7 +119,7 @@ def each(batch: Batch) -> Iterator[tuple[int, torch.Tensor]]:
     return zip(batch.ids.tolist(), batch.inputs, strict=True)
 
 
-def test_boxes_and_masks_move_with_their_picture(task: Callable[..., Detection]) -> None:
+def test_boxes_and_masks_move_with_their_picture(task: Make) -> None:
     made, seen = task({"data.detection.flip": 0.5}), set()
     for step in range(2):
         for batch in batches(made, training=True, step=step):
@@ -144,7 +135,7 @@ def test_boxes_and_masks_move_with_their_picture(task: Callable[..., Detection])
     assert len(seen) > 2
 
 
-def test_a_step_s_samples_are_sorted_by_shape_and_no_other_ones(task: Callable[..., Detection]) -> None:
+def test_a_step_s_samples_are_sorted_by_shape_and_no_other_ones(task: Make) -> None:
     sizes = task().dataset.train.sizes
     grouped, plain = (task({"data.detection.like_shapes": asked}) for asked in (True, False))
     for step in range(2):
@@ -158,7 +149,7 @@ def test_a_step_s_samples_are_sorted_by_shape_and_no_other_ones(task: Callable[.
     assert plain.sample_keys() is None
 
 
-def test_a_loss_of_a_held_out_picture_is_its_own_and_disturbs_nothing(task: Callable[..., Detection]) -> None:
+def test_a_loss_of_a_held_out_picture_is_its_own_and_disturbs_nothing(task: Make) -> None:
     made = task()
     torch.manual_seed(0)
     network = made.build_model().eval()
@@ -173,7 +164,7 @@ def test_a_loss_of_a_held_out_picture_is_its_own_and_disturbs_nothing(task: Call
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
 
 
-def test_what_is_found_does_not_depend_on_the_company(task: Callable[..., Detection]) -> None:
+def test_what_is_found_does_not_depend_on_the_company(task: Make) -> None:
     made = task({"model.options": {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}})
     torch.manual_seed(0)
     network = made.build_model().eval()
@@ -194,7 +185,7 @@ def one(batch: Batch, index: int) -> Batch:
     )
 
 
-def test_a_network_that_says_the_truth_has_a_map_of_100(task: Callable[..., Detection]) -> None:
+def test_a_network_that_says_the_truth_has_a_map_of_100(task: Make) -> None:
     made = task()
 
     class Oracle(torch.nn.Module):
@@ -235,7 +226,7 @@ def coco(runs: Path) -> Path:
 WITH_BOXES = {"model.name": "small_fasterrcnn", "data.dataset": "coco", "data.detection.generated": None}
 
 
-def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callable[..., Any], coco: Path) -> None:
+def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Make, coco: Path) -> None:
     asked = {"data.path": str(coco), "data.workers": 1, "model.name": "small_retinanet", "batch.micro_size": "auto"}
     asked |= {"model.options": {"width": 8, "levels": 2, "channels": 8}, "train.duration": "3 steps"}
     asked |= {"batch.global_size": 1, "data.max_broken": 4, "evaluate.every": "3 steps", "data.dataset": "coco"}
@@ -267,17 +258,15 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Callabl
         ({"model.compile": True}, "model.compile=true has no effect with task=detection"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(
-    overrides: dict[str, Any], said: str, train: Callable[..., Any]
-) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence(overrides: dict[str, Any], said: str, train: Make) -> None:
     with pytest.raises(PacelineError, match=said):
         train("refused", overrides)
 
 
-@pytest.mark.parametrize("name", ["fasterrcnn_mobilenet_v3_large_320_fpn"])
-def test_torchvision_s_detectors_are_built_with_their_options(name: str, task: Callable[..., Detection]) -> None:
+def test_torchvision_s_detectors_are_built_with_their_options(task: Make) -> None:
     options = {"box_detections_per_img": 7, "rpn_post_nms_top_n_train": 20}
-    made = task({"model.name": f"torchvision:{name}", "model.options": options, "data.detection.masks": False})
+    name = "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
+    made = task({"model.name": name, "model.options": options, "data.detection.masks": False})
     network = made.build_model()
     assert network.roi_heads.detections_per_img == 7
     (batch, *_) = batches(made, training=True)
@@ -286,7 +275,7 @@ def test_torchvision_s_detectors_are_built_with_their_options(name: str, task: C
 
 
 @pytest.mark.parametrize("name", ["small_maskrcnn", "small_retinanet"])
-def test_how_a_detector_scales_is_found_out_without_memory(task: Callable[..., Detection], name: str) -> None:
+def test_how_a_detector_scales_is_found_out_without_memory(task: Make, name: str) -> None:
     options = {"width": 8, "levels": 2, "channels": 8}
     made = task({"model.name": name, "model.options": options})
     found = describe(made.recipe)
@@ -294,7 +283,7 @@ def test_how_a_detector_scales_is_found_out_without_memory(task: Callable[..., D
     assert not found.notices
 
 
-def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Callable[..., Detection]) -> None:
+def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Make) -> None:
     made = task()
     with torch.device("meta"):
         without: Any = made.build_model()
@@ -302,9 +291,7 @@ def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Callable[
     assert without.roi_heads.box_roi_pool.scales == usual.roi_heads.box_roi_pool.scales == [0.25, 0.125]
 
 
-def test_copies_with_what_was_found_do_not_overwrite_one_another(
-    train: Callable[..., Any], coco: Path, runs: Path
-) -> None:
+def test_copies_with_what_was_found_do_not_overwrite_one_another(train: Make, coco: Path, runs: Path) -> None:
     run = train("run", {"train.duration": "2 steps"}).run_dir
     code = command(["predict", str(run), str(coco / "train"), str(coco / "val"), "--draw", str(runs / "found")])
     assert code == 1  # 1.png is no image
@@ -312,9 +299,7 @@ def test_copies_with_what_was_found_do_not_overwrite_one_another(
     assert found == {"0.png", "2.png", "3.png", "0-2.png", "2-2.png", "3-2.png"}
 
 
-def test_masks_are_pasted_one_by_one_where_they_are_drawn(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred of them, at the size of a large picture, take gigabytes."""
     run = train("run", {"train.duration": "2 steps"}).run_dir
     picture = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
@@ -339,7 +324,7 @@ def test_masks_are_pasted_one_by_one_where_they_are_drawn(
     assert sizes == [(1, 1, 70, 90)] * found
 
 
-def test_very_long_pictures_are_shown_or_refused(train: Callable[..., Any]) -> None:
+def test_very_long_pictures_are_shown_or_refused(train: Make) -> None:
     def answered(run: Path, width: int, height: int) -> Any:
         content = io.BytesIO()
         Image.new("L", (width, height), 99).save(content, "PNG")
@@ -355,7 +340,7 @@ def test_very_long_pictures_are_shown_or_refused(train: Callable[..., Any]) -> N
         answered(fixed, 40_000_000, 1)
 
 
-def test_masks_are_drawn_where_the_network_itself_would_paste_them(task: Callable[..., Detection]) -> None:
+def test_masks_are_drawn_where_the_network_itself_would_paste_them(task: Make) -> None:
     network: Any = task().build_model().eval()
     picture = torch.rand(3, 70, 90, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -372,7 +357,7 @@ def padded(images: list[torch.Tensor]) -> int:
     return max(image.shape[1] for image in images) * max(image.shape[2] for image in images)
 
 
-def test_memory_is_claimed_with_the_largest_pictures(task: Callable[..., Detection]) -> None:
+def test_memory_is_claimed_with_the_largest_pictures(task: Make) -> None:
     """A tall and a wide picture in one micro-batch take more than two of the largest."""
     made = task({"batch.global_size": 10, "batch.micro_size": 5, "data.detection.like_shapes": False})
     plan = plan_run(made.recipe, made, describe_machine(torch.device("cpu")), World())
@@ -389,7 +374,7 @@ def test_memory_is_claimed_with_the_largest_pictures(task: Callable[..., Detecti
     assert all(target["masks"].shape[1:] == image.shape[1:] for image, target in pairs)
 
 
-def test_trials_of_memory_show_the_largest_pictures(task: Callable[..., Detection]) -> None:
+def test_trials_of_memory_show_the_largest_pictures(task: Make) -> None:
     made = task()
     trial = TrialTask(made, Orders(task="", samples=4, evaluation_samples=2, memory=None))
     pipeline = trial.open_pipeline(Placement(device=torch.device("cpu")))
@@ -404,11 +389,8 @@ def test_trials_of_memory_show_the_largest_pictures(task: Callable[..., Detectio
     assert scored.inputs[0].shape[1:].numel() == made.dataset.validation.sizes.prod(axis=1).max()
 
 
-def test_plans_say_what_is_not_used(runs: Path) -> None:
-    (runs / "boxes.yaml").write_text(TINY)
-    plan = plan_only(load_recipe(runs / "boxes.yaml"), world_size=2)
-    assert plan.higher_is_better == {
-        "loss": False,
-        **dict.fromkeys(("box_map", "box_map50", "mask_map", "mask_map50"), True),
-    }
+def test_plans_say_what_is_measured(recipe: Path) -> None:
+    plan = plan_only(load_recipe(recipe), world_size=2)
+    better = dict.fromkeys(("box_map", "box_map50", "mask_map", "mask_map50"), True)
+    assert plan.higher_is_better == {"loss": False, **better}
     assert plan.data["classes"] == 3

@@ -13,8 +13,14 @@ import torch.nn.functional as F
 
 import paceline
 from paceline.checkpoint.weights import read_weights
+from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
 from paceline.errors import DataError, PacelineError, RecipeError, RunDirectoryError
+from paceline.models.small_resnet import small_resnet
+from paceline.recipe.load import load_recipe
+from paceline.tasks.distillation import Distillation
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.world import World
 
 DIGITS = (
     "data.validation_fraction=0.2",
@@ -49,12 +55,6 @@ def taught(runs: Path, teacher: Path) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])
 def test_the_loss_is_the_formulas(teacher: Path, kind: str) -> None:
-    from paceline.data.order import StepGeometry
-    from paceline.data.pipeline import Placement
-    from paceline.recipe.load import load_recipe
-    from paceline.tasks.distillation import Distillation
-    from paceline.world import World
-
     temperature = ["distillation.temperature=3"] if kind == "soft" else []
     asked = ["task=distillation", f"distillation.teacher={teacher}", f"distillation.kind={kind}", *temperature]
     recipe = load_recipe("digits", [*DIGITS, *asked, "distillation.weight=0.3", "data.augment=null"]).recipe
@@ -81,9 +81,6 @@ def test_the_loss_is_the_formulas(teacher: Path, kind: str) -> None:
 
 
 def predictor_network(run: Path) -> torch.nn.Module:
-    from paceline.checkpoint.weights import read_weights
-    from paceline.models.small_resnet import small_resnet
-
     network = small_resnet(10, 1, width=8, stages=1)
     network.load_state_dict(read_weights(run).state)
     return network.eval()
@@ -98,21 +95,13 @@ def test_without_labels_a_student_comes_to_agree_with_its_teacher(taught: Callab
 
 
 def test_the_teacher_is_no_part_of_the_run(taught: Callable[..., Any], runs: Path) -> None:
-    from paceline.checkpoint.weights import read_weights
-
     taught("run")
     taught("alone", "distillation.weight=0.0")
-    assert set(read_weights(runs / "run").state) == set(predictor_network_keys())
+    assert set(read_weights(runs / "run").state) == set(small_resnet(10, 1, width=4, stages=1).state_dict())
     asked = [*DIGITS, "train.duration=4 steps"]
     plain = paceline.train("digits", overrides=asked, run_dir=runs / "plain", quiet=True)
     alone = read_weights(runs / "alone").state
     assert all(torch.equal(alone[key], value) for key, value in read_weights(plain.run_dir).state.items())
-
-
-def predictor_network_keys() -> list[str]:
-    from paceline.models.small_resnet import small_resnet
-
-    return list(small_resnet(10, 1, width=4, stages=1).state_dict())
 
 
 @pytest.mark.parametrize(

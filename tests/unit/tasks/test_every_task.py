@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import paceline
 from paceline.recipe.load import load_recipe
@@ -65,13 +63,6 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # What is image classification with another network beside it.
 VARIANTS = {"distillation"}
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_table_names_every_task() -> None:

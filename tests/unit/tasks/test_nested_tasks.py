@@ -57,9 +57,7 @@ def nested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, recipe in module.RECIPES.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(recipe))
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
     yield module
-    torch.set_num_threads(threads)
     sys.modules.pop("nested_tasks", None)
 
 
@@ -144,16 +142,8 @@ def test_a_run_goes_on_where_it_was_stopped(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_and_score_like_one(name: str) -> None:
     alone = train(name, "one", parallel__exact=True, train__duration="10 steps")
-    code, _, err = command(
-        "train",
-        f"{name}.yaml",
-        "parallel.exact=true",
-        "train.duration=10 steps",
-        "--run-dir",
-        "two",
-        "--processes",
-        "2",
-    )
+    asked = ("parallel.exact=true", "train.duration=10 steps", "--run-dir", "two", "--processes", "2")
+    code, _, err = command("train", f"{name}.yaml", *asked)
     assert code == 0, err
     found = json.loads(Path("two/summary.json").read_text())
     assert found["weights_sha256"] == alone.summary.weights_sha256
@@ -231,15 +221,10 @@ def test_a_landscape_is_that_of_the_loss_over_tokens() -> None:
 
 def test_noise_is_told_in_tokens() -> None:
     report = measure_noise(NoiseScale(target="Sequences.yaml", steps=5), print)
-    weights = opened_weights()
+    weights = opened("Sequences")[0].sample_weights()
     assert report.unit == "tokens"
     assert report.batch_weight == pytest.approx(8 * weights.mean())
     assert report.to_json()["unit"] == "tokens"
-
-
-def opened_weights() -> Any:
-    task, _ = opened("Sequences")
-    return task.sample_weights()
 
 
 @pytest.mark.parametrize("name", NAMES)

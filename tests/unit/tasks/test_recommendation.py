@@ -21,6 +21,8 @@ from paceline.trainer.fake_step import fake_step
 from paceline.trainer.train import plan_only
 from paceline_advisor.memory.estimate import estimate_memory
 
+Make = Callable[..., Any]
+
 TINY = """
 task: recommendation
 model: {name: dlrm, options: {embedding: 4, bottom: [8], top: [8]}}
@@ -45,14 +47,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "clicks.yaml"
     path.write_text(TINY)
     return path
-
-
-@pytest.fixture
-def train(recipe: Path, runs: Path) -> Callable[..., Any]:
-    def trainer(name: str, overrides: dict[str, Any] | None = None) -> Any:
-        return paceline.train(recipe, overrides=overrides or {}, run_dir=runs / name, quiet=True)
-
-    return trainer
 
 
 def test_what_the_plan_says(recipe: Path) -> None:
@@ -92,20 +86,11 @@ def test_sections_go_with_their_data(recipe: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        {},
         {**SPARSE, "optimizer.tables": "sparse_adam", "train.ema": 0.9},
-        {
-            **SPARSE,
-            "optimizer.name": "sgd",
-            "optimizer.momentum": 0.0,
-            "optimizer.tables": "same",
-            "batch.micro_size": 8,
-        },
+        {**SPARSE, "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.0, "tables": "same"}, "batch.micro_size": 8},
     ],
 )
-def test_resuming_gives_the_same_bits(
-    train: Callable[..., Any], course: Callable[[Path], Any], overrides: dict[str, Any]
-) -> None:
+def test_resuming_gives_the_same_bits(train: Make, course: Callable[[Path], Any], overrides: dict[str, Any]) -> None:
     whole = train("whole", overrides)
     train("parts", {**overrides, "train.until": "7 steps"})
     train("parts", {**overrides, "train.until": "15 steps"})
@@ -116,13 +101,13 @@ def test_resuming_gives_the_same_bits(
     assert command(["audit", str(resumed.run_dir)]) == 0
 
 
-def test_sparse_gradients_train_as_dense_ones(train: Callable[..., Any]) -> None:
+def test_sparse_gradients_train_as_dense_ones(train: Make) -> None:
     dense, sparse = train("dense").metrics, train("sparse", SPARSE).metrics
     assert sparse["loss"] == pytest.approx(dense["loss"], rel=1e-4)
     assert sparse["auc"] == pytest.approx(dense["auc"], abs=5e-3)
 
 
-def test_predictions_and_figures_agree(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+def test_predictions_and_figures_agree(train: Make, tmp_path: Path, capsys: Any) -> None:
     trained = train("run")
     predictions = tmp_path / "predictions.jsonl"
     assert command(["evaluate", str(trained.run_dir), "--predictions", str(predictions)]) == 0
@@ -137,14 +122,14 @@ def test_predictions_and_figures_agree(train: Callable[..., Any], tmp_path: Path
     assert found["normalized_entropy"] == pytest.approx(found["loss"] / entropy, rel=1e-5)
 
 
-def test_one_class_only_has_no_area(train: Callable[..., Any]) -> None:
+def test_one_class_only_has_no_area(train: Make) -> None:
     done = train("one", {"data.recommendation.evaluation_samples": 1, "train.duration": "4 steps"})
     assert done.status == "completed"
     assert math.isnan(done.metrics["auc"])
     assert math.isfinite(done.metrics["loss"])
 
 
-def test_exact_runs_and_their_refusals(train: Callable[..., Any]) -> None:
+def test_exact_runs_and_their_refusals(train: Make) -> None:
     exact = {"parallel.exact": True, "batch.micro_size": 4, "train.duration": "6 steps"}
     assert train("exact", exact).status == "completed"
     with pytest.raises(RecipeError, match=r"parallel\.exact=true does not go with sparse gradients"):
@@ -167,7 +152,7 @@ def test_the_doctor_looks_at_it(recipe: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_its_landscape_goes_without_a_curvature_unless_that_is_asked_for(
-    train: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    train: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = train("run", {"train.duration": "4 steps"})
     asked = ["landscape", str(trained.run_dir), "--samples", "16", "--json"]
@@ -179,7 +164,7 @@ def test_its_landscape_goes_without_a_curvature_unless_that_is_asked_for(
     assert command([*asked, "--measure", "curvature"]) == 2
 
 
-def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+def test_predict_says_what_evaluation_said(train: Make, tmp_path: Path, capsys: Any) -> None:
     trained = train("run")
     predictions, lines = tmp_path / "predictions.jsonl", tmp_path / "lines.jsonl"
     assert command(["evaluate", str(trained.run_dir), "--predictions", str(predictions)]) == 0
@@ -212,9 +197,7 @@ def test_predict_says_what_evaluation_said(train: Callable[..., Any], tmp_path: 
     assert "files of lines" in capsys.readouterr().err
 
 
-def test_lines_of_criteos_format_are_trained_on_and_predicted(
-    train: Callable[..., Any], tmp_path: Path, capsys: Any
-) -> None:
+def test_lines_of_criteos_format_are_trained_on_and_predicted(train: Make, tmp_path: Path, capsys: Any) -> None:
     text = ["\t".join([str(n % 2), *(["3"] * 13), *[f"{n % 2:x}", *([""] * 25)]]) for n in range(60)]
     path = tmp_path / "clicks.tsv"
     path.write_text("\n".join(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 
+Make = Callable[..., Any]
 CPU = torch.device("cpu")
 SHAPES = {"samples": 10, "evaluation_samples": 5, "smallest_side": 32, "largest_side": 48, "objects": 2}
 TINY: dict[str, Any] = {
@@ -58,13 +59,6 @@ TINY: dict[str, Any] = {
     "telemetry.log_every": "1 steps",
     "telemetry.trackers": [],
 }
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -261,9 +255,7 @@ def two_answers(num_classes: int) -> nn.Module:
         ({"task": "image_classification", "train.loss": "cross_entropy_dice"}, "is not a loss of task=image_class"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(
-    changes: dict[str, Any], said: str, train: Callable[..., Any]
-) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence(changes: dict[str, Any], said: str, train: Make) -> None:
     with pytest.raises(PacelineError, match=said):
         train("refused", changes)
 
@@ -278,7 +270,7 @@ def test_torchvision_s_networks_are_built_with_their_options(name: str) -> None:
     assert all(each.shape == (2, 7, 64, 64) for each in found.values())
 
 
-def test_a_network_of_torchvision_s_is_trained(train: Callable[..., Any]) -> None:
+def test_a_network_of_torchvision_s_is_trained(train: Make) -> None:
     asked = {"model.name": "torchvision:lraspp_mobilenet_v3_large", "model.options": {}, "train.duration": "1 steps"}
     asked |= {"data.image_size": 32, "evaluate.every": "1 steps", "train.ema": "off", "telemetry.report": False}
     metrics = train("lraspp", asked).summary.metrics
@@ -402,7 +394,7 @@ def test_what_is_for_labels_of_images_refuses_it(trained: Path, tmp_path: Path) 
         ))  # fmt: skip
 
 
-def test_a_folder_of_masks_is_trained_on(train: Callable[..., Any], runs: Path) -> None:
+def test_a_folder_of_masks_is_trained_on(train: Make, runs: Path) -> None:
     for split in ("train", "val"):
         for kind in ("images", "masks"):
             (runs / "set" / split / kind).mkdir(parents=True)

@@ -6,10 +6,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from run_directories import saved_steps
 
 from paceline.checkpoint.background import Cadence, job_ends_at, young_interval
 from paceline.recipe.running import Checkpoint
@@ -110,11 +110,11 @@ def test_slurm_says_when_a_job_ends() -> None:
     assert job_ends_at({}) is None
 
 
-def test_saving_by_the_clock_changes_nothing_else(train_tiny: Callable[..., Any], runs: Path) -> None:
+def test_saving_by_the_clock_changes_nothing_else(train_tiny: Callable[..., Any]) -> None:
     long = {"train.duration": "120 steps", "evaluate.every": "off"}
     often = train_tiny("often", {**long, "checkpoint.every": "0.001 seconds", "checkpoint.keep": 99})
     never = train_tiny("never", {**long, "checkpoint.every": "off"})
-    steps = sorted(int(path.name.removeprefix("step-")) for path in (runs / "often" / "checkpoints").glob("step-*"))
+    steps = saved_steps(often.run_dir)
     assert steps[0] == 1
     assert len(steps) > 2
     # A vote may be heard two steps late, and must not be heard twice; the last step is always saved.

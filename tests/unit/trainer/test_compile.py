@@ -71,9 +71,13 @@ def test_every_planned_size_is_compiled_once_and_nothing_else(
     assert recompiled(events(result.run_dir, "incident")) == []
 
 
-def test_rare_sizes_run_uncompiled(train_tiny: Make, tiny_task: Make) -> None:
-    task = tiny_task(train_images=16 * 25 + 5, evaluation_images=8 * 25 + 3)
-    result = train_tiny("compiled", {**ALL, **EAGER, "train.duration": "1 epochs"}, task=task)
+def test_rare_sizes_run_uncompiled(train_tiny: Make) -> None:
+    result = train_tiny(
+        "compiled",
+        {**ALL, **EAGER, "train.duration": "1 epochs"},
+        train_images=16 * 25 + 5,
+        evaluation_images=8 * 25 + 3,
+    )
     assert result.status == "completed"
     assert compiled_graphs() == 3  # training at 16, evaluation at 8 for two sets of weights
 
@@ -101,10 +105,8 @@ class Restless(nn.Module):
         return self.body(x) * (1 + self.calls * 1e-6)
 
 
-def test_what_is_compiled_anew_is_told_with_the_reason(train_tiny: Make, tiny_task: Make, events: Make) -> None:
-    result = train_tiny(
-        "compiled", {**ALL, **EAGER, "train.duration": "3 steps"}, task=tiny_task(make_network=Restless)
-    )
+def test_what_is_compiled_anew_is_told_with_the_reason(train_tiny: Make, events: Make) -> None:
+    result = train_tiny("compiled", {**ALL, **EAGER, "train.duration": "3 steps"}, make_network=Restless)
     told = recompiled(events(result.run_dir, "incident"))
     assert told
     assert "calls" in told[0]["message"]

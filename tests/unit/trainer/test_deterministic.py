@@ -78,9 +78,9 @@ class Unpooling(nn.Module):
         return self.body(F.max_unpool2d(pooled, places, 2).flatten(1))
 
 
-def test_an_operation_without_a_deterministic_kernel_is_named(train_tiny: Make, tiny_task: Make) -> None:
+def test_an_operation_without_a_deterministic_kernel_is_named(train_tiny: Make) -> None:
     with pytest.raises(ModelError, match=r"train.deterministic=true: max_unpool\S+ does not have a deterministic"):
-        train_tiny("run", ASKED, task=tiny_task(make_network=Unpooling))
+        train_tiny("run", ASKED, make_network=Unpooling)
 
 
 def test_products_are_in_the_plan_and_in_the_environment(train_tiny: Make) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_networks import Linear, held_out_inputs
 from torch import nn
 
 import paceline
@@ -22,19 +23,6 @@ Make = Callable[..., Any]
 CPU = torch.device("cpu")
 
 
-class Linear(nn.Module):
-    """A network without BatchNorm, different for every image."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.layers(x)
-        return logits
-
-
 # ------------------------------------------------------------------------------------------- exactness
 
 
@@ -42,11 +30,9 @@ class Linear(nn.Module):
 def test_any_number_of_processes_finds_the_same(samples: int, opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=samples, classes=7)
     model = Linear(7).eval()
-    images = task.dataset.validation.images
-    inputs = (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.25
     targets = torch.from_numpy(task.dataset.validation.labels)
     with torch.no_grad():
-        logits = model(inputs)
+        logits = model(held_out_inputs(task))
     expected = {
         "loss": nn.functional.cross_entropy(logits.double(), targets).item(),
         "top1_accuracy": 100 * (logits.argmax(1) == targets).double().mean().item(),
@@ -66,16 +52,6 @@ def test_any_number_of_processes_finds_the_same(samples: int, opened: Make, eval
         assert part.results(rows) == (samples, whole.results["model"])
 
 
-class Counted(Linear):
-    """Counts its forward passes."""
-
-    passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
-        return super().forward(x)
-
-
 def predicted(evaluator: Make, task: Any, pipeline: Any, model: nn.Module) -> list[float]:
     found: list[float] = []
     evaluator(task, pipeline)({"model": model}, lambda _, __, values: found.extend(values["probability"].tolist()))
@@ -84,12 +60,11 @@ def predicted(evaluator: Make, task: Any, pipeline: Any, model: nn.Module) -> li
 
 def test_predicting_what_was_scored_takes_no_second_forward_pass(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=40)
-    model = Counted(3)
+    model = Linear(3)
     observed = predicted(evaluator, task, pipeline, model)
     assert model.passes == 3  # batches of 16
-    images = task.dataset.validation.images
-    inputs = (torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.25
-    assert observed == pytest.approx(model(inputs).softmax(dim=1).max(dim=1).values.tolist(), rel=1e-5)
+    expected = model(held_out_inputs(task)).softmax(dim=1).max(dim=1).values
+    assert observed == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_an_answer_that_scoring_has_written_into_is_not_used_for_predicting(opened: Make, evaluator: Make) -> None:
@@ -136,8 +111,8 @@ def test_a_run_records_what_it_found(train_tiny: Make, events: Make) -> None:
     assert result.metrics["last"]["model"]["loss"] == found[-2]["loss"]
 
 
-def test_without_held_out_samples_there_is_no_evaluation(train_tiny: Make, tiny_task: Make, events: Make) -> None:
-    result = train_tiny("run", task=tiny_task(evaluation_images=0))
+def test_without_held_out_samples_there_is_no_evaluation(train_tiny: Make, events: Make) -> None:
+    result = train_tiny("run", evaluation_images=0)
     assert result.status == "completed"
     assert not events(result.run_dir, "evaluation")
     assert result.metrics == {}
@@ -222,10 +197,13 @@ def test_also_after_an_error(opened: Make, evaluator: Make) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_a_frozen_batchnorm_stays_frozen_through_a_run(train_tiny: Make, tiny_task: Make, weights: Make) -> None:
+def test_a_frozen_batchnorm_stays_frozen_through_a_run(train_tiny: Make, weights: Make) -> None:
     made: list[nn.Module] = []
-    task = tiny_task(make_network=lambda: made.append(half_frozen()) or made[-1])
-    result = train_tiny("run", {"evaluate.every": "1 steps", "train.ema": 0.9}, task=task)
+    result = train_tiny(
+        "run",
+        {"evaluate.every": "1 steps", "train.ema": 0.9},
+        make_network=lambda: made.append(half_frozen()) or made[-1],
+    )
     assert modes(made[-1]) == modes(half_frozen())
     for which in ("model", "ema"):
         saved = weights(result, which)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_sets import photo_recipe
 
 import paceline
 from paceline.data.image.datasets import open_dataset
@@ -26,16 +27,13 @@ from paceline.trainer.evaluate_target import (
 )
 
 Make = Callable[..., Any]
-RECIPE: dict[str, Any] = {
-    "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}},
-    "data": {"dataset": "image_folder", "image_size": 16, "workers": 0, "channels": 3},
-    "batch": {"global_size": 8},
-    "train": {"duration": "2 epochs", "precision": "fp32"},
-    "evaluate": {"batch_size": 4},
-    "checkpoint": {"every": "off"},
-    "parallel": {"device": "cpu", "threads": 1},
-    "telemetry": {"trackers": []},
-}
+Trained = Callable[[float], Path]
+RECIPE = photo_recipe(
+    {"channels": 3},
+    train={"duration": "2 epochs", "precision": "fp32"},
+    evaluate={"batch_size": 4},
+    checkpoint={"every": "off"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +61,7 @@ def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     return train
 
 
-def test_what_is_held_out_is_never_trained_on(trained: Callable[[float], Path], photos: Path) -> None:
+def test_what_is_held_out_is_never_trained_on(trained: Trained, photos: Path) -> None:
     """Over both parts every training image is there once, two of ten of each class held out."""
     run_dir = trained(0.2)
     plan = json.loads((run_dir / "plan.json").read_text())
@@ -86,7 +84,7 @@ def test_what_is_held_out_is_never_trained_on(trained: Callable[[float], Path], 
     assert len(left | set(held_out)) == 20
 
 
-def test_each_size_is_evaluated_as_if_it_were_the_recipes(trained: Callable[[float], Path]) -> None:
+def test_each_size_is_evaluated_as_if_it_were_the_recipes(trained: Trained) -> None:
     run_dir = trained(0.2)
     sweep = sweep_sizes(EvaluationRequest(target=run_dir, on="holdout"), (24, 16, 20))
     assert list(sweep.reports) == [24, 16, 20]
@@ -129,16 +127,14 @@ def test_the_best_of_equal_sizes_is_the_smallest(metric: str, values: dict[int, 
     ],
 )
 def test_what_would_choose_wrongly_is_refused(
-    fraction: float, overrides: list[str], message: str, trained: Callable[[float], Path]
+    fraction: float, overrides: list[str], message: str, trained: Trained
 ) -> None:
     request = EvaluationRequest(target=trained(fraction), on="holdout", overrides=overrides)
     with pytest.raises(PacelineError, match=message):
         sweep_sizes(request, (16, 20))
 
 
-def test_other_data_have_nothing_that_is_known_to_be_held_out(
-    trained: Callable[[float], Path], photos: Path, tmp_path: Path
-) -> None:
+def test_other_data_have_nothing_that_is_known_to_be_held_out(trained: Trained, photos: Path, tmp_path: Path) -> None:
     for name in ("first", "second"):
         (tmp_path / "train" / name).mkdir(parents=True)
         for path in sorted((photos / "train" / name).iterdir())[:8]:
@@ -150,12 +146,12 @@ def test_other_data_have_nothing_that_is_known_to_be_held_out(
         sweep_sizes(EvaluationRequest(target=trained(0.2), on="holdout"), (16, 20, 16))
 
 
-def test_on_the_validation_images_it_may_be_asked_for(trained: Callable[[float], Path]) -> None:
+def test_on_the_validation_images_it_may_be_asked_for(trained: Trained) -> None:
     sweep = sweep_sizes(EvaluationRequest(target=trained(0.0)), (16, 24))
     assert [report.samples for report in sweep.reports.values()] == [6, 6]
 
 
-def test_a_size_ends_its_loader_processes(trained: Callable[[float], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_ends_its_loader_processes(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are all there from the beginning, since they are forked first, and for no longer than they are needed."""
     alive: list[int] = []
     score = ImageClassification.score

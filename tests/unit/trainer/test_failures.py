@@ -22,26 +22,24 @@ from paceline.world import STOP_SIGNALS
 Make = Callable[..., Any]
 
 
-def test_an_error_of_ones_own_task_comes_out_as_it_is(
-    train_tiny: Make, tiny_task: Make, events: Make, runs: Path
-) -> None:
+def test_an_error_of_ones_own_task_comes_out_as_it_is(train_tiny: Make, events: Make, runs: Path) -> None:
     def fail(batch: Batch, _: torch.Tensor) -> None:
         if batch.slice.step == 4:
             raise KeyError("of one's own")
 
     with pytest.raises(KeyError, match="of one's own"):
-        train_tiny("run", task=tiny_task(on_loss=fail))
+        train_tiny("run", on_loss=fail)
     assert [event["step"] for event in events(runs / "run", "step")] == [2, 4]
 
 
-def test_an_error_before_training_leaves_nothing_open(train_tiny: Make, tiny_task: Any) -> None:
+def test_an_error_before_training_leaves_nothing_open(train_tiny: Make) -> None:
     """Warnings of files left open are errors here."""
 
     def no_network() -> nn.Module:
         raise MemoryError("too large")
 
     with pytest.raises(MemoryError):
-        train_tiny("run", task=tiny_task(make_network=no_network))
+        train_tiny("run", make_network=no_network)
     assert train_tiny("run").status == "completed"
 
 
@@ -52,16 +50,13 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.BatchNorm1d(3))
 
 
-def test_a_tail_batchnorm_cannot_take_is_found_before_training(
-    train_tiny: Make, tiny_task: Make, events: Make, runs: Path
-) -> None:
-    task = tiny_task(make_network=normalised, train_images=49)
+def test_a_tail_batchnorm_cannot_take_is_found_before_training(train_tiny: Make, events: Make, runs: Path) -> None:
     with pytest.raises(RecipeError) as caught:
-        train_tiny("run", task=task)
+        train_tiny("run", make_network=normalised, train_images=49)
     assert str(caught.value).startswith("a step of 1 sample(s) in 1 micro-batch(es) brings a micro-batch of one ")
     assert "choose another batch.global_size" in str(caught.value)
     with pytest.raises(RecipeError, match=r"a step of 4 sample\(s\) in 4 micro-batch\(es\)"):
-        train_tiny("run", {"batch.micro_size": 4}, task=tiny_task(make_network=normalised))
+        train_tiny("run", {"batch.micro_size": 4}, make_network=normalised)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +75,8 @@ def test_a_tail_batchnorm_cannot_take_is_found_before_training(
     ],
     ids=["two samples", "never reached", "no BatchNorm", "BatchNorm over many pixels"],
 )
-def test_a_tail_that_does_no_harm_is_taken(overrides: Any, changes: Any, train_tiny: Any, tiny_task: Any) -> None:
-    task = tiny_task(**{"make_network": normalised, **changes})
-    assert train_tiny("run", overrides, task=task).status == "completed"
+def test_a_tail_that_does_no_harm_is_taken(overrides: Any, changes: Any, train_tiny: Any) -> None:
+    assert train_tiny("run", overrides, **{"make_network": normalised, **changes}).status == "completed"
 
 
 # ------------------------------------------------------------------------------------------- the signals
@@ -104,35 +98,24 @@ def test_one_request_delivered_twice_is_one_request() -> None:
         assert stop.signal_name == "SIGINT"
 
 
-def test_handlers_are_put_back(train_tiny: Make, tiny_task: Make) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("stop here")
-
-    before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    with pytest.raises(RuntimeError):
-        train_tiny("run", task=tiny_task(on_loss=fail))
-    train_tiny("run")
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
-
-
-def test_a_stop_is_recorded_with_its_signal(train_tiny: Make, tiny_task: Make, events: Make) -> None:
+def test_a_stop_is_recorded_with_its_signal(train_tiny: Make, events: Make) -> None:
     def ask(batch: Batch, _: torch.Tensor) -> None:
         if batch.slice.step == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    result = train_tiny("run", task=tiny_task(on_loss=ask))
+    result = train_tiny("run", on_loss=ask)
     assert (result.status, result.summary.status, result.summary.step) == ("stopped", "stopped", 3)
     (stop,) = events(result.run_dir, "stop")
     assert (stop["step"], stop["reason"]) == (3, "SIGUSR1")
     assert [event["event"] for event in events(result.run_dir)][-3:] == ["checkpoint", "stop", "finish"]
 
 
-def test_asked_to_stop_in_its_last_step_it_is_complete(train_tiny: Make, tiny_task: Make) -> None:
+def test_asked_to_stop_in_its_last_step_it_is_complete(train_tiny: Make) -> None:
     def ask(batch: Batch, _: torch.Tensor) -> None:
         if batch.slice.step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    result = train_tiny("run", task=tiny_task(on_loss=ask))
+    result = train_tiny("run", on_loss=ask)
     assert (result.status, result.summary.step) == ("completed", 8)
 
 

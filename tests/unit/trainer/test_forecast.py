@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def timed_task(clock: SimpleNamespace, tiny_task: Make) -> Callable[[float], Any]:
+def timed_task(clock: SimpleNamespace, tiny_task: Make) -> Make:
     """``timed_task(0.5)``: training a sample takes so many seconds of the clock, and scoring it half of that."""
 
     def take(seconds: float) -> Any:
@@ -49,9 +49,7 @@ def forecast_of(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ema", ["off", 0.9])
-def test_it_counts_samples_steps_and_evaluations(
-    timed_task: Callable[[float], Any], train_tiny: Make, events: Make, ema: Any
-) -> None:
+def test_it_counts_samples_steps_and_evaluations(timed_task: Make, train_tiny: Make, events: Make, ema: Any) -> None:
     result = train_tiny("run", LONG | {"train.ema": ema}, task=timed_task(0.01))
     expected = forecast_of(events(result.run_dir, "measurement"))
     samples, evaluations = events(result.run_dir, "step")[-1]["samples"], 5 * 21 * (1 if ema == "off" else 2)
@@ -63,7 +61,7 @@ def test_it_counts_samples_steps_and_evaluations(
 
 
 def test_what_a_gpu_sets_up_the_first_time_is_not_counted(
-    clock: SimpleNamespace, tiny_task: Make, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch
+    clock: SimpleNamespace, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = {"loss": 0, "score": 0}
 
@@ -71,14 +69,15 @@ def test_what_a_gpu_sets_up_the_first_time_is_not_counted(
         calls[kind] += 1
         clock.now += 8.0 if calls[kind] == 1 else 0.01
 
-    task = tiny_task(on_loss=lambda *_: take("loss"), on_score=lambda *_: take("score"))
     monkeypatch.setattr(module, "_SLOW_SECONDS", module._SLOW_SECONDS_OF_A_GPU)
-    result = train_tiny("run", LONG | {"train.ema": "off"}, task=task)
+    result = train_tiny(
+        "run", LONG | {"train.ema": "off"}, on_loss=lambda *_: take("loss"), on_score=lambda *_: take("score")
+    )
     expected = forecast_of(events(result.run_dir, "measurement"))
     assert expected["expected_seconds"] < 2
 
 
-def test_a_resumed_run_counts_what_is_left(timed_task: Callable[[float], Any], train_tiny: Make, events: Make) -> None:
+def test_a_resumed_run_counts_what_is_left(timed_task: Make, train_tiny: Make, events: Make) -> None:
     asked = LONG | {"train.ema": "off"}
     train_tiny("run", asked | {"train.until": "20 steps"}, task=timed_task(0.01))
     result = train_tiny("run", asked, task=timed_task(0.01))
@@ -119,9 +118,7 @@ def test_a_loss_may_write_into_its_inputs(tiny_task: Make, train_tiny: Make, mon
     assert train_tiny("plain", LONG, task=task).summary.weights_sha256 == measured.summary.weights_sha256
 
 
-def test_more_than_an_hour_on_a_cpu_names_a_shorter_run(
-    timed_task: Callable[[float], Any], train_tiny: Make, events: Make
-) -> None:
+def test_more_than_an_hour_on_a_cpu_names_a_shorter_run(timed_task: Make, train_tiny: Make, events: Make) -> None:
     result = train_tiny("run", LONG | {"train.ema": "off", "evaluate.every": "off"}, task=timed_task(20.0))
     message = forecast_of(events(result.run_dir, "measurement"))["message"]
     assert 'train.duration="' in message
@@ -146,9 +143,7 @@ def test_no_more_is_read_ahead_than_there_is_room_for() -> None:
     assert [ahead.read() is None for _ in range(4)] == [False, False, True, True]
 
 
-def test_what_fails_while_measuring_is_left_to_the_step(
-    tiny_task: Make, train_tiny: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_while_measuring_is_left_to_the_step(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 

@@ -57,13 +57,13 @@ def test_measuring_the_gradient_changes_nothing(train_tiny: Make) -> None:
     assert often.summary.weights_sha256 == train_tiny("never", plain).summary.weights_sha256
 
 
-def test_an_observer_may_draw_random_numbers(train_tiny: Make, tiny_task: Make) -> None:
+def test_an_observer_may_draw_random_numbers(train_tiny: Make) -> None:
     def draw(*_: Any) -> None:
         torch.rand(3)
         torch.manual_seed(99)
 
     alone = train_tiny("alone", SENSITIVE)
-    watched = train_tiny("watched", {**SENSITIVE, "evaluate.every": "1 steps"}, task=tiny_task(on_score=draw))
+    watched = train_tiny("watched", {**SENSITIVE, "evaluate.every": "1 steps"}, on_score=draw)
     assert watched.summary.weights_sha256 == alone.summary.weights_sha256
 
 

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_directories import saved_steps
 
 Make = Callable[..., Any]
 
 SAVE = {"checkpoint.every": "1 steps"}
-
-
-def kept(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
 def best(run_dir: Path) -> dict[str, Any]:
@@ -39,7 +36,7 @@ def test_the_newest_and_the_best_are_kept(
     script: list[float], keep: int, expected: list[int], best_step: int, scripted: Make
 ) -> None:
     result = scripted("run", script, {**SAVE, "checkpoint.keep": keep})
-    assert kept(result.run_dir) == expected
+    assert saved_steps(result.run_dir) == expected
     found = best(result.run_dir)
     assert (found["step"], found["metric"], found["weights"]) == (best_step, "top1_accuracy", "model")
     assert found["value"] == pytest.approx(script[best_step - 1])
@@ -49,13 +46,13 @@ def test_the_newest_and_the_best_are_kept(
 
 def test_the_best_need_not_be_kept(scripted: Make) -> None:
     result = scripted("run", [50, 10, 10, 10], {**SAVE, "checkpoint.keep_best": False})
-    assert kept(result.run_dir) == [3, 4]
+    assert saved_steps(result.run_dir) == [3, 4]
     assert not (result.run_dir / "checkpoints" / "best.json").exists()
 
 
 def test_the_best_is_saved_between_checkpoints(scripted: Make) -> None:
     result = scripted("run", [10, 20, 60, 40, 50, 30], {"checkpoint.every": "off"})
-    assert kept(result.run_dir) == [3, 6]
+    assert saved_steps(result.run_dir) == [3, 6]
 
 
 def test_a_smaller_loss_is_better(scripted: Make) -> None:
@@ -81,7 +78,7 @@ def test_the_best_is_found_over_both_sets_of_weights(scripted: Make) -> None:
     assert result.metrics["weights"] == "ema"
     assert result.metrics["last"]["model"]["top1_accuracy"] == pytest.approx(30)
     assert result.metrics["last"]["ema"]["top1_accuracy"] == pytest.approx(10)
-    assert kept(result.run_dir) == [4, 5, 6]
+    assert saved_steps(result.run_dir) == [4, 5, 6]
 
 
 def test_the_best_survives_a_resume(scripted: Make) -> None:
@@ -89,7 +86,7 @@ def test_the_best_survives_a_resume(scripted: Make) -> None:
     result = scripted("run", [10, 70, 20, 30, 40], SAVE)
     assert result.summary.resumes == 1
     assert best(result.run_dir)["step"] == 2
-    assert kept(result.run_dir) == [2, 4, 5]
+    assert saved_steps(result.run_dir) == [2, 4, 5]
 
 
 def test_going_back_before_the_best_forgets_it(scripted: Make, runs: Path) -> None:
@@ -100,7 +97,7 @@ def test_going_back_before_the_best_forgets_it(scripted: Make, runs: Path) -> No
     result = scripted("run", [10, 30, 20, 25], overrides, resume=str(checkpoints / "step-00000001"))
     assert best(result.run_dir)["step"] == 2
     assert best(result.run_dir)["value"] == pytest.approx(30)
-    assert kept(result.run_dir) == [1, 2, 3, 4]
+    assert saved_steps(result.run_dir) == [1, 2, 3, 4]
 
 
 def test_a_best_step_without_a_checkpoint_is_not_named(scripted: Make, runs: Path) -> None:
@@ -108,7 +105,7 @@ def test_a_best_step_without_a_checkpoint_is_not_named(scripted: Make, runs: Pat
     overrides = {**SAVE, "checkpoint.keep": 2}
     result = scripted("run", [50, 10, 60], overrides)
     assert best(result.run_dir)["step"] == 3
-    assert kept(result.run_dir) == [2, 3]
+    assert saved_steps(result.run_dir) == [2, 3]
     checkpoints = runs / "run" / "checkpoints"
     scripted("run", [50, 10, 20], overrides, resume=str(checkpoints / "step-00000002"))
     assert not (checkpoints / "best.json").exists()
@@ -117,9 +114,9 @@ def test_a_best_step_without_a_checkpoint_is_not_named(scripted: Make, runs: Pat
 def test_a_best_step_is_not_named_where_it_is_not_kept(scripted: Make, runs: Path) -> None:
     overrides = {**SAVE, "checkpoint.keep": 1}
     scripted("run", [50, 10], overrides)
-    assert kept(runs / "run") == [1, 2]
+    assert saved_steps(runs / "run") == [1, 2]
     scripted("run", [50, 10, 20], {**overrides, "checkpoint.keep_best": False})
-    assert kept(runs / "run") == [3]
+    assert saved_steps(runs / "run") == [3]
     assert not (runs / "run" / "checkpoints" / "best.json").exists()
 
 
@@ -146,7 +143,7 @@ def test_another_metric_begins_its_own_best(scripted: Make) -> None:
 def test_patience(script: list[float], patience: int, last: int, scripted: Make) -> None:
     result = scripted("run", script, {"evaluate.patience": patience, "checkpoint.every": "off"})
     assert (result.status, result.summary.step) == ("completed", last)
-    assert last in kept(result.run_dir)
+    assert last in saved_steps(result.run_dir)
 
 
 def test_what_happened_before_patience_ended_is_recorded(scripted: Make) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_networks import Linear, held_out_inputs
 from torch import nn
 
 from paceline.distributed.collectives import Collectives
@@ -30,21 +31,6 @@ Make = Callable[..., Any]
 CPU = torch.device("cpu")
 
 
-class Linear(nn.Module):
-    """Different for every image; counts its forward passes."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
-        self.passes = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
-        logits: torch.Tensor = self.layers(x)
-        return logits
-
-
 def test_the_matrix_counts_what_was_scored(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=101, classes=7)
     model = Linear(7)
@@ -56,7 +42,8 @@ def test_the_matrix_counts_what_was_scored(opened: Make, evaluator: Make) -> Non
     assert matrix.sum() == confusion["samples"] == found.samples == 101
     assert (matrix.sum(axis=1) == np.bincount(task.dataset.validation.labels, minlength=7)).all()
     assert found.results["model"]["top1_accuracy"] == pytest.approx(100 * np.trace(matrix) / 101, abs=1e-12)
-    probability, predicted = answers_to(task, model)
+    with torch.no_grad():
+        probability, predicted = (each.numpy() for each in model(held_out_inputs(task)).softmax(1).max(1))
     bins = np.minimum((10 * probability).astype(int), 9)
     right = predicted == task.dataset.validation.labels
     assert len(confusion["reliability"]) == 10
@@ -65,14 +52,6 @@ def test_the_matrix_counts_what_was_scored(opened: Make, evaluator: Make) -> Non
         assert (told["samples"], told["right"]) == (inside.sum(), right[inside].sum())
         mean = pytest.approx(probability[inside].mean(), abs=2e-6) if inside.any() else None
         assert told["probability"] == mean
-
-
-def answers_to(task: Any, model: nn.Module) -> tuple[Any, Any]:
-    """Probability of the class answered and that class, of each held-out sample, in no evaluation."""
-    images = torch.from_numpy(task.dataset.validation.images).permute(0, 3, 1, 2)
-    with torch.no_grad():
-        probability, predicted = model((images / 255 - 0.4) / 0.25).softmax(1).max(1)
-    return probability.numpy(), predicted.numpy()
 
 
 class AlwaysAlike(nn.Module):
@@ -122,7 +101,7 @@ def test_examples_are_the_most_confident_mistakes_and_a_few_right_answers(opened
     assert found is not None
     images, labels = task.dataset.validation.images, task.dataset.validation.labels
     with torch.no_grad():
-        logits = model((torch.from_numpy(images).permute(0, 3, 1, 2) / 255 - 0.4) / 0.25)
+        logits = model(held_out_inputs(task))
     probability, predicted = logits.softmax(1).max(1)
     wrong = [int(i) for i in (-probability).argsort(stable=True) if predicted[i] != labels[i]]
     shown = found["examples"]

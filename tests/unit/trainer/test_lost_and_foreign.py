@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_directories import fingerprint, saved_steps
 
 from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reading import read_manifest
@@ -24,11 +24,6 @@ from paceline.report.audit import audit_run
 
 Make = Callable[..., Any]
 LONGER = {"train.duration": "12 steps"}
-
-
-def fingerprint(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def make_older(run: Path) -> None:
@@ -155,14 +150,14 @@ def wait_for_the_first_save(run: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_whose_records_are_removed_ends(train_tiny: Make, tiny_task: Make, runs: Path, whole: str) -> None:
+def test_a_run_whose_records_are_removed_ends(train_tiny: Make, runs: Path, whole: str) -> None:
     def on_loss(batch: Any, _: Any) -> None:
         if batch.slice.step == 6:
             wait_for_the_first_save(runs / "run")
             (runs / "run/events.jsonl").unlink()
 
     with pytest.raises(TrainingError, match=r"events\.jsonl' was moved, removed"):
-        train_tiny("run", {"checkpoint.every": "4 steps", **LONGER}, task=tiny_task(on_loss=on_loss))
+        train_tiny("run", {"checkpoint.every": "4 steps", **LONGER}, on_loss=on_loss)
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
     assert [each["incident"] for each in incidents(runs / "run")] == ["missing_records"]
 
@@ -170,7 +165,7 @@ def test_a_run_whose_records_are_removed_ends(train_tiny: Make, tiny_task: Make,
 @pytest.mark.parametrize("strike", [move_all, replace_all, move_checkpoints])
 @pytest.mark.everyday
 def test_a_run_that_is_moved_ends_and_stays_in_one_place(
-    train_tiny: Make, tiny_task: Make, runs: Path, whole: str, strike: Callable[[Path], None]
+    train_tiny: Make, runs: Path, whole: str, strike: Callable[[Path], None]
 ) -> None:
     def on_loss(batch: Any, _: Any) -> None:
         if batch.slice.step == 6:
@@ -178,7 +173,7 @@ def test_a_run_that_is_moved_ends_and_stays_in_one_place(
             strike(runs / "run")
 
     with pytest.raises(TrainingError, match=r"run.*was moved, removed or unmounted"):
-        train_tiny("run", {"checkpoint.every": "4 steps", **LONGER}, task=tiny_task(on_loss=on_loss))
+        train_tiny("run", {"checkpoint.every": "4 steps", **LONGER}, on_loss=on_loss)
     left = {path.name for path in (runs / "run").rglob("*")} if (runs / "run").exists() else set()
     if strike is move_checkpoints:
         assert "checkpoints" not in left
@@ -187,20 +182,18 @@ def test_a_run_that_is_moved_ends_and_stays_in_one_place(
         assert left <= {"checkpoints"}
         shutil.rmtree(runs / "run", ignore_errors=True)
         (runs / "moved").rename(runs / "run")
-    assert sorted(path.name for path in (runs / "run/checkpoints").glob("step-*")) == ["step-00000004"]
+    assert saved_steps(runs / "run") == [4]
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
     assert audit_run(runs / "run").passed
 
 
-def test_a_directory_that_has_gone_does_not_hide_why_a_run_failed(
-    train_tiny: Make, tiny_task: Make, runs: Path
-) -> None:
+def test_a_directory_that_has_gone_does_not_hide_why_a_run_failed(train_tiny: Make, runs: Path) -> None:
     def on_loss(*_: Any) -> None:
         shutil.rmtree(runs / "run")
         raise InterruptedError("the real error")
 
     with pytest.raises(InterruptedError, match="the real error"):
-        train_tiny("run", task=tiny_task(on_loss=on_loss))
+        train_tiny("run", on_loss=on_loss)
     assert not (runs / "run").exists()
 
 

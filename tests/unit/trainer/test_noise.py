@@ -41,7 +41,7 @@ class Linear(nn.Module):
 
 
 @pytest.fixture
-def known(train_tiny: Make, tiny_task: Make) -> Make:
+def known(train_tiny: Make) -> Make:
     """``known("a", {...})`` trains where gradients are known: the result, and each micro-batch's samples by step."""
 
     def train(name: str, overrides: dict[str, Any], spoiled: tuple[int, ...] = ()) -> tuple[Any, list[list[Any]]]:
@@ -58,9 +58,7 @@ def known(train_tiny: Make, tiny_task: Make) -> Make:
             loss = (GRADIENTS[ids] @ torch.cat([made[-1].first, made[-1].second])).mean()
             return loss * float("nan") if batch.slice.step in spoiled else loss
 
-        result = train_tiny(
-            name, {**QUIET, **PARTS, **overrides}, task=tiny_task(make_network=network, on_loss=on_loss)
-        )
+        result = train_tiny(name, {**QUIET, **PARTS, **overrides}, make_network=network, on_loss=on_loss)
         return result, [list(seen[step].values()) for step in sorted(seen)]
 
     return train

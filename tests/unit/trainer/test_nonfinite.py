@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_directories import saved_steps
 from safetensors.numpy import load_file
 from torch import nn
 
@@ -75,9 +76,7 @@ def used_at(run_dir: Path, position: int) -> list[int]:
 
 
 @pytest.mark.parametrize("by", [NAN, INFINITE, -INFINITE])
-def test_the_run_ends_before_the_weights_have_moved(
-    train_tiny: Make, tiny_task: Make, runs: Path, events: Make, by: float
-) -> None:
+def test_the_run_ends_before_the_weights_have_moved(train_tiny: Make, runs: Path, events: Make, by: float) -> None:
     made: list[nn.Module] = []
 
     def network() -> nn.Module:
@@ -85,10 +84,10 @@ def test_the_run_ends_before_the_weights_have_moved(
         return made[-1]
 
     overrides = {"telemetry.log_every": "8 steps", "checkpoint.every": "off", "evaluate.every": "off"}
-    train_tiny("short", {**overrides, "train.duration": "4 steps"}, task=tiny_task(make_network=network))
+    train_tiny("short", {**overrides, "train.duration": "4 steps"}, make_network=network)
     short = made[-1]
     with pytest.raises(TrainingError, match=rf"the training loss became {-by if by < 0 else by}|-inf at step 5;"):
-        train_tiny("run", overrides, task=tiny_task(make_network=network, on_loss=spoiled({5}, by)))
+        train_tiny("run", overrides, make_network=network, on_loss=spoiled({5}, by))
     assert all(torch.equal(a, b) for a, b in zip(short.parameters(), made[-1].parameters(), strict=True))
     (incident,) = events(runs / "run", "incident")
     assert (incident["incident"], incident["step"], incident["position"]) == ("nonfinite_loss", 4, 5)
@@ -96,8 +95,8 @@ def test_the_run_ends_before_the_weights_have_moved(
     assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
 
 
-def test_a_step_left_out_advances_nothing_but_the_data(train_tiny: Make, tiny_task: Make, events: Make) -> None:
-    result = train_tiny("run", SKIP, task=tiny_task(on_loss=spoiled({3, 4, 9})))
+def test_a_step_left_out_advances_nothing_but_the_data(train_tiny: Make, events: Make) -> None:
+    result = train_tiny("run", SKIP, on_loss=spoiled({3, 4, 9}))
     assert (result.status, result.summary.step, result.summary.samples) == ("completed", 7, 2 * 52 + 2 * 16)
     found = {event["position"]: event for event in events(result.run_dir, "step")}
     assert [found[position]["step"] for position in range(1, 11)] == [1, 2, 2, 2, 3, 4, 5, 6, 6, 7]
@@ -118,17 +117,15 @@ def test_a_step_left_out_advances_nothing_but_the_data(train_tiny: Make, tiny_ta
     ids=["plain", "micro-batches", "exact"],
 )
 def test_weights_average_statistics_and_momentum_stay(
-    train_tiny: Make, tiny_task: Make, passes: int, rehearsals: int, more: dict[str, Any]
+    train_tiny: Make, passes: int, rehearsals: int, more: dict[str, Any]
 ) -> None:
     """A run that leaves out its last two steps ends where it would have ended without them."""
     # In a middle pass of the sixth step, and the last of the seventh: those before have moved the statistics.
     calls = {rehearsals + 5 * passes + (passes + 1) // 2, rehearsals + 7 * passes}
     overrides = {**SKIP, "schedule.name": "constant", "train.duration": "7 steps", **more}
-    long = train_tiny("long", overrides, task=tiny_task(make_network=lambda: Poisoned(calls), train_images=112))
+    long = train_tiny("long", overrides, make_network=lambda: Poisoned(calls), train_images=112)
     short = train_tiny(
-        "short",
-        {**overrides, "train.duration": "5 steps"},
-        task=tiny_task(make_network=lambda: Poisoned(set()), train_images=112),
+        "short", {**overrides, "train.duration": "5 steps"}, make_network=lambda: Poisoned(set()), train_images=112
     )
     assert (long.summary.step, short.summary.step) == (5, 5)
     assert long.summary.weights_sha256 == short.summary.weights_sha256
@@ -139,18 +136,18 @@ def test_weights_average_statistics_and_momentum_stay(
         assert all(mine[key].tobytes() == theirs[key].tobytes() for key in mine), name
 
 
-def test_too_many_end_the_run(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
+def test_too_many_end_the_run(train_tiny: Make, runs: Path) -> None:
     overrides = {**SKIP, "train.max_nonfinite": 2}
-    assert train_tiny("two", overrides, task=tiny_task(on_loss=spoiled({3, 7}))).summary.step == 8
+    assert train_tiny("two", overrides, on_loss=spoiled({3, 7})).summary.step == 8
     with pytest.raises(TrainingError, match=r"at step 6, and 3 steps were not taken .* train.max_nonfinite=2;"):
-        train_tiny("three", overrides, task=tiny_task(on_loss=spoiled({3, 7, 8})))
+        train_tiny("three", overrides, on_loss=spoiled({3, 7, 8}))
 
 
-def test_a_resume_tells_and_counts_the_same(train_tiny: Make, tiny_task: Make, course: Make, runs: Path) -> None:
+def test_a_resume_tells_and_counts_the_same(train_tiny: Make, course: Make, runs: Path) -> None:
     """Interrupted after a step that was left out and before its checkpoint, and once more after it."""
     overrides = {**SKIP, "checkpoint.every": "4 steps", "train.max_nonfinite": 3}
     positions = {3, 6, 9}
-    whole = train_tiny("whole", overrides, task=tiny_task(on_loss=spoiled(positions)))
+    whole = train_tiny("whole", overrides, on_loss=spoiled(positions))
     for last in (7, 10):
 
         def interrupted(batch: Batch, loss: torch.Tensor, last: int = last) -> torch.Tensor | None:
@@ -159,14 +156,14 @@ def test_a_resume_tells_and_counts_the_same(train_tiny: Make, tiny_task: Make, c
             return spoiled(positions)(batch, loss)
 
         with pytest.raises(KeyError, match="interrupted"):
-            train_tiny("run", overrides, task=tiny_task(on_loss=interrupted))
-    resumed = train_tiny("run", overrides, task=tiny_task(on_loss=spoiled(positions)))
+            train_tiny("run", overrides, on_loss=interrupted)
+    resumed = train_tiny("run", overrides, on_loss=spoiled(positions))
     assert resumed.summary.resumes == 2
     assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
     assert resumed.summary.ema_sha256 == whole.summary.ema_sha256
     assert course(resumed.run_dir) == course(whole.run_dir)
     with pytest.raises(TrainingError, match="4 steps were not taken"):
-        train_tiny("run", {**overrides, "train.duration": "12 steps"}, task=tiny_task(on_loss=spoiled({11})))
+        train_tiny("run", {**overrides, "train.duration": "12 steps"}, on_loss=spoiled({11}))
 
 
 def test_a_run_that_has_ended_goes_on_without_the_step(train_tiny: Make, tiny_task: Make) -> None:
@@ -180,24 +177,22 @@ def test_a_run_that_has_ended_goes_on_without_the_step(train_tiny: Make, tiny_ta
     assert again.summary.weights_sha256 == skipping.summary.weights_sha256
 
 
-def test_a_gradient_that_is_clipped_is_looked_at_too(
-    train_tiny: Make, tiny_task: Make, events: Make, runs: Path
-) -> None:
+def test_a_gradient_that_is_clipped_is_looked_at_too(train_tiny: Make, events: Make, runs: Path) -> None:
     clipped = {**SKIP, "optimizer.clip_norm": 1.0}
-    result = train_tiny("run", clipped, task=tiny_task(on_loss=steep({4})))
+    result = train_tiny("run", clipped, on_loss=steep({4}))
     assert result.summary.step == 9
     (incident,) = events(result.run_dir, "incident")
     assert (incident["incident"], incident["position"]) == ("nonfinite_gradient", 4)
     with pytest.raises(TrainingError, match="the norm of the gradient became infinite or no number at step 4;"):
-        train_tiny("stopped", {"optimizer.clip_norm": 1.0}, task=tiny_task(on_loss=steep({4})))
+        train_tiny("stopped", {"optimizer.clip_norm": 1.0}, on_loss=steep({4}))
 
 
 @pytest.mark.everyday
-def test_weights_that_are_no_numbers_are_never_saved(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
+def test_weights_that_are_no_numbers_are_never_saved(train_tiny: Make, runs: Path) -> None:
     """Their loss was a number; what is saved after them would fail for ever."""
     overrides = {"checkpoint.every": "1 steps", "telemetry.log_every": "8 steps", "evaluate.every": "off"}
     with pytest.raises(TrainingError, match=r"the weight '.*' became infinite or nan by step 3; .*step-00000002"):
-        train_tiny("run", overrides, task=tiny_task(on_loss=steep({3})))
+        train_tiny("run", overrides, on_loss=steep({3}))
     whole = train_tiny("whole", overrides)
     assert train_tiny("run", overrides).summary.weights_sha256 == whole.summary.weights_sha256
 
@@ -221,15 +216,13 @@ class Overflowing(nn.Module):
         return self.body(x)
 
 
-def test_statistics_that_are_not_finite_are_never_saved(
-    train_tiny: Make, tiny_task: Make, runs: Path, events: Make
-) -> None:
+def test_statistics_that_are_not_finite_are_never_saved(train_tiny: Make, runs: Path, events: Make) -> None:
     """Only evaluation uses them: training goes on as if nothing had happened."""
     overrides = {"checkpoint.every": "2 steps", "evaluate.every": "off"}
     with pytest.raises(TrainingError, match=r"'running_mean' .* by step 4; .*step-00000002"):
-        train_tiny("run", overrides, task=tiny_task(make_network=Overflowing))
+        train_tiny("run", overrides, make_network=Overflowing)
     assert [each["incident"] for each in events(runs / "run", "incident")] == ["nonfinite_weights"]
-    assert [each.name for each in sorted((runs / "run" / "checkpoints").glob("step-*"))] == ["step-00000002"]
+    assert saved_steps(runs / "run") == [2]
     assert json.loads((runs / "run" / "summary.json").read_text())["status"] == "failed"
 
 
@@ -246,8 +239,8 @@ class Sparse(nn.Module):
         return self.body(x) + self.nothing.sum()
 
 
-def test_state_that_is_empty_is_saved(train_tiny: Make, tiny_task: Make) -> None:
-    assert train_tiny("run", {"checkpoint.every": "2 steps"}, task=tiny_task(make_network=Sparse)).status == "completed"
+def test_state_that_is_empty_is_saved(train_tiny: Make) -> None:
+    assert train_tiny("run", {"checkpoint.every": "2 steps"}, make_network=Sparse).status == "completed"
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITE])
@@ -277,10 +270,10 @@ def test_a_run_fails_whose_last_evaluation_is_not_finite(
     assert train_tiny("recovered", overrides, task=task).status == "completed"
 
 
-def test_a_run_that_took_no_step_at_all_fails(train_tiny: Make, tiny_task: Make) -> None:
+def test_a_run_that_took_no_step_at_all_fails(train_tiny: Make) -> None:
     overrides = {**SKIP, "train.duration": "4 steps"}
     with pytest.raises(TrainingError, match="none of the 4 steps"):
-        train_tiny("run", overrides, task=tiny_task(on_loss=spoiled({1, 2, 3, 4})))
+        train_tiny("run", overrides, on_loss=spoiled({1, 2, 3, 4}))
 
 
 @pytest.mark.parametrize("last", [1.0, 1e20])
@@ -371,10 +364,8 @@ def test_read_late_the_weights_have_still_not_moved(
 
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("position", [7, 8])
-def test_found_in_the_last_steps_the_run_fails_all_the_same(
-    train_tiny: Make, tiny_task: Make, runs: Path, position: int
-) -> None:
+def test_found_in_the_last_steps_the_run_fails_all_the_same(train_tiny: Make, runs: Path, position: int) -> None:
     """They end before the host would have known, but not before their record."""
     with pytest.raises(TrainingError, match="the training loss became nan"):
-        train_tiny("run", {"telemetry.log_every": "8 steps"}, task=tiny_task(on_loss=spoiled({position})))
+        train_tiny("run", {"telemetry.log_every": "8 steps"}, on_loss=spoiled({position}))
     assert not (runs / "run" / "checkpoints" / "step-00000008").exists()

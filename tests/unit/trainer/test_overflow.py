@@ -43,8 +43,8 @@ def by_position(run: Any, events: Make) -> dict[int, dict[str, Any]]:
     return {event["position"]: event for event in events(run.run_dir, "step")}
 
 
-def test_a_skipped_step_advances_nothing_but_the_data(train_tiny: Make, tiny_task: Make, events: Make) -> None:
-    result = train_tiny("run", FP16, task=tiny_task(on_loss=poisoned({3, 4, 9})))
+def test_a_skipped_step_advances_nothing_but_the_data(train_tiny: Make, events: Make) -> None:
+    result = train_tiny("run", FP16, on_loss=poisoned({3, 4, 9}))
     assert (result.status, result.summary.step, result.summary.samples) == ("completed", 7, 2 * 52 + 2 * 16)
     found = by_position(result, events)
     assert [found[position]["step"] for position in range(1, 11)] == [1, 2, 2, 2, 3, 4, 5, 6, 6, 7]
@@ -104,12 +104,11 @@ def test_the_average_counts_only_steps_taken(train_tiny: Make, summing: Any, wei
     assert weights(result, "ema")["total"].item() == pytest.approx(average, rel=1e-6)
 
 
-def test_a_run_that_can_take_no_step_fails(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
+def test_a_run_that_can_take_no_step_fails(train_tiny: Make, runs: Path) -> None:
     """The scale falls to nothing. Not one of these steps is counted, and the run does not pretend to be complete."""
     overrides = {**FP16, "train.duration": "200 steps", "telemetry.log_every": "50 steps"}
-    task = tiny_task(on_loss=lambda _, loss: loss * float("nan"))
     with pytest.raises(TrainingError):
-        train_tiny("run", overrides, task=task)
+        train_tiny("run", overrides, on_loss=lambda _, loss: loss * float("nan"))
     summary = json.loads((runs / "run" / "summary.json").read_text())
     assert (summary["status"], summary["step"]) == ("failed", 0)
 

@@ -89,11 +89,10 @@ class NormalisedByHand(nn.Module):
         return self.head(nn.functional.batch_norm(self.hidden(x.flatten(1)), None, None, training=True))
 
 
-def test_a_micro_batch_of_one_that_only_training_finds(train_tiny: Make, tiny_task: Make) -> None:
-    task = tiny_task(make_network=NormalisedByHand)
+def test_a_micro_batch_of_one_that_only_training_finds(train_tiny: Make) -> None:
     overrides = {"batch.micro_size": 1, "train.duration": "2 steps", "evaluate.every": "off"}
     with pytest.raises(TrainingError, match=r"^step 1 has a micro-batch of one sample.*batch\.micro_size\.$"):
-        train_tiny("failed", overrides, task=task)
+        train_tiny("failed", overrides, make_network=NormalisedByHand)
 
 
 class Volumes(nn.Module):
@@ -133,10 +132,13 @@ assert stem.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("asked", ["auto", True])
-def test_filters_of_volumes_stay_as_they_are(train_tiny: Make, tiny_task: Make, asked: object) -> None:
+def test_filters_of_volumes_stay_as_they_are(train_tiny: Make, asked: object) -> None:
     made: list[Volumes] = []
-    task = tiny_task(make_network=lambda: made.append(Volumes()) or made[-1])
-    result = train_tiny("run", {"model.channels_last": asked, "train.duration": "2 steps", "train.ema": 0.9}, task=task)
+    result = train_tiny(
+        "run",
+        {"model.channels_last": asked, "train.duration": "2 steps", "train.ema": 0.9},
+        make_network=lambda: made.append(Volumes()) or made[-1],
+    )
     assert result.status == "completed"
     assert made[-1].images.weight.is_contiguous(memory_format=torch.channels_last)
     assert made[-1].volumes.weight.is_contiguous()

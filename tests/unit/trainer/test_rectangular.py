@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_sets import photo_recipe
 from PIL import Image
 from torch import nn
 
@@ -34,21 +35,7 @@ SIDES = [(20, 20), (20, 30), (30, 20), (16, 40), (40, 16), (21, 25), (20, 90)]
 # Of an image of 16 pixels, in steps of 8.
 EXPECTED = {(20, 20): (16, 16), (20, 30): (16, 24), (30, 20): (24, 16), (16, 40): (16, 32), (40, 16): (32, 16)}
 EXPECTED |= {(21, 25): (16, 16), (20, 90): (16, 32)}
-RECIPE: dict[str, Any] = {
-    "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}},
-    "data": {
-        "dataset": "image_folder",
-        "image_size": 16,
-        "channels": 3,
-        "workers": 0,
-        "evaluation_shape": "rectangular",
-        "evaluation_multiple": 8,
-    },
-    "batch": {"global_size": 8},
-    "train": {"duration": "3 steps", "precision": "fp32"},
-    "parallel": {"device": "cpu", "threads": 1},
-    "telemetry": {"trackers": []},
-}
+RECIPE = photo_recipe({"channels": 3, "evaluation_shape": "rectangular", "evaluation_multiple": 8})
 
 
 @pytest.fixture(scope="module")
@@ -277,11 +264,12 @@ def test_evaluation_refuses_it_where_all_images_are_square(train_tiny: Make, run
         evaluate_target(request)
 
 
-def test_a_network_of_ones_own_is_tried_too(train_tiny: Make, tiny_task: Make) -> None:
+def test_a_network_of_ones_own_is_tried_too(train_tiny: Make) -> None:
     """Before training, not at the first evaluation."""
-    task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
     with pytest.raises(PacelineError, match=r"the network Sequential .* 12 pixels .* global average pooling"):
-        train_tiny("run", {"data.evaluation_size": 12}, task=task)
+        train_tiny(
+            "run", {"data.evaluation_size": 12}, make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        )
 
 
 def test_a_transformer_that_interpolates_its_positions_is_taken(photos: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_directories import fingerprint
 from torch import nn
 
 import paceline
@@ -25,12 +25,6 @@ from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.train import Options, train_recipe
 
 Make = Callable[..., Any]
-
-
-def fingerprint(folder: Path) -> dict[str, str]:
-    """Every file of a folder with its content's digest."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def cut_off_in(step: int) -> Callable[..., None]:
@@ -58,7 +52,7 @@ def test_a_completed_run_is_left_alone(train_tiny: Make) -> None:
 
 
 def test_another_torch_is_told(train_tiny: Make, tiny_recipe: Path, tiny_task: Make, listening: Any) -> None:
-    run_dir = train_tiny("run", {"train.duration": "4 steps"}, task=tiny_task()).run_dir
+    run_dir = train_tiny("run", {"train.duration": "4 steps"}).run_dir
     environment = json.loads((run_dir / "environment.json").read_text())
     (run_dir / "environment.json").write_text(json.dumps({**environment, "torch": "2.0.0"}))
     longer = load_recipe(tiny_recipe, {"train.duration": "6 steps"})
@@ -82,11 +76,11 @@ def test_asked_for_more_it_goes_on(train_tiny: Make, course: Make) -> None:
     assert train_tiny("pieces", {"train.duration": "12 steps"}).was_complete
 
 
-def test_extended_and_cut_off_it_is_not_complete(train_tiny: Make, tiny_task: Make) -> None:
+def test_extended_and_cut_off_it_is_not_complete(train_tiny: Make) -> None:
     longer = {"train.duration": "12 steps", "checkpoint.every": "2 steps"}
     train_tiny("run")
     with pytest.raises(InterruptedError):
-        train_tiny("run", longer, task=tiny_task(on_loss=cut_off_in(11)))
+        train_tiny("run", longer, on_loss=cut_off_in(11))
     assert train_tiny("run", longer).summary.step == 12
 
 
@@ -103,9 +97,9 @@ def test_while_it_trains_there_is_no_outcome(train_tiny: Make, tiny_task: Make, 
     assert summary.exists()
 
 
-def test_a_failed_run_says_so_and_goes_on(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
+def test_a_failed_run_says_so_and_goes_on(train_tiny: Make, runs: Path) -> None:
     with pytest.raises(InterruptedError):
-        train_tiny("run", task=tiny_task(on_loss=cut_off_in(6)))
+        train_tiny("run", on_loss=cut_off_in(6))
     summary = read_summary(RunDirectory(runs / "run"))
     assert (summary.status, summary.step) == ("failed", 5)
     assert train_tiny("run").summary.step == 8
@@ -156,12 +150,12 @@ def test_what_changes_no_step_may_change(train_tiny: Make, runs: Path) -> None:
     assert read_recipe(RunDirectory(runs / "run"))["checkpoint"]["keep"] == 5
 
 
-def test_other_data_is_refused(train_tiny: Make, tiny_task: Make) -> None:
+def test_other_data_is_refused(train_tiny: Make) -> None:
     train_tiny("run", {"train.duration": "1 steps"})
     with pytest.raises(RunDirectoryError, match="train_samples=52, but here it comes to 53"):
-        train_tiny("run", task=tiny_task(train_images=53))
+        train_tiny("run", train_images=53)
     with pytest.raises(RunDirectoryError, match=r"the data of the run in .* has changed since it began"):
-        train_tiny("run", task=tiny_task(evaluation_images=22))
+        train_tiny("run", evaluation_images=22)
 
 
 def test_another_cut_into_micro_batches_is_told(
@@ -291,7 +285,7 @@ def test_a_damaged_checkpoint_asked_for_is_never_replaced_by_another(train_tiny:
 # ------------------------------------------------------------------------------------------ the lock
 
 
-def test_two_runs_do_not_share_a_directory(train_tiny: Make, tiny_task: Make) -> None:
+def test_two_runs_do_not_share_a_directory(train_tiny: Make) -> None:
     def intrude(batch: Any, _: torch.Tensor) -> None:
         if batch.slice.step == 3:
             with pytest.raises(RunDirectoryError, match=f"another process is training.*{os.getpid()}") as caught:
@@ -299,14 +293,14 @@ def test_two_runs_do_not_share_a_directory(train_tiny: Make, tiny_task: Make) ->
             refused.append(caught.value)
 
     refused: list[RunDirectoryError] = []
-    result = train_tiny("run", task=tiny_task(on_loss=intrude))
+    result = train_tiny("run", on_loss=intrude)
     assert len(refused) == 1
     assert result.status == "completed"
 
 
-def test_the_lock_is_released_after_a_failure(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
+def test_the_lock_is_released_after_a_failure(train_tiny: Make, runs: Path) -> None:
     with pytest.raises(InterruptedError):
-        train_tiny("run", task=tiny_task(on_loss=cut_off_in(2)))
+        train_tiny("run", on_loss=cut_off_in(2))
     lock = RunLock(RunDirectory(runs / "run"))
     with pytest.raises(RunDirectoryError):
         RunLock(RunDirectory(runs / "run"))
@@ -315,7 +309,7 @@ def test_the_lock_is_released_after_a_failure(train_tiny: Make, tiny_task: Make,
 
 
 def test_a_save_that_outlasts_a_failed_run_keeps_the_directory(
-    train_tiny: Make, tiny_task: Make, runs: Path, monkeypatch: pytest.MonkeyPatch
+    train_tiny: Make, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that takes long does not keep back the error; but nobody else writes there until it is done."""
     goes_on = threading.Event()
@@ -329,7 +323,7 @@ def test_a_save_that_outlasts_a_failed_run_keeps_the_directory(
     monkeypatch.setattr(train, "_PATIENCE_SECONDS", 0.1)
     try:
         with pytest.raises(InterruptedError):
-            train_tiny("run", {"checkpoint.every": "2 steps"}, task=tiny_task(on_loss=cut_off_in(3)))
+            train_tiny("run", {"checkpoint.every": "2 steps"}, on_loss=cut_off_in(3))
         with pytest.raises(RunDirectoryError, match="another process is training in"):
             RunLock(RunDirectory(runs / "run"))
     finally:

@@ -20,6 +20,7 @@ from paceline.errors import PacelineError
 from paceline.inference.predict import load_predictor
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
+Save = Callable[..., tuple[Path, Any]]
 CLASSES = ("cat", "dog", "owl")
 SIZE = 32
 
@@ -39,7 +40,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def save(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
+def save(tmp_path: Path) -> Save:
     def save(crop: float = 1.0, names: tuple[str, ...] | None = CLASSES, **options: Any) -> tuple[Path, Any]:
         torch.manual_seed(1)
         network = timm.create_model("test_resnet", num_classes=3).eval()
@@ -63,7 +64,7 @@ def score(target: Path, photos: Path, *more: str, predictions: Path | None = Non
     return evaluate_target(EvaluationRequest(target=target, overrides=overrides, predictions=predictions))
 
 
-def test_scored_as_timm_does(save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path) -> None:
+def test_scored_as_timm_does(save: Save, photos: Path, tmp_path: Path) -> None:
     hub, _ = save()
     network = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
     config = timm.data.resolve_model_data_config(network)
@@ -91,7 +92,7 @@ def test_scored_as_timm_does(save: Callable[..., tuple[Path, Any]], photos: Path
     assert len(set(probabilities.indices.tolist())) > 1 or probabilities.values.std() > 1e-4
 
 
-def test_labelled_as_timm_does_whatever_the_size(save: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+def test_labelled_as_timm_does_whatever_the_size(save: Save, tmp_path: Path) -> None:
     """Of images that have the network's size already, too, which timm resizes and crops."""
     hub, _ = save(crop=0.8)
     network = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
@@ -106,7 +107,7 @@ def test_labelled_as_timm_does_whatever_the_size(save: Callable[..., tuple[Path,
         assert found.probabilities == pytest.approx(expected.sort(descending=True).values[0].tolist(), abs=1e-4)
 
 
-def test_arguments_that_are_none_for_a_network_are_refused(save: Callable[..., tuple[Path, Any]]) -> None:
+def test_arguments_that_are_none_for_a_network_are_refused(save: Save) -> None:
     hub, _ = save()
     config = json.loads((hub / "config.json").read_text())
     for options in ({"drop_rate": "x"}, {"act_layer": "os.system"}, {"unknown": 1}):
@@ -115,14 +116,14 @@ def test_arguments_that_are_none_for_a_network_are_refused(save: Callable[..., t
             load_predictor(hub)
 
 
-def test_what_would_be_shown_otherwise_is_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:
+def test_what_would_be_shown_otherwise_is_refused(save: Save, photos: Path) -> None:
     hub, _ = save(crop=0.875)
     with pytest.raises(PacelineError, match=r"32x32 already.*resized to 36 and cropped"):
         score(hub, photos)
     assert score(hub, photos, "data.evaluation_crop=1").samples == 21
 
 
-def test_classes_without_names(save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path) -> None:
+def test_classes_without_names(save: Save, photos: Path, tmp_path: Path) -> None:
     hub, _ = save(names=None)
     assert score(hub, photos).samples == 21
     for split in ("train", "val"):
@@ -138,15 +139,13 @@ def test_classes_without_names(save: Callable[..., tuple[Path, Any]], photos: Pa
         score(hub, tmp_path / "two")
 
 
-def test_other_classes_are_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:
+def test_other_classes_are_refused(save: Save, photos: Path) -> None:
     hub, _ = save(names=("cow", "dog", "owl"))
     with pytest.raises(PacelineError, match="know the 3 classes cow, dog, owl, but the data has the 3 classes cat"):
         score(hub, photos)
 
 
-def test_a_run_begins_from_it(
-    save: Callable[..., tuple[Path, Any]], photos: Path, tiny_recipe: Path, runs: Path
-) -> None:
+def test_a_run_begins_from_it(save: Save, photos: Path, tiny_recipe: Path, runs: Path) -> None:
     hub, network = save()
     overrides = {
         "model": {"name": "test_resnet", "initialize_from": str(hub), "frozen": ["*", "!fc.*"]},
@@ -160,16 +159,14 @@ def test_a_run_begins_from_it(
     assert load_file(hub / "model.safetensors").keys() == state.keys()
 
 
-def test_a_pickle_alone_is_refused(save: Callable[..., tuple[Path, Any]], photos: Path) -> None:
+def test_a_pickle_alone_is_refused(save: Save, photos: Path) -> None:
     hub, _ = save(safe_serialization=False)
     with pytest.raises(PacelineError, match=r"pytorch_model\.bin only, a pickle.*never opened"):
         score(hub, photos)
 
 
 @pytest.mark.parametrize("split", ["val", "test", ""])
-def test_scored_on_a_folder_without_training_images(
-    split: str, save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path
-) -> None:
+def test_scored_on_a_folder_without_training_images(split: str, save: Save, photos: Path, tmp_path: Path) -> None:
     """Those of val/ or test/, or all of a folder of class folders."""
     hub, _ = save()
     root = photos / "val"
@@ -184,9 +181,7 @@ def test_scored_on_a_folder_without_training_images(
     assert part.samples < expected.samples
 
 
-def test_some_of_the_classes_are_scored_as_among_all(
-    save: Callable[..., tuple[Path, Any]], photos: Path, tmp_path: Path
-) -> None:
+def test_some_of_the_classes_are_scored_as_among_all(save: Save, photos: Path, tmp_path: Path) -> None:
     hub, _ = save()
     first, *others = sorted(each.name for each in (photos / "val").iterdir())
     (tmp_path / "some").mkdir()

@@ -30,13 +30,13 @@ class Spare(nn.Module):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_it_is_named_before_the_weights_move(train_tiny: Make, tiny_task: Make, runs: Path, exact: bool) -> None:
+def test_it_is_named_before_the_weights_move(train_tiny: Make, runs: Path, exact: bool) -> None:
     with pytest.raises(ModelError, match=SAID):
-        train_tiny("run", {"parallel.exact": exact}, task=tiny_task(make_network=Spare))
+        train_tiny("run", {"parallel.exact": exact}, make_network=Spare)
     assert not list((runs / "run" / "checkpoints").glob("step-*"))
 
 
-def test_it_may_be_allowed_and_stays_as_it_was(train_tiny: Make, tiny_task: Make, weights: Make) -> None:
+def test_it_may_be_allowed_and_stays_as_it_was(train_tiny: Make, weights: Make) -> None:
     made: list[torch.Tensor] = []
 
     def make() -> nn.Module:
@@ -45,17 +45,17 @@ def test_it_may_be_allowed_and_stays_as_it_was(train_tiny: Make, tiny_task: Make
         return network
 
     asked = {"parallel.unused_parameters": "allow", "optimizer.weight_decay": 0.1}
-    result = train_tiny("run", asked, task=tiny_task(make_network=make))
+    result = train_tiny("run", asked, make_network=make)
     assert torch.equal(weights(result)["spare.weight"], made[-1])
 
 
-def test_a_frozen_one_is_none(train_tiny: Make, tiny_task: Make) -> None:
+def test_a_frozen_one_is_none(train_tiny: Make) -> None:
     class Frozen(Spare):
         def __init__(self) -> None:
             super().__init__()
             self.spare.requires_grad_(requires_grad=False)
 
-    assert train_tiny("run", task=tiny_task(make_network=Frozen)).status == "completed"
+    assert train_tiny("run", make_network=Frozen).status == "completed"
 
 
 def test_an_exact_run_cannot_allow_it(train_tiny: Make) -> None:

@@ -107,7 +107,7 @@ def _by_hand(result: Any) -> float:
 
 
 def test_a_network_that_needs_numbers_says_why_there_is_no_figure(
-    known_cpu: Device, train_tiny: Make, tiny_task: Make, events: Make
+    known_cpu: Device, train_tiny: Make, events: Make
 ) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -118,7 +118,7 @@ def test_a_network_that_needs_numbers_says_why_there_is_no_figure(
             out: torch.Tensor = self.layer(x.flatten(1))
             return out * (1.0 if float(out.detach().sum()) > 0 else 2.0)
 
-    result = train_tiny("reads", SENSITIVE, task=tiny_task(make_network=Reads))
+    result = train_tiny("reads", SENSITIVE, make_network=Reads)
     (said,) = events(result.run_dir, "measurement")
     assert said["message"].startswith("mfu is not recorded: ")
     assert result.summary.status == "completed"
@@ -132,12 +132,10 @@ def test_growing_images_have_no_figure(known_cpu: Device, train_tiny: Make, even
     assert said["message"] == "mfu is not recorded: data.progressive changes the size of images"
 
 
-def test_a_network_that_is_kept_is_left_alone(
-    known_cpu: Device, train_tiny: Make, tiny_task: Make, events: Make
-) -> None:
+def test_a_network_that_is_kept_is_left_alone(known_cpu: Device, train_tiny: Make, events: Make) -> None:
     """Built a second time, it is the one in training."""
     kept = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
-    result = train_tiny("kept", SENSITIVE, task=tiny_task(make_network=lambda: kept))
+    result = train_tiny("kept", SENSITIVE, make_network=lambda: kept)
     (said,) = events(result.run_dir, "measurement")
     assert "kept by what builds it" in said["message"]
     assert result.summary.status == "completed"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_sets import photo_recipe
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -89,14 +90,7 @@ def test_sure_and_impossible_answers_stay_numbers() -> None:
     assert answers(torch.zeros(1, 1, 1, 1)).tolist() == [[0.0, -200.0]]
 
 
-RECIPE: dict[str, Any] = {
-    "model": {"name": "small_resnet", "options": {"width": 4, "stages": 1, "depth": 1}},
-    "data": {"dataset": "image_folder", "image_size": 16, "workers": 0, "backend": "pytorch"},
-    "batch": {"global_size": 8},
-    "train": {"duration": "6 steps", "precision": "fp32"},
-    "parallel": {"device": "cpu", "threads": 1},
-    "telemetry": {"trackers": []},
-}
+RECIPE = photo_recipe({"backend": "pytorch"})
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault
+from paceline.data.boxes.pipeline import BoxDataset
 from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
 
@@ -55,8 +56,16 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def write(root: Path, split: str = "train", **changes: Any) -> None:
+    (root / split / "annotations.json").write_text(json.dumps(annotations(**changes)))
+
+
+def opened(root: Path, *, masks: bool = False, keep_empty: bool = True) -> BoxDataset:
+    return open_coco(str(root), masks=masks, keep_empty=keep_empty)
+
+
 def test_categories_become_classes_in_the_order_of_their_numbers(root: Path) -> None:
-    found = open_coco(str(root), masks=False, keep_empty=True)
+    found = opened(root)
     assert found.classes == ("dog", "cat")
     first = found.train.objects(0, masks=False)  # of image 10: the numbers' order, not the file's
     assert first.boxes.tolist() == [[1.5, 0, 21.5, 4], [1.5, 0, 1.5, 4]]
@@ -67,7 +76,7 @@ def test_categories_become_classes_in_the_order_of_their_numbers(root: Path) -> 
 
 
 def test_what_cannot_be_learned_is_left_out_of_training_alone(root: Path) -> None:
-    found = open_coco(str(root), masks=False, keep_empty=False)
+    found = opened(root, keep_empty=False)
     assert len(found.train) == 2  # not the crowd's picture
     assert len(found.validation) == 3
     crowd = found.validation.objects(1, masks=False)
@@ -78,34 +87,33 @@ def test_what_cannot_be_learned_is_left_out_of_training_alone(root: Path) -> Non
 
 
 def test_what_is_left_out_is_counted(root: Path) -> None:
-    assert open_coco(str(root), masks=False, keep_empty=False).facts == {
+    assert opened(root, keep_empty=False).facts == {
         "pictures_without_objects_left_out": 1,
         "boxes_without_extent_left_out": 1,
     }
     for name in ("train/d.png", "train/sub/c.png", "val/a (1).png", "val/.hidden.png", "val/Thumbs.db"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).touch()
-    assert open_coco(str(root), masks=False, keep_empty=False).left_out == (
+    assert opened(root, keep_empty=False).left_out == (
         "pictures without objects: 1 left out of training",
         "boxes without extent: 1 left out of training",
         "files that the annotations do not name: 3 left out ('train/d.png', 'train/sub/c.png', 'val/a (1).png')",
     )
     # One that lies outside its picture has no extent within it.
-    tree = annotations(annotations=[BOX, BOX | {"image_id": 20, "bbox": [100, 200, 30, 40]}])
-    (root / "train" / "annotations.json").write_text(json.dumps(tree))
-    found = open_coco(str(root), masks=False, keep_empty=False)
+    write(root, annotations=[BOX, BOX | {"image_id": 20, "bbox": [100, 200, 30, 40]}])
+    found = opened(root, keep_empty=False)
     assert (len(found.train), found.facts["boxes_without_extent_left_out"]) == (1, 1)
-    assert "pictures_without_objects_left_out" not in open_coco(str(root), masks=False, keep_empty=True).facts
-    (root / "train" / "annotations.json").write_text(json.dumps(annotations(annotations=[])))
+    assert "pictures_without_objects_left_out" not in opened(root).facts
+    write(root, annotations=[])
     with pytest.raises(DataError, match=r"none of its 3 pictures has an object.*keep_empty"):
-        open_coco(str(root), masks=False, keep_empty=False)
+        opened(root, keep_empty=False)
 
 
 # pycocotools' own, of NumPy 2.
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_polygons_and_run_lengths_are_drawn(root: Path) -> None:
     pytest.importorskip("pycocotools")
-    found = open_coco(str(root), masks=True, keep_empty=True)
+    found = opened(root, masks=True)
     polygon, crowd = (found.train.objects(number, masks=True).masks for number in (2, 1))
     assert polygon is not None
     assert crowd is not None
@@ -120,9 +128,8 @@ def test_polygons_and_run_lengths_are_drawn(root: Path) -> None:
 @pytest.mark.parametrize("outline", [{"counts": [192], "size": [12, 16]}, [[2] * 6], [[-9, -9, -5, -9, -5, -5]]])
 def test_a_mask_without_pixels_is_left_out_and_counted(root: Path, outline: Any) -> None:
     pytest.importorskip("pycocotools")
-    tree = annotations(annotations=[BOX | {"segmentation": each} for each in (SQUARE, outline)])
-    (root / "train" / "annotations.json").write_text(json.dumps(tree))
-    found = open_coco(str(root), masks=True, keep_empty=False)
+    write(root, annotations=[BOX | {"segmentation": each} for each in (SQUARE, outline)])
+    found = opened(root, masks=True, keep_empty=False)
     assert "masks without pixels: 1 left out of training" in found.left_out
     assert len(found.train.objects(0, masks=True).learnable(12, 16).labels) == 1
 
@@ -132,19 +139,19 @@ def test_the_published_folders_are_found_too(root: Path) -> None:
     for split in ("train", "val"):
         (root / split / "annotations.json").rename(root / "annotations" / f"instances_{split}2017.json")
         (root / split).rename(root / f"{split}2017")
-    assert len(open_coco(str(root), masks=False, keep_empty=True).train) == 3
+    assert len(opened(root).train) == 3
 
 
 def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
-    before = open_coco(str(root), masks=False, keep_empty=True).digest
+    before = opened(root).digest
     (root / "val" / "annotations.json").write_text(json.dumps(annotations(), indent=1))
-    assert open_coco(str(root), masks=False, keep_empty=True).digest != before
+    assert opened(root).digest != before
 
 
 def test_pictures_have_a_digest_of_their_own(root: Path) -> None:
     def found() -> str | None:
-        opened = open_coco(str(root), masks=False, keep_empty=True)
-        return content_of_files(files_of_pictures(opened), opened.digest)[0]
+        coco = opened(root)
+        return content_of_files(files_of_pictures(coco), coco.digest)[0]
 
     before = found()
     Image.new("RGB", (16, 12), "blue").save(root / "val" / "b.png")
@@ -167,9 +174,8 @@ def test_pictures_are_read_as_they_lie_since_boxes_are_of_stored_pixels(
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.fromarray(pixels).save(root / "train" / f"lies.{ending}", exif=exif, quality=95)
-    tree = annotations(images=[IMAGE | {"file_name": f"lies.{ending}"}], annotations=[BOX])
-    (root / "train" / "annotations.json").write_text(json.dumps(tree))
-    found = open_coco(str(root), masks=False, keep_empty=True).train
+    write(root, images=[IMAGE | {"file_name": f"lies.{ending}"}], annotations=[BOX])
+    found = opened(root).train
     assert found.image(0).shape == (12, 16, 3)
     assert found.image(0)[:8, :8].min() > 200
     assert found.image(0)[8:].max() < 50
@@ -204,20 +210,10 @@ BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}
     ],
 )
 def test_a_fault_is_named(root: Path, changes: dict[str, Any], said: str) -> None:
-    (root / "train" / "annotations.json").write_text(json.dumps(annotations(**changes)))
+    write(root, **changes)
     with pytest.raises(DataError, match=said) as caught:
-        open_coco(str(root), masks=False, keep_empty=True)
+        opened(root)
     assert "annotations.json" in str(caught.value)
-
-
-@pytest.mark.parametrize("outline", [None, [], [[]], {"counts": "04"}, {"size": [12, 16]}, "04", [3]])
-def test_an_object_without_a_mask_to_draw_is_named_before_training(root: Path, outline: Any) -> None:
-    pytest.importorskip("pycocotools")
-    tree = annotations(annotations=[BOX | {"segmentation": SQUARE}, BOX | {"segmentation": outline}])
-    (root / "val" / "annotations.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=r"annotations\[1\] has the segmentation"):
-        open_coco(str(root), masks=True, keep_empty=True)
-    open_coco(str(root), masks=False, keep_empty=True)
 
 
 RUNS = {"counts": [0, 24, 168], "size": [12, 16]}
@@ -248,23 +244,23 @@ RUNS = {"counts": [0, 24, 168], "size": [12, 16]}
         (RUNS | {"counts": "PPPPPPPPPPPP1"}, "counts"),
         (RUNS | {"counts": "\ud800"}, "counts"),
         ({}, "size"),
+        *((each, "") for each in (None, [], [[]], {"counts": "04"}, {"size": [12, 16]}, "04", [3])),
     ],
 )
 def test_a_mask_that_cannot_be_drawn_is_named_before_training(root: Path, outline: Any, said: str) -> None:
     pytest.importorskip("pycocotools")
-    tree = annotations(annotations=[BOX | {"segmentation": SQUARE}, BOX | {"id": 314, "segmentation": outline}])
-    (root / "train" / "annotations.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=rf"annotations\[1\] \(id 314\).*{said}"):
-        open_coco(str(root), masks=True, keep_empty=True)
+    write(root, annotations=[BOX | {"segmentation": SQUARE}, BOX | {"id": 314, "segmentation": outline}])
+    with pytest.raises(DataError, match=rf"annotations\[1\] \(id 314\) has the segmentation.*{said}"):
+        opened(root, masks=True)
+    opened(root)
 
 
 def test_faults_are_counted_and_the_first_few_named(root: Path) -> None:
     pytest.importorskip("pycocotools")
     faulty = [BOX | {"id": 100 + index, "segmentation": [[1, 1, 3, 3]]} for index in range(12)]
-    tree = annotations(annotations=[BOX | {"id": 7, "segmentation": SQUARE}, *faulty])
-    (root / "train" / "annotations.json").write_text(json.dumps(tree))
+    write(root, "val", annotations=[BOX | {"id": 7, "segmentation": SQUARE}, *faulty])
     with pytest.raises(DataError, match=r"12 faults") as caught:
-        open_coco(str(root), masks=True, keep_empty=True)
+        opened(root, masks=True)
     assert [number for number in range(100, 112) if f"id {number}" in str(caught.value)] == list(range(100, 105))
 
 
@@ -305,7 +301,7 @@ def test_a_changed_file_is_refused_or_read_alike_twice(root: Path) -> None:
         at[key] = copy.deepcopy(draws.choice([*junk, *containers]))
         (root / "train" / "annotations.json").write_text(json.dumps(tree))
         try:
-            found = open_coco(str(root), masks=True, keep_empty=True).train
+            found = opened(root, masks=True).train
         except DataError:
             outcomes.add("refused")
             continue
@@ -326,7 +322,7 @@ def test_what_is_not_there_is_named(root: Path) -> None:
         open_coco(None, masks=False, keep_empty=True)
     (root / "val" / "annotations.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read as COCO's annotations"):
-        open_coco(str(root), masks=False, keep_empty=True)
+        opened(root)
     (root / "val" / "annotations.json").unlink()
     with pytest.raises(DataError, match="neither annotations/instances_val2017"):
-        open_coco(str(root), masks=False, keep_empty=True)
+        opened(root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 
@@ -59,15 +60,12 @@ def private_bytes(pid: int) -> int:
 def test_loader_processes_do_not_grow(million: FileSource) -> None:
     view = View(image_size=8, channels=3, augment=Augment(crop="random_resized", flip=0.5), seed=1)
     before = children()
-    backend = PytorchBackend(million, view, workers=4)
-    try:
+    with closing(PytorchBackend(million, view, workers=4)) as backend:
         grown: list[dict[int, int]] = []
         for number, batch in enumerate(backend.batches(beginnings()), start=1):
             assert len(batch.ids) == 256
             if number % STEPS == 0:
                 grown.append({pid: private_bytes(pid) for pid in children() - before})
-    finally:
-        backend.close()
     assert len(grown) == EPOCHS
     assert len(grown[0]) == 4
     # What a process loads and sets up once it has by its second batches.

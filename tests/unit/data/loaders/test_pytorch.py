@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,11 +48,8 @@ def view(augment: Augment | None, size: int = 12) -> View:
 
 
 def read(source: FileSource, pieces: list[SampleSlice], the_view: View, workers: int) -> list[Batch]:
-    backend = PytorchBackend(source, the_view, workers=workers)
-    try:
+    with closing(PytorchBackend(source, the_view, workers=workers)) as backend:
         return list(backend.batches(iter(pieces)))
-    finally:
-        backend.close()
 
 
 @pytest.mark.parametrize("augment", AUGMENTS, ids=NAMES)
@@ -67,24 +65,16 @@ def test_workers_change_nothing(mixed: FileSource, augment: Augment | None, shuf
             assert same(first, second)
 
 
+@pytest.mark.parametrize("size", [12, 16], ids=["as they are", "resized"])
 @pytest.mark.parametrize("augment", AUGMENTS[:4], ids=NAMES[:4])
 def test_agrees_with_memory_to_the_bit(
-    small: FileSource, augment: Augment | None, shuffled: Shuffled, same: Same
+    request: pytest.FixtureRequest, augment: Augment | None, size: int, shuffled: Shuffled, same: Same
 ) -> None:
-    Path(small.path(7)).unlink()
-    pieces = shuffled(40, 7)
-    memory = MemoryBackend(small, view(augment)).batches(pieces)
-    for first, second in zip(memory, read(small, pieces, view(augment), 0), strict=True):
-        assert same(first, second)
-
-
-@pytest.mark.parametrize("augment", AUGMENTS[:4], ids=NAMES[:4])
-def test_agrees_with_memory_on_resized_images(
-    mixed: FileSource, augment: Augment | None, shuffled: Shuffled, same: Same
-) -> None:
-    pieces = shuffled(24, 24)
-    memory = MemoryBackend(mixed, view(augment, 16)).batches(pieces)
-    for first, second in zip(memory, read(mixed, pieces, view(augment, 16), 0), strict=True):
+    source: FileSource = request.getfixturevalue("small" if size == 12 else "mixed")
+    Path(source.path(7)).unlink()
+    pieces = shuffled(len(source), 7)
+    memory = MemoryBackend(source, view(augment, size)).batches(pieces)
+    for first, second in zip(memory, read(source, pieces, view(augment, size), 0), strict=True):
         assert same(first, second)
 
 
@@ -146,8 +136,7 @@ def test_all_broken_is_an_empty_batch(small: FileSource, slices: Slices) -> None
 
 
 def test_workers_stay_and_a_left_stream_is_forgotten(small: FileSource, shuffled: Shuffled, same: Same) -> None:
-    backend = PytorchBackend(small, view(None), workers=2)
-    try:
+    with closing(PytorchBackend(small, view(None), workers=2)) as backend:
         pieces, before = shuffled(40, 4), workers()
         assert len(before) == 2  # there before the first batch is asked for
         stream = backend.batches(iter(pieces * 100))
@@ -158,8 +147,6 @@ def test_workers_stay_and_a_left_stream_is_forgotten(small: FileSource, shuffled
             assert same(first, again[0])
         assert workers() == before
         assert next(stream, None) is None
-    finally:
-        backend.close()
     assert workers() == set()
 
 
@@ -256,40 +243,31 @@ def test_shared_memory_that_is_full_or_cannot_be_written_to(
 
 def test_a_worker_that_dies_while_nothing_is_awaited_of_it(small: FileSource, slices: Slices) -> None:
     """torch raises it wherever the main thread is."""
-    backend = PytorchBackend(small, view(None), workers=2)
-    try:
+    with closing(PytorchBackend(small, view(None), workers=2)) as backend:
         next(iter(backend.batches(iter(slices([0, 1], [2, 3])))))
         worker = multiprocessing.active_children()[0]
         threading.Timer(0.3, worker.kill).start()
         with pytest.raises(LostWorkerError, match=r"DataLoader worker .*want of memory, lower"), worker_deaths_told():
             time.sleep(20)
-    finally:
-        backend.close()
     with pytest.raises(RuntimeError, match=r"^other$"), worker_deaths_told():
         raise RuntimeError("other")
 
 
 def test_a_worker_whose_death_is_told_while_it_is_looked_for(small: FileSource, slices: Slices) -> None:
     """Its socket is missed first, and then torch's handler raises amid that."""
-    backend = PytorchBackend(small, view(None), workers=1)
-    try:
+    with closing(PytorchBackend(small, view(None), workers=1)) as backend:
         assert len(list(backend.batches(iter(slices([0, 1]))))) == 1
         (worker,) = multiprocessing.active_children()
         threading.Timer(0.3, worker.kill).start()
         with pytest.raises(TrainingError, match=r"DataLoader worker .* is killed by signal"), backend._explained():
             raise ConnectionResetError
-    finally:
-        backend.close()
 
 
 @pytest.mark.everyday
 def test_a_hung_worker_names_the_file(small: FileSource, slices: Slices) -> None:
-    backend = PytorchBackend(Faulty(small, "hang"), view(None), workers=2, wait_seconds=5)
-    try:
-        with pytest.raises(TrainingError, match=r"no batch came for 5 s: .*sample 3 \(.*0003\.png\)"):
-            list(backend.batches(slices([0, 1], [2, 3], [4])))
-    finally:
-        backend.close()
+    hangs = pytest.raises(TrainingError, match=r"no batch came for 5 s: .*sample 3 \(.*0003\.png\)")
+    with closing(PytorchBackend(Faulty(small, "hang"), view(None), workers=2, wait_seconds=5)) as backend, hangs:
+        list(backend.batches(slices([0, 1], [2, 3], [4])))
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="shared memory has no names here")  # torch's
@@ -313,12 +291,8 @@ def test_an_error_in_the_slices_is_not_a_workers(small: FileSource, slices: Slic
         yield from slices([1])
         raise RuntimeError("no more")
 
-    backend = PytorchBackend(small, view(None), workers=1)
-    try:
-        with pytest.raises(RuntimeError, match="no more"):
-            list(backend.batches(failing()))  # type: ignore[arg-type]
-    finally:
-        backend.close()
+    with pytest.raises(RuntimeError, match="no more"):
+        read(small, failing(), view(None), 1)  # type: ignore[arg-type]
 
 
 def workers() -> set[int | None]:

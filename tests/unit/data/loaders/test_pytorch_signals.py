@@ -87,11 +87,12 @@ class Run:
     workers: set[int]
     temporary: Path
 
-    def leftovers(self) -> list[str]:
-        """Name the files in shared memory that carry one of its process ids, and its temporary files."""
+    def check_gone(self) -> None:
+        """Neither a worker is left, nor a file in shared memory that carries one of its process ids, nor another."""
+        wait_until_gone(self.workers)
         owners = {str(pid) for pid in (self.process.pid, *self.workers)}
         shared = [name for name in os.listdir("/dev/shm") if owners & set(re.split(r"\D+", name))]
-        return shared + [str(path) for path in self.temporary.rglob("*")]
+        assert shared + [str(path) for path in self.temporary.rglob("*")] == []
 
 
 @pytest.fixture
@@ -135,35 +136,19 @@ def test_workers_ignore_what_stops_the_run(start: Callable[[str], Run]) -> None:
         os.killpg(run.process.pid, number)
     output, errors = run.process.communicate(timeout=60)
     assert (run.process.returncode, output, errors) == (0, "closed\n", "")
-    wait_until_gone(run.workers)
-    assert run.leftovers() == []
+    run.check_gone()
 
 
-def test_a_killed_run_leaves_nothing(start: Callable[[str], Run]) -> None:
-    run = start("run")
+@pytest.mark.parametrize(
+    "mode", ["run", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("hang", "first"))]
+)
+def test_a_killed_run_leaves_nothing(start: Callable[[str], Run], mode: str) -> None:
+    """No hanging worker either, nor one that has handed over a part of its first batch."""
+    run = start(mode)
+    time.sleep(0.5 if mode == "first" else 0)
     run.process.kill()
     run.process.wait()
-    wait_until_gone(run.workers)
-    assert run.leftovers() == []
-
-
-@pytest.mark.thorough
-def test_a_killed_run_leaves_no_hanging_worker(start: Callable[[str], Run]) -> None:
-    run = start("hang")
-    run.process.kill()
-    run.process.wait()
-    wait_until_gone(run.workers)
-    assert run.leftovers() == []
-
-
-@pytest.mark.thorough
-def test_a_run_killed_amid_its_first_batch_leaves_nothing(start: Callable[[str], Run]) -> None:
-    run = start("first")
-    time.sleep(0.5)  # some parts of it have been handed over, one never will be
-    run.process.kill()
-    run.process.wait()
-    wait_until_gone(run.workers)
-    assert run.leftovers() == []
+    run.check_gone()
 
 
 def test_closing_does_not_wait_for_a_hanging_worker(start: Callable[[str], Run]) -> None:
@@ -171,16 +156,14 @@ def test_closing_does_not_wait_for_a_hanging_worker(start: Callable[[str], Run])
     os.kill(run.process.pid, signal.SIGTERM)
     output, errors = run.process.communicate(timeout=60)  # the worker sleeps for a thousand seconds
     assert (run.process.returncode, output, errors) == (0, "closed\n", "")
-    wait_until_gone(run.workers)
-    assert run.leftovers() == []
+    run.check_gone()
 
 
 def test_leaving_without_closing(start: Callable[[str], Run]) -> None:
     run = start("leave")
     _, errors = run.process.communicate(timeout=60)
     assert (run.process.returncode, errors) == (0, "")
-    wait_until_gone(run.workers)
-    assert run.leftovers() == []
+    run.check_gone()
 
 
 def workers_of(parent: int) -> set[int]:

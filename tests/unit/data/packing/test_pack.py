@@ -318,10 +318,7 @@ def test_a_packed_dataset_can_be_packed_again(photos: Path, tmp_path: Path) -> N
         ({"mode": "raw", "quality": 10}, "--quality 10 has no effect with --mode raw: .* use --mode jpeg"),
         ({"mode": "jpeg", "size": 10}, "--size 10 has no effect with --mode jpeg: .* use --mode raw"),
         ({"mode": "raw", "size": 10, "max_side": 20}, "give one of them"),
-        (
-            {"part": Data(label_column="x")},
-            "--label-column has no effect on a source of the kind image_folder",
-        ),
+        ({"part": Data(label_column="x")}, "--label-column has no effect on a source of the kind image_folder"),
     ],
 )
 def test_options_without_effect_are_refused(

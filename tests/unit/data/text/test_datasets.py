@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from paceline.cli.derive import click_command
 from paceline.cli.pack import Pack
-from paceline.data.text.corpus import open_tokens, write_tokens
+from paceline.data.text.corpus import TextDataset, open_tokens, write_tokens
 from paceline.data.text.datasets import held_out, open_text, python_documentation
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError
@@ -68,32 +69,36 @@ def test_python_s_documentation_is_split_by_name() -> None:
 
 
 def test_a_folder_with_and_without_a_split_of_its_own(books: Path) -> None:
-    whole = open_text(Data(dataset="text_folder", path=str(books), validation_fraction=0.3))
+    whole = folder(books, validation_fraction=0.3)
     assert len(whole.train.lengths) + len(whole.validation.lengths) == 9
     assert 0 < len(whole.validation.lengths) < 9
     (books / "train").mkdir()
     (books / "val").mkdir()
     (books / "train" / "a.txt").write_text("abc")
     (books / "val" / "b.txt").write_text("de")
-    split = open_text(Data(dataset="text_folder", path=str(books)))
+    split = folder(books)
     assert (split.train.lengths.tolist(), split.validation.lengths.tolist()) == ([4], [3])
     assert split.reason == "the folder has a split of its own: val"
 
 
+def folder(path: Path, **keys: Any) -> TextDataset:
+    return open_text(Data(dataset="text_folder", path=str(path), **keys))
+
+
 def documents(root: Path) -> set[str]:
-    found = open_text(Data(dataset="text_folder", path=str(root), validation_fraction=0.5))
+    found = folder(root, validation_fraction=0.5)
     parts = (found.train, found.validation)
     return {each.name(index) for each in parts for index in range(len(each.lengths))}
 
 
 def test_which_files_are_documents(books: Path, tmp_path: Path) -> None:
     """Hidden files are ignored, links followed, endings read in either case; the rest is reported."""
-    clean = open_text(Data(dataset="text_folder", path=str(books)))
+    clean = folder(books)
     before = documents(books)
     for ignored in (".ipynb_checkpoints/0-checkpoint.txt", "._0.txt", "__MACOSX/0.txt", "Thumbs.db"):
         (books / ignored).parent.mkdir(exist_ok=True)
         (books / ignored).write_bytes(b"\0\5\x16\7")
-    again = open_text(Data(dataset="text_folder", path=str(books)))
+    again = folder(books)
     assert (again.digest, again.left_out) == (clean.digest, ())
     (tmp_path / "elsewhere" / "deep.d").mkdir(parents=True)
     (tmp_path / "elsewhere" / "deep.d" / "v1.2.TXT").write_text("behind a link")
@@ -103,7 +108,7 @@ def test_which_files_are_documents(books: Path, tmp_path: Path) -> None:
     (books / "notes.md").write_text("no text")
     Path(os.fsdecode(os.fsencode(books) + b"/caf\xe9.txt")).write_text("a name in Latin-1")
     assert documents(books) - before == {"linked/deep.d/v1.2.TXT", "caf\\udce9.txt"}
-    told = open_text(Data(dataset="text_folder", path=str(books))).left_out
+    told = folder(books).left_out
     assert told == (
         "links to folders that are read already: 2 left out ('again', 'circle')",
         "files that do not end in .txt: 1 left out ('notes.md')",
@@ -116,7 +121,7 @@ def test_what_lies_beside_the_splits_is_reported(tmp_path: Path) -> None:
     for name in ("train/a.txt", "val/b.txt", "test/c.txt", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("some text")
-    found = open_text(Data(dataset="text_folder", path=str(tmp_path)))
+    found = folder(tmp_path)
     assert sorted(found.left_out) == [
         "files outside train/: 1 left out ('README.md')",
         "folders outside train/: 1 left out ('test')",
@@ -141,26 +146,25 @@ def test_a_byte_order_mark_is_no_text(books: Path) -> None:
 def test_a_pipe_is_no_text(books: Path) -> None:
     os.mkfifo(books / "pipe.txt")
     with pytest.raises(DataError, match=r"pipe\.txt' is a named pipe"):
-        open_text(Data(dataset="text_folder", path=str(books)))
+        folder(books)
 
 
 def test_the_digest_says_whether_the_text_is_the_same(books: Path) -> None:
-    data = Data(dataset="text_folder", path=str(books))
-    before = open_text(data).digest
-    assert open_text(data).digest == before
+    before = folder(books).digest
+    assert folder(books).digest == before
     (books / "3.txt").write_text("another")
-    assert open_text(data).digest != before
+    assert folder(books).digest != before
 
 
 def test_what_is_no_text_is_told(books: Path, tmp_path: Path) -> None:
     (books / "3.txt").write_bytes(b"abc\xff")
     with pytest.raises(DataError, match=r"3\.txt is not UTF-8: byte 3 is 0xff"):
-        open_text(Data(dataset="text_folder", path=str(books)))
+        folder(books)
     with pytest.raises(DataError, match="is no folder"):
-        open_text(Data(dataset="text_folder", path=str(tmp_path / "none")))
+        folder(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"there is no \.txt file"):
-        open_text(Data(dataset="text_folder", path=str(tmp_path / "empty")))
+        folder(tmp_path / "empty")
     with pytest.raises(DataError, match="Did you mean 'docs'"):
         open_text(Data(dataset="doc"))
 
@@ -191,11 +195,7 @@ def test_packed_tokens_are_the_text_s(tmp_path: Path) -> None:
     found = open_text(Data(dataset="tokens", path=str(tmp_path / "packed")))
     assert packed.tokens == {"train": 16, "validation": 6}
     texts = [BYTES.decode(found.train.read(i, 0, int(size))) for i, size in enumerate(found.train.lengths)]
-    assert texts == [
-        "alpha",
-        "",
-        "größer",
-    ]
+    assert texts == ["alpha", "", "größer"]
     assert (found.train.name(2), found.validation.name(0), found.digest) == ("c", "d", packed.digest)
     assert isinstance(found.train.tokens, np.memmap)  # type: ignore[attr-defined]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]  # nothing hidden is left
@@ -223,7 +223,7 @@ def test_packed_tokens_are_no_folder_of_text(tmp_path: Path) -> None:
     """Their files of names end in .txt."""
     write_tokens({"train": [("a", "alpha")], "validation": []}, BYTES, tmp_path / "packed")
     with pytest.raises(DataError, match=r"train on them with data\.dataset=tokens"):
-        open_text(Data(dataset="text_folder", path=str(tmp_path / "packed")))
+        folder(tmp_path / "packed")
 
 
 def test_where_nothing_can_be_written_is_told(tmp_path: Path) -> None:
