@@ -7,11 +7,12 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 FOLDER = ("image_folder", "parallel.device=cpu", "telemetry.trackers=[]")
 
@@ -92,7 +93,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override(paceline_here: Callable[..., Any], tmp_path: Path, name: str) -> None:
+def test_an_override(paceline_here: Call, tmp_path: Path, name: str) -> None:
     overrides, words = OVERRIDES[name]
     done = paceline_here("train", "digits", "parallel.device=cpu", *overrides, "--run-dir", "run")
     assert_refused(done, *words)
@@ -119,7 +120,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_recipe_file(paceline_here: Callable[..., Any], tmp_path: Path, name: str) -> None:
+def test_a_recipe_file(paceline_here: Call, tmp_path: Path, name: str) -> None:
     text, words = FILES[name]
     (tmp_path / "recipe.yaml").write_bytes(text.encode("latin-1"))
     (tmp_path / "middle.yaml").write_text("base: digits\n")
@@ -143,7 +144,7 @@ def test_a_recipe_file(paceline_here: Callable[..., Any], tmp_path: Path, name: 
         (("train", "a" * 300), ("no recipe 'aaa", "File name too long. Correct the path.")),
     ],
 )
-def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_a_name(paceline_here: Call, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     assert_refused(paceline_here(*arguments), *words)
 
 
@@ -161,9 +162,7 @@ def test_a_name(paceline_here: Callable[..., Any], arguments: tuple[str, ...], w
         ("watch", ()),
     ],
 )
-def test_a_run_that_is_not_there(
-    paceline_here: Callable[..., Any], tmp_path: Path, command: str, options: tuple[str, ...]
-) -> None:
+def test_a_run_that_is_not_there(paceline_here: Call, tmp_path: Path, command: str, options: tuple[str, ...]) -> None:
     (tmp_path / "empty").mkdir()
     missing = paceline_here(*command.split(), "nowhere", *options)
     assert_refused(missing, "paceline: there is no run directory 'nowhere'; give ")
@@ -207,9 +206,7 @@ def test_a_run_that_is_not_there(
         (("predict", "x"), ("SOURCE", "recommendation", "--prompt")),
     ],
 )
-def test_the_command_itself(
-    paceline_here: Callable[..., Any], arguments: tuple[str, ...], words: tuple[str, ...]
-) -> None:
+def test_the_command_itself(paceline_here: Call, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     assert_refused(paceline_here(*arguments), *words)
 
 
@@ -245,7 +242,7 @@ def test_what_cannot_be_trained_on(
     assert_refused(paceline_here("train", *FOLDER, *overrides), *words)
 
 
-def test_an_empty_class(paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path]) -> None:
+def test_an_empty_class(paceline_here: Call, tmp_path: Path, write_images: Call) -> None:
     write_images(tmp_path / "photos" / "cat")
     write_images(tmp_path / "photos" / "dog")
     (tmp_path / "photos" / "eel").mkdir()
@@ -259,7 +256,7 @@ def test_an_empty_class(paceline_here: Callable[..., Any], tmp_path: Path, write
 @pytest.mark.parametrize("backend", ["memory", "pytorch"])
 @pytest.mark.parametrize("content", [b"this is no image", b""])
 def test_a_file_that_is_no_image(
-    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path], backend: str, content: bytes
+    paceline_here: Call, tmp_path: Path, write_images: Call, backend: str, content: bytes
 ) -> None:
     write_images(tmp_path / "photos" / "cat")
     write_images(tmp_path / "photos" / "dog")
@@ -283,9 +280,7 @@ def test_a_file_that_is_no_image(
 # ---------------------------------------------------------------------------------------------- run directories
 
 
-def test_a_run_of_another_recipe(
-    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_run_of_another_recipe(paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     before = everything_in(tmp_path)
     done = paceline_here("train", "digits", *tiny, "optimizer.lr=0.05", "--run-dir", "run")
@@ -293,9 +288,7 @@ def test_a_run_of_another_recipe(
     assert everything_in(tmp_path) == before
 
 
-def test_a_directory_of_something_else(
-    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_directory_of_something_else(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", "run"), "not empty", "empty directory")
@@ -304,9 +297,7 @@ def test_a_directory_of_something_else(
 
 
 @pytest.mark.parametrize("place", ["file/run", "file", "/proc/run", "/dev/null/run"])
-def test_a_directory_that_cannot_be(
-    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path, place: str
-) -> None:
+def test_a_directory_that_cannot_be(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("mine")
     assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", place), place)
     assert everything_in(tmp_path) == {"file": b"mine"}
@@ -314,7 +305,7 @@ def test_a_directory_that_cannot_be(
 
 @pytest.mark.parametrize("wanted", ["never", "nowhere", "/etc", "best", "run/checkpoints/step-00000099"])
 def test_resume_from_elsewhere(
-    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, wanted: str
+    paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path, wanted: str
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
     before = everything_in(tmp_path)
@@ -323,7 +314,7 @@ def test_resume_from_elsewhere(
     assert everything_in(tmp_path) == before
 
 
-def test_resume_without_a_run(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_resume_without_a_run(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--resume", "run/checkpoints/step-00000002")
     assert_refused(done, "no run")
     assert list(tmp_path.iterdir()) == []
@@ -345,7 +336,7 @@ def damage(checkpoint: Path, weights: str = "model") -> None:
 
 
 def test_the_newest_checkpoint_is_damaged(
-    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The one before it is whole: the run says so, goes on from there, and ends where it would have."""
     *_, previous, newest = unfinished_copy(finished, tmp_path / "run")
@@ -361,7 +352,7 @@ def test_the_newest_checkpoint_is_damaged(
 
 
 def test_all_checkpoints_are_damaged(
-    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     """To begin again must be the user's decision."""
     for checkpoint in unfinished_copy(finished, tmp_path / "run"):
@@ -378,7 +369,7 @@ def test_all_checkpoints_are_damaged(
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "plan.json", "events.jsonl"])
 def test_a_damaged_record(
-    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, name: str
+    paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path, name: str
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / name).write_text("[{\n" * 2)
@@ -398,7 +389,7 @@ class _Exploit:
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "step-00000002/model.safetensors"])
 @pytest.mark.parametrize("command", ["evaluate", "predict", "train"])
 def test_a_pickle_is_never_opened(
-    paceline_here: Callable[..., Any], finished: Path, tiny: tuple[str, ...], tmp_path: Path, name: str, command: str
+    paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path, name: str, command: str
 ) -> None:
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -415,7 +406,7 @@ def test_a_pickle_is_never_opened(
     assert not (tmp_path / "exploited").exists()
 
 
-def test_weights_that_are_not_there(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_there(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert_refused(paceline_here("evaluate", "empty"), "empty")
     checkpoint = finished / "checkpoints" / "step-00000006"
@@ -427,14 +418,12 @@ def test_weights_that_are_not_there(paceline_here: Callable[..., Any], finished:
 
 @pytest.mark.parametrize(("file", "words"), [("p.txt", (".jsonl", "p.txt")), ("no/p.csv", ("no", "directory"))])
 def test_predictions_that_cannot_be_written(
-    paceline_here: Callable[..., Any], finished: Path, file: str, words: tuple[str, ...]
+    paceline_here: Call, finished: Path, file: str, words: tuple[str, ...]
 ) -> None:
     assert_refused(paceline_here("evaluate", finished, "--predictions", file), *words)
 
 
-def test_evaluation_on_other_classes(
-    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, write_images: Callable[..., Path]
-) -> None:
+def test_evaluation_on_other_classes(paceline_here: Call, finished: Path, tmp_path: Path, write_images: Call) -> None:
     write_images(tmp_path / "photos" / "cat")
     write_images(tmp_path / "photos" / "dog")
     shape = ("data.image_size=8", "data.channels=1")
@@ -442,15 +431,13 @@ def test_evaluation_on_other_classes(
     assert_refused(done, "10 classes", "2 classes")
 
 
-def test_prediction_of_nothing(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+def test_prediction_of_nothing(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     assert_refused(paceline_here("predict", finished, "nowhere.png"), "nowhere.png")
     assert_refused(paceline_here("predict", finished, "bare"), "'bare'", "no image")
 
 
-def test_prediction_of_a_broken_image(
-    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, write_images: Callable[..., Path]
-) -> None:
+def test_prediction_of_a_broken_image(paceline_here: Call, finished: Path, tmp_path: Path, write_images: Call) -> None:
     """The others are labelled all the same."""
     write_images(tmp_path / "photos", 2)
     (tmp_path / "photos" / "1a.png").write_bytes(b"this is no image")
@@ -467,23 +454,19 @@ def test_prediction_of_a_broken_image(
 
 
 @pytest.mark.parametrize("command", [("train", "digits"), ("evaluate", "run")])
-def test_ranks_within_ranks(
-    paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
-) -> None:
+def test_ranks_within_ranks(paceline_here: Call, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     assert_refused(paceline_here(*command, "--processes", "2"), "--processes", "torchrun")
 
 
-def test_an_impossible_world(
-    paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tiny: tuple[str, ...]
-) -> None:
+def test_an_impossible_world(paceline_here: Call, monkeypatch: pytest.MonkeyPatch, tiny: tuple[str, ...]) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert_refused(paceline_here("train", "digits", *tiny), "rank 2", "2")
 
 
-def test_a_plan_for_a_world_that_does_not_divide_the_batch(paceline_here: Callable[..., Any]) -> None:
+def test_a_plan_for_a_world_that_does_not_divide_the_batch(paceline_here: Call) -> None:
     done = paceline_here("train", "digits", "batch.global_size=96", "--plan-only", "--processes", "64")
     assert_refused(done, "batch.global_size=96", "64 processes", "96")
 
@@ -493,7 +476,7 @@ def test_a_plan_for_a_world_that_does_not_divide_the_batch(paceline_here: Callab
 
 @pytest.mark.skipif(sys.platform == "win32", reason="exit codes of POSIX")
 @pytest.mark.real_processes
-def test_the_exit_code_leaves_the_process(paceline: Callable[..., Any]) -> None:
+def test_the_exit_code_leaves_the_process(paceline: Call) -> None:
     assert_refused(paceline("train", "digits", "optimizer.momentun=0.9"), "Did you mean 'optimizer.momentum'?")
 
 
@@ -521,7 +504,7 @@ UNUSED = {
 @pytest.mark.parametrize("plan_only", [["--plan-only"], ["--run-dir", "run"]])
 @pytest.mark.parametrize("name", UNUSED)
 def test_an_override_that_this_run_does_not_use(
-    paceline_here: Callable[..., Any], tmp_path: Path, name: str, plan_only: list[str]
+    paceline_here: Call, tmp_path: Path, name: str, plan_only: list[str]
 ) -> None:
     overrides, words = UNUSED[name]
     assert_refused(paceline_here("train", "digits", "parallel.device=cpu", *overrides, *plan_only), *words)
@@ -530,7 +513,7 @@ def test_an_override_that_this_run_does_not_use(
 
 @pytest.mark.parametrize("plan_only", [["--plan-only"], ["--run-dir", "run"]])
 def test_a_share_to_hold_out_beside_a_folder_of_held_out_images(
-    paceline_here: Callable[..., Any], tmp_path: Path, write_images: Callable[..., Path], plan_only: list[str]
+    paceline_here: Call, tmp_path: Path, write_images: Call, plan_only: list[str]
 ) -> None:
     for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
         write_images(tmp_path / "photos" / name)
@@ -541,7 +524,7 @@ def test_a_share_to_hold_out_beside_a_folder_of_held_out_images(
 
 @pytest.mark.parametrize("plan_only", [["--plan-only"], ["--run-dir", "run"]])
 def test_an_unused_key_of_a_file_is_told_once_and_no_error(
-    paceline_here: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], plan_only: list[str]
+    paceline_here: Call, tmp_path: Path, tiny: tuple[str, ...], plan_only: list[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_text("base: digits\nparallel: {bucket_cap_mb: 50}\ndata: {prefetch: 4}\n")
     done = paceline_here("train", "mine.yaml", *tiny, *plan_only)
@@ -550,9 +533,7 @@ def test_an_unused_key_of_a_file_is_told_once_and_no_error(
     assert done.out.count("data.prefetch=4 has no effect: the memory back-end") == 1
 
 
-def test_a_stored_recipe_goes_on_without_a_word_about_its_defaults(
-    paceline_here: Callable[..., Any], finished: Path
-) -> None:
+def test_a_stored_recipe_goes_on_without_a_word_about_its_defaults(paceline_here: Call, finished: Path) -> None:
     for source in (finished, finished / "recipe.yaml"):
         done = paceline_here("train", source, "--run-dir", finished)
         assert (done.code, done.err) == (0, "")

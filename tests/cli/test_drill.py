@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")
 
@@ -21,11 +20,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
     }.values(),
 )
 def test_a_mistake_is_one_sentence(
-    paceline_here: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    words: str,
+    paceline_here: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     done = paceline_here("drill", *arguments)

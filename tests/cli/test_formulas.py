@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from calls import Call
 
 
-def test_all_formulas_are_listed_with_their_sources(paceline_here: Callable[..., Any]) -> None:
+def test_all_formulas_are_listed_with_their_sources(paceline_here: Call) -> None:
     listed = json.loads(paceline_here("formulas", "--json").out)
     assert len(listed) > 80
     assert all(each["summary"] and each["source"] for each in listed)
@@ -18,7 +17,7 @@ def test_all_formulas_are_listed_with_their_sources(paceline_here: Callable[...,
     assert "  zero_bytes\n" in text
 
 
-def test_one_is_computed(paceline_here: Callable[..., Any]) -> None:
+def test_one_is_computed(paceline_here: Call) -> None:
     arguments = ("formulas", "zero-bytes", "parameters=7.5e9", "stage=1", "devices=64")
     document = json.loads(paceline_here(*arguments, "--json").out)
     assert document["value"] == 31_406_250_000
@@ -42,7 +41,7 @@ def test_one_is_computed(paceline_here: Callable[..., Any]) -> None:
         (("roofline", "synthetic", "--device", "a10"), "device: 'a10' is not known"),
     ],
 )
-def test_mistakes_are_one_sentence(paceline_here: Callable[..., Any], arguments: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_one_sentence(paceline_here: Call, arguments: tuple[str, ...], said: str) -> None:
     done = paceline_here(*arguments)
     assert done.code == 2
     assert said in done.err
@@ -50,7 +49,7 @@ def test_mistakes_are_one_sentence(paceline_here: Callable[..., Any], arguments:
     assert not done.out
 
 
-def test_a_roofline_is_one_document(paceline_here: Callable[..., Any]) -> None:
+def test_a_roofline_is_one_document(paceline_here: Call) -> None:
     words = ("roofline", "synthetic", "model.name=resnet18", "batch.global_size=8", "--device", "v100")
     document = json.loads(paceline_here(*words, "--json").out)
     assert document["device"]["name"] == "v100-16gb"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 QUICK = (
     "--samples", "64", "--points", "3", "--grid", "3", "--iterations", "2", "--products", "3", "--tolerance", "0.5",
 )  # fmt: skip
 
 
-def test_a_look_at_a_run(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+def test_a_look_at_a_run(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     done = paceline_here("landscape", finished, *QUICK, "--output", "seen")
     assert done.code == 0, done.err
     assert "sharpness 0.001 (%)" in done.out
@@ -28,7 +27,7 @@ def test_a_look_at_a_run(paceline_here: Callable[..., Any], finished: Path, tmp_
 
 
 @pytest.mark.thorough  # the same as of the study itself, through the launcher
-def test_two_processes_give_the_same_document(paceline: Callable[..., Any], finished: Path) -> None:
+def test_two_processes_give_the_same_document(paceline: Call, finished: Path) -> None:
     asked = ("landscape", finished, "parallel.threads=1", "--samples", "64", "--points", "4", "--iterations", "2")
     asked += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")
     alone, both = paceline(*asked), paceline(*asked, "--processes", "2")
@@ -53,7 +52,7 @@ def test_two_processes_give_the_same_document(paceline: Callable[..., Any], fini
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(
-    paceline_here: Callable[..., Any], finished: Path, words: tuple[str, ...], said: str
+    paceline_here: Call, finished: Path, words: tuple[str, ...], said: str
 ) -> None:
     before = sorted(finished.rglob("*"))
     done = paceline_here("landscape", *(word.replace("RUN", str(finished)) for word in words))

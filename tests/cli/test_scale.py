@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline_advisor.scaling.study import shown_hours
 
@@ -24,7 +24,7 @@ def _refused(done: Any, *words: str) -> None:
         assert word in done.err
 
 
-def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Callable[..., Any]) -> None:
+def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Call) -> None:
     done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,8,2", "--price-per-gpu-hour", "2")
     assert done.code == 0, done.err
     assert "NVIDIA DGX A100" in done.out
@@ -39,7 +39,7 @@ def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Call
     assert "Predicted." in done.out
 
 
-def test_one_document(paceline_here: Callable[..., Any]) -> None:
+def test_one_document(paceline_here: Call) -> None:
     done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,4", "--strategy", "ddp", "--json")
     assert done.code == 0, done.err
     document = json.loads(done.out)
@@ -53,7 +53,7 @@ def test_one_document(paceline_here: Callable[..., Any]) -> None:
     assert document["rows"][0]["cost"] is None
 
 
-def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> None:
+def test_a_published_row_by_the_command(paceline_here: Call) -> None:
     words = ("--cluster", "dgx-a100", "--throughput", "2470", "--batch-per-gpu", "256", "--loop", "nvidia-convnets")
     done = paceline_here("scale", "resnet50", *words, "--world-sizes", "8", "--strategy", "ddp", "--json")
     assert done.code == 0, done.err
@@ -64,7 +64,7 @@ def test_a_published_row_by_the_command(paceline_here: Callable[..., Any]) -> No
     assert row["hours"] == pytest.approx(90 * 1_281_167 / row["samples_per_second"] / 3600)
 
 
-def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here: Callable[..., Any]) -> None:
+def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here: Call) -> None:
     words = ("batch.global_size=4096",)
     done = paceline_here("scale", "resnet50", *words, "--cluster", "dgx-h100", "--world-sizes", "1,2", "--json")
     assert done.code == 0, done.err
@@ -80,7 +80,7 @@ def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here:
     assert "cannot be beaten" in shown.out
 
 
-def test_a_cluster_of_ones_own(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_cluster_of_ones_own(paceline_here: Call, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "gpus_per_node: 2\nwithin: {gigabytes_per_second: 20, latency_microseconds: 10}\n"
         "network: {gigabytes_per_second: 0.01, latency_microseconds: 100}\nprice_per_gpu_hour: 3\n"
@@ -124,7 +124,7 @@ SCALE_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", SCALE_MISTAKES)
-def test_a_mistake_costs_one_sentence(paceline_here: Callable[..., Any], name: str) -> None:
+def test_a_mistake_costs_one_sentence(paceline_here: Call, name: str) -> None:
     words, said = SCALE_MISTAKES[name]
     _refused(paceline_here("scale", *SMALL, *words), *said)
 
@@ -132,7 +132,7 @@ def test_a_mistake_costs_one_sentence(paceline_here: Callable[..., Any], name: s
 PLAN = ("plan", *SMALL, "--cluster", "dgx-a100", "--throughput", "1", "--one-gpu-batch", "64", "--most-gpus", "16")
 
 
-def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
+def test_a_plan_for_a_deadline(paceline_here: Call) -> None:
     done = paceline_here(*PLAN, "--deadline", "2h", "--cpu-ms-per-sample", "0", "--json")
     assert done.code == 0, done.err
     plan = json.loads(done.out)
@@ -144,7 +144,7 @@ def test_a_plan_for_a_deadline(paceline_here: Callable[..., Any]) -> None:
     assert "learning rate" in shown.out
 
 
-def test_times_and_counts_are_for_people(paceline_here: Callable[..., Any]) -> None:
+def test_times_and_counts_are_for_people(paceline_here: Call) -> None:
     assert [shown_hours(each) for each in (0.00128, 0.09, 0.5333, 30, 1234.5)] == [
         "4.6 s",
         "5 min 24 s",
@@ -160,7 +160,7 @@ def test_times_and_counts_are_for_people(paceline_here: Callable[..., Any]) -> N
         assert " s " in line, line
 
 
-def test_a_bound_ends_with_one(paceline_here: Callable[..., Any]) -> None:
+def test_a_bound_ends_with_one(paceline_here: Call) -> None:
     done = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h")
     assert done.code == 1, done.err
     assert "Nothing is chosen by a bound" in done.out
@@ -170,7 +170,7 @@ def test_a_bound_ends_with_one(paceline_here: Callable[..., Any]) -> None:
     assert document["nearest"]["fits"]
 
 
-def test_what_cannot_be_ends_with_one(paceline_here: Callable[..., Any]) -> None:
+def test_what_cannot_be_ends_with_one(paceline_here: Call) -> None:
     done = paceline_here(*PLAN, "--deadline", "1 seconds")
     assert done.code == 1
     assert "Nothing tried does it" in done.out
@@ -186,13 +186,13 @@ PLAN_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", PLAN_MISTAKES)
-def test_a_mistake_in_a_plan_costs_one_sentence(paceline_here: Callable[..., Any], name: str) -> None:
+def test_a_mistake_in_a_plan_costs_one_sentence(paceline_here: Call, name: str) -> None:
     words, said = PLAN_MISTAKES[name]
     _refused(paceline_here(*PLAN, *words), *said)
 
 
 @pytest.mark.world_size(2)
-def test_predicted_beside_measured_here(paceline: Callable[..., Any]) -> None:
+def test_predicted_beside_measured_here(paceline: Call) -> None:
     words = ("--world-sizes", "1,2", "--strategy", "ddp", "--measure", "--rounds", "2", "--json")
     done = paceline("scale", "digits", "parallel.device=cpu", *words, timeout=300)
     assert done.code == 0, done.err

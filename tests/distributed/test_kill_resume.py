@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
@@ -75,13 +76,13 @@ def kill_one(launched: Any, victim: int) -> None:
 @pytest.mark.real_processes
 def test_killed_again_and_again(
     studio: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    steps_recorded: Callable[[Path], int],
-    same_so_far: Callable[[Path], int],
-    same_outcome: Callable[[Path], None],
-    summary: Callable[[Path], dict[str, Any]],
+    start: Call,
+    run: Call,
+    run_here: Call,
+    steps_recorded: Call,
+    same_so_far: Call,
+    same_outcome: Call,
+    summary: Call,
 ) -> None:
     run_dir = studio / "chain"
     command = (*TRAIN, "--run-dir", run_dir)
@@ -130,11 +131,7 @@ DEADLY_MODEL = ("model.name=deadly:Deadly", "model.options=null", "data.workers=
 @pytest.mark.world_size(1)
 @pytest.mark.everyday
 def test_killed_in_every_part_of_a_window(
-    studio: Path,
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    records: Callable[..., Any],
-    summary: Callable[[Path], Any],
+    studio: Path, run: Call, run_here: Call, records: Call, summary: Call
 ) -> None:
     """Four micro-batches a step, six steps an epoch: forwards 25 to 28 are step 7, the second epoch's first."""
     (studio / "deadly.py").write_text(DEADLY)
@@ -155,13 +152,7 @@ def test_killed_in_every_part_of_a_window(
 
 
 @pytest.mark.world_size(1)
-def test_skipped_steps_are_recorded_once(
-    studio: Path,
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    records: Callable[..., Any],
-    summary: Callable[[Path], Any],
-) -> None:
+def test_skipped_steps_are_recorded_once(studio: Path, run: Call, run_here: Call, records: Call, summary: Call) -> None:
     """fp16 steps that overflow use up samples but do not count: killed among them, nothing is told twice."""
     (studio / "deadly.py").write_text(DEADLY)
     half = ("train.precision=fp16", "train.grad_scaler.init_scale=16777216.0", "telemetry.log_every=1 steps")
@@ -179,9 +170,7 @@ def test_skipped_steps_are_recorded_once(
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
-def test_three_ranks_sum_in_the_same_order_after_a_resume(
-    studio: Path, run: Callable[..., Any], summary: Callable[[Path], Any]
-) -> None:
+def test_three_ranks_sum_in_the_same_order_after_a_resume(studio: Path, run: Call, summary: Call) -> None:
     """With three ranks or more a sum depends on the order of its terms, and that on how gradients are packed."""
     changes = ("batch.global_size=24", "batch.micro_size=8", "train.duration=24 steps", "data.workers=0")
     command = ("train", "recipe.yaml", *changes, "checkpoint.keep=9", "--processes", "3", "--run-dir")
@@ -251,9 +240,7 @@ FORGERIES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_doctored_ledger_is_found_out(
-    undisturbed: Path, tmp_path: Path, run_here: Callable[..., Any], name: str
-) -> None:
+def test_a_doctored_ledger_is_found_out(undisturbed: Path, tmp_path: Path, run_here: Call, name: str) -> None:
     forge, objection = FORGERIES[name]
     copy = tmp_path / "copy"
     shutil.copytree(undisturbed, copy, ignore=shutil.ignore_patterns("checkpoints"))
@@ -270,7 +257,7 @@ def test_a_doctored_ledger_is_found_out(
     assert any(objection in each for each in document["objections"])
 
 
-def test_an_honest_ledger_passes(undisturbed: Path, run: Callable[..., Any]) -> None:
+def test_an_honest_ledger_passes(undisturbed: Path, run: Call) -> None:
     done = run("audit", undisturbed, "--json")
     assert (done.code, done.err) == (0, "")
     document = json.loads(done.out)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 # Two launches one after the other, each with the time that the fixture gives it.
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -29,7 +28,7 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
+def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Call) -> None:
     """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
     pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3)]
     done = train_in_ranks(tmp_path, RECIPE, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
@@ -38,9 +37,7 @@ def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_r
 
 
 @pytest.mark.parametrize("processes", [2])
-def test_an_exact_run_does_not_depend_on_the_processes(
-    tmp_path: Path, processes: int, train_in_ranks: Callable[..., Any]
-) -> None:
+def test_an_exact_run_does_not_depend_on_the_processes(tmp_path: Path, processes: int, train_in_ranks: Call) -> None:
     exact = {"parallel.exact": True, "parallel.logical_ranks": 4, "batch.micro_size": "auto"}
     (tmp_path / "alone").mkdir()
     (tmp_path / "together").mkdir()
@@ -67,16 +64,14 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-def test_a_speed_run_goes_on_in_three_processes_to_the_bit(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
+def test_a_speed_run_goes_on_in_three_processes_to_the_bit(tmp_path: Path, train_in_ranks: Call) -> None:
     pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3, 4)]
     done = train_in_ranks(tmp_path, SPEED, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
     assert done["whole"][2] == 6
     assert {name: found for name, found in done.items() if found != done["whole"]} == {}
 
 
-def test_an_exact_speed_run_has_the_same_bits_from_one_process_and_two(
-    tmp_path: Path, train_in_ranks: Callable[..., Any]
-) -> None:
+def test_an_exact_speed_run_has_the_same_bits_from_one_process_and_two(tmp_path: Path, train_in_ranks: Call) -> None:
     exact = {"parallel.exact": True, "parallel.logical_ranks": 4, "batch.micro_size": "auto"}
     (tmp_path / "alone").mkdir()
     (tmp_path / "together").mkdir()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 from PIL import Image
 
 from paceline.distributed.environment import read_launch
@@ -31,9 +31,7 @@ PLAIN_MODEL = ("model.name=plain:plain", "model.options=null", "data.workers=0",
 
 
 @pytest.fixture
-def train(
-    studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
-) -> Callable[..., dict[str, Any]]:
+def train(studio: Path, run: Call, run_here: Call, summary: Call) -> Call:
     """Train in the studio to the end, alone in this process or in several others; returns what summary.json says."""
     (studio / "plain.py").write_text(PLAIN)
 
@@ -49,7 +47,7 @@ def train(
 
 
 @pytest.fixture
-def audited(run_here: Callable[..., Any]) -> Callable[[Path], dict[str, Any]]:
+def audited(run_here: Call) -> Call:
     """Audit a run directory; it must pass."""
 
     def auditor(run_dir: Path) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.mark.parametrize("several", [3, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.everyday
 def test_evaluation_is_exact_in_any_world(
-    studio: Path, undisturbed: Path, run: Callable[..., Any], run_here: Callable[..., Any], several: int
+    studio: Path, undisturbed: Path, run: Call, run_here: Call, several: int
 ) -> None:
     """33 samples in five batches over 1, 2 and 3 processes: the same numbers, each sample once."""
     answers, predictions = [], []
@@ -105,12 +103,7 @@ def test_evaluation_is_exact_in_any_world(
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("processes", [1, 3])
 def test_fewer_samples_than_processes(
-    studio: Path,
-    tmp_path: Path,
-    undisturbed: Path,
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    processes: int,
+    studio: Path, tmp_path: Path, undisturbed: Path, run: Call, run_here: Call, processes: int
 ) -> None:
     """Three samples in two batches: the third process has nothing to score, and nobody waits for it."""
     for split in ("train", "val"):
@@ -130,7 +123,7 @@ def test_fewer_samples_than_processes(
 @pytest.mark.world_size(3)
 @pytest.mark.slow
 def test_images_of_many_shapes_and_views_are_exact_in_any_world(
-    studio: Path, tmp_path: Path, undisturbed: Path, run: Callable[..., Any], run_here: Callable[..., Any]
+    studio: Path, tmp_path: Path, undisturbed: Path, run: Call, run_here: Call
 ) -> None:
     """Two sizes, three shapes each, every image and its mirror, over 1 and 3 processes: the same numbers."""
     for split in ("train", "val"):
@@ -157,9 +150,7 @@ def test_images_of_many_shapes_and_views_are_exact_in_any_world(
 @pytest.mark.world_size(2)
 @pytest.mark.slow
 @pytest.mark.everyday
-def test_two_processes_train_as_one_does(
-    studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]
-) -> None:
+def test_two_processes_train_as_one_does(studio: Path, train: Call, audited: Call) -> None:
     """The same slots of the same batches with the same dropout: equal but for the order of sums.
 
     90 samples in batches of 88: every other step has two, both the first rank's, and the second rank has none.
@@ -179,7 +170,7 @@ def test_two_processes_train_as_one_does(
 @linux
 @pytest.mark.world_size(2)
 @pytest.mark.slow
-def test_going_on_in_another_world(studio: Path, train: Callable[..., Any], audited: Callable[[Path], Any]) -> None:
+def test_going_on_in_another_world(studio: Path, train: Call, audited: Call) -> None:
     """Two processes, then one, then two: each sample of each epoch still once."""
     run_dir = studio / "worlds"
     for steps, processes in ((9, 2), (20, 1), (30, 2)):
@@ -193,9 +184,7 @@ def test_going_on_in_another_world(studio: Path, train: Callable[..., Any], audi
 
 @linux
 @pytest.mark.world_size(1)
-def test_a_changed_number_of_slots_is_said(
-    studio: Path, run_here: Callable[..., Any], audited: Callable[[Path], Any]
-) -> None:
+def test_a_changed_number_of_slots_is_said(studio: Path, run_here: Call, audited: Call) -> None:
     """Another micro-batch uses the same samples, but in other sums; the user is told."""
     run_dir = studio / "slots"
     command = ("train", "recipe.yaml", "data.workers=0", "--run-dir", run_dir)
@@ -209,9 +198,7 @@ def test_a_changed_number_of_slots_is_said(
 @linux
 @pytest.mark.world_size(2)
 @pytest.mark.slow
-def test_slurm_starts_what_our_launcher_starts(
-    studio: Path, start: Callable[..., Any], same_outcome: Callable[[Path], None]
-) -> None:
+def test_slurm_starts_what_our_launcher_starts(studio: Path, start: Call, same_outcome: Call) -> None:
     """Two tasks as srun starts them, each with its variables; no launcher, no torchrun."""
     port = random.SystemRandom().randrange(20_000, 32_000)  # below those that a socket gets which asks for any
     run_dir = studio / "slurm"
@@ -333,7 +320,7 @@ def test_contradictions_are_named(variables: dict[str, str], named: str) -> None
 
 @linux
 @pytest.mark.world_size(2)
-def test_compressed_gradients_are_nearly_the_same(studio: Path, train: Callable[..., Any]) -> None:
+def test_compressed_gradients_are_nearly_the_same(studio: Path, train: Call) -> None:
     command = (*PLAIN_MODEL, "train.duration=12 steps", "checkpoint.every=off")
     plain = train(studio / "plain", *command, processes=2)
     for dtype in ("bf16", "fp16"):

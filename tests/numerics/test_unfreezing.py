@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calls import Call
 
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import ModelError, RecipeError, RunDirectoryError
@@ -51,7 +52,7 @@ ALL_OF_THE_STAGE = {"classifier", "stages", "stages statistics"}
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_frozen_weights_and_statistics_stay_until_their_step(train_tiny: Callable[..., Any], exact: bool) -> None:
+def test_frozen_weights_and_statistics_stay_until_their_step(train_tiny: Call, exact: bool) -> None:
     run = train_tiny("run", {**LATE, "parallel.exact": exact, **({"parallel.logical_ranks": 4} if exact else {})})
     for which in ("model", "ema"):
         assert moved(run.run_dir, 1, 2, which) == {"classifier"}
@@ -61,7 +62,7 @@ def test_frozen_weights_and_statistics_stay_until_their_step(train_tiny: Callabl
 
 
 def test_before_the_first_step_that_trains_it_a_weight_has_no_gradient_and_no_state(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
+    train_tiny: Call, tiny_task: Call
 ) -> None:
     from paceline.models.small_resnet import small_resnet
 
@@ -83,7 +84,7 @@ def test_before_the_first_step_that_trains_it_a_weight_has_no_gradient_and_no_st
 # move, the stem stays from then on, the stage does, both have stayed.
 @pytest.mark.parametrize(("asked", "stops"), [(LATE, (2, 3, 4, 6)), (PASSING, (2, 3, 5, 6))])
 def test_stopped_before_and_after_it_moves(
-    train_tiny: Callable[..., Any], course: Callable[[Path], Any], asked: dict[str, Any], stops: Sequence[int]
+    train_tiny: Call, course: Call, asked: dict[str, Any], stops: Sequence[int]
 ) -> None:
     whole = train_tiny("whole", asked)
     for step in stops:
@@ -95,7 +96,7 @@ def test_stopped_before_and_after_it_moves(
         assert course(pieces.run_dir) == course(whole.run_dir)
 
 
-def test_it_is_as_if_the_run_had_been_frozen_and_then_not(train_tiny: Callable[..., Any]) -> None:
+def test_it_is_as_if_the_run_had_been_frozen_and_then_not(train_tiny: Call) -> None:
     """With a rule without state, the first steps are those of a frozen run and the rest those of one that is not."""
     rule = {"optimizer.momentum": 0, "train.ema": "off", "checkpoint.every": "1 steps", "checkpoint.keep": 10}
     frozen = {**rule, "model.frozen": ["stem.*"]}
@@ -108,7 +109,7 @@ def test_it_is_as_if_the_run_had_been_frozen_and_then_not(train_tiny: Callable[.
     assert not torch.equal(fifth["stem.conv.weight"], weights_after(before.run_dir, 5)["stem.conv.weight"])
 
 
-def test_a_longer_run_does_not_freeze_again_what_it_trains(train_tiny: Callable[..., Any]) -> None:
+def test_a_longer_run_does_not_freeze_again_what_it_trains(train_tiny: Call) -> None:
     share = {"model.frozen": ["stem.*"], "model.unfreeze": {"stem.*": "50%"}, "checkpoint.every": "1 steps"}
     train_tiny("share", {**share, "train.until": "6 steps"})
     with pytest.raises(RunDirectoryError, match=r"unfreeze_steps=\{'stem\.\*': 4\}, but here .*: 10\}.*percent"):
@@ -129,7 +130,7 @@ def test_a_longer_run_does_not_freeze_again_what_it_trains(train_tiny: Callable[
     ],
 )
 def test_what_cannot_be_is_refused(
-    asked: dict[str, Any], error: type[Exception], said: str, train_tiny: Callable[..., Any], runs: Path
+    asked: dict[str, Any], error: type[Exception], said: str, train_tiny: Call, runs: Path
 ) -> None:
     with pytest.raises(error, match=said):
         train_tiny("run", {"model.frozen": ["*", "!classifier.*"], **asked})
@@ -138,7 +139,7 @@ def test_what_cannot_be_is_refused(
 
 # The stem is trained for three steps, the stage for five; decay, momentum and the average go on meanwhile.
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_is_trained_for_a_while_stays_afterwards(train_tiny: Callable[..., Any], exact: bool) -> None:
+def test_what_is_trained_for_a_while_stays_afterwards(train_tiny: Call, exact: bool) -> None:
     run = train_tiny("run", {**PASSING, "parallel.exact": exact, **({"parallel.logical_ranks": 4} if exact else {})})
     everything = {*ALL_OF_THE_STAGE, "stem", "stem statistics"}
     assert [moved(run.run_dir, step, step + 1) for step in range(1, STEPS)] == [
@@ -150,7 +151,7 @@ def test_what_is_trained_for_a_while_stays_afterwards(train_tiny: Callable[..., 
     assert moved(run.run_dir, 3, 4, "ema") == everything
 
 
-def test_it_needs_a_gradient_in_its_steps_only(train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]) -> None:
+def test_it_needs_a_gradient_in_its_steps_only(train_tiny: Call, tiny_task: Call) -> None:
     from paceline.models.small_resnet import small_resnet
 
     networks, needed = list[Any](), list[set[str]]()
@@ -167,7 +168,7 @@ def test_it_needs_a_gradient_in_its_steps_only(train_tiny: Callable[..., Any], t
     assert needed == [*[{"classifier", "stages", "stem"}] * 3, *[{"classifier", "stages"}] * 2, *[{"classifier"}] * 3]
 
 
-def test_of_several_patterns_the_latest_counts(train_tiny: Callable[..., Any]) -> None:
+def test_of_several_patterns_the_latest_counts(train_tiny: Call) -> None:
     run = train_tiny("run", {**PASSING, "model.freeze_after": {"stem.*": "6 steps", "st*": "2 steps"}})
     assert moved(run.run_dir, 2, 3) == {"classifier", "stem", "stem statistics"}
 
@@ -189,7 +190,7 @@ def test_of_several_patterns_the_latest_counts(train_tiny: Callable[..., Any]) -
     ],
 )
 def test_what_cannot_end_so_is_refused(
-    asked: dict[str, Any], error: type[Exception], said: str, train_tiny: Callable[..., Any], runs: Path
+    asked: dict[str, Any], error: type[Exception], said: str, train_tiny: Call, runs: Path
 ) -> None:
     with pytest.raises(error, match=said):
         train_tiny("run", asked)
