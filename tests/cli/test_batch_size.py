@@ -60,24 +60,6 @@ def test_a_sweep_prints_each_rule_and_goes_on(paceline_here: Call, tiny: tuple[s
     assert [each["rule"] for each in json.loads(again.out)["rules"]] == ["linear", "sqrt"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--batch-sizes", "16,x", "--to", "loss=1"), "'x' is not a valid integer"),
-        (("--batch-sizes", "16,16", "--to", "loss=1"), "names 16 twice"),
-        (("--batch-sizes", "16", "--to", "94"), "METRIC=VALUE"),
-        (("--batch-sizes", "16", "--to", "top1_acuracy=94"), "Did you mean 'top1_accuracy'"),
-        (("--batch-sizes", "16", "--to", "loss=1", "--lr-rules", "cubic"), "'cubic' is not one of"),
-        (("--batch-sizes", "16", "--to", "loss=1", "--max", "3"), "found '3'"),
-    ],
-)
-def test_mistakes_are_one_sentence(paceline_here: Call, words: tuple[str, ...], said: str) -> None:
-    done = paceline_here("sweep-batch", "digits", *words)
-    assert done.code == 2
-    assert said in done.err
-    assert "Traceback" not in done.err
-
-
 def test_plan_and_run_say_the_same_of_a_batch_larger_than_the_data(paceline_here: Call, tiny: tuple[str, ...]) -> None:
     asked = (*tiny, "data.subset=12", "batch.global_size=64", "train.duration=2 steps")
     planned = paceline_here("train", "digits", *asked, "--plan-only")

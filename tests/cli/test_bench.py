@@ -141,34 +141,3 @@ def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: 
     row = json.loads(done.out)["rows"][0]
     assert (row["reached"], row["median_seconds"]["middle"]) == (0, None)
     assert "1 of 1 did not get there" in row["trouble"]
-
-
-REFUSED = {
-    "no recipe of that name": (("bench", "digitz"), ("digitz", "digits")),
-    "no list of sizes": (("bench", "digits", "--batch-sizes", "big"), ("'big'", "32,64,128")),
-    "a size twice": (("bench", "digits", "--batch-sizes", "8,8"), ("'8,8'", "twice")),
-    "an unknown part": (("bench", "digits", "--parts", "all"), ("'all'", "'together', 'compute', 'data'")),
-    "a target out of reach": (("bench", "digits", "--to", "loss=1e400"), ("--to loss=1e400", "METRIC=VALUE")),
-    "two questions": (("bench", "digits", "--inference", "--to", "loss=1"), ("--inference", "--to")),
-    "runs of nothing": (("bench", "digits", "--runs", "3"), ("--runs", "--to")),
-    "rounds of answers": (("bench", "digits", "--inference", "--rounds", "3"), ("--rounds", "no effect")),
-    "sizes of a target": (("bench", "digits", "--to", "loss=1", "--batch-sizes", "8"), ("--batch-sizes", "no effect")),
-    "no target": (("bench", "digits", "--to", "94"), ("94", "top1_accuracy=94")),
-    "a target never seen": (("bench", "digits", "evaluate.every=off", "--to", "loss=1"), ("evaluate.every",)),
-    "an unknown key": (("bench", "digits", "optimizer.momentun=1"), ("momentun", "momentum")),
-    "nothing to compare": (("bench", "compare", "a", "b"), ("'a'", "--output")),
-    "one thing to compare": (("bench", "compare", "a"), ("B",)),
-    "output into a file": (("bench", "digits", "--output", "file"), ("file", "folder")),
-}
-
-
-@pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_costs_one_sentence(paceline_here: Call, mistake: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    arguments, words = REFUSED[mistake]
-    done = paceline_here(*arguments)
-    assert (done.code, done.out) == (2, ""), done
-    assert done.err.startswith("paceline: ")
-    assert "Traceback" not in done.err
-    for word in words:
-        assert word in done.err

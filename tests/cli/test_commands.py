@@ -304,51 +304,6 @@ def test_train_as_json(
     assert (again.code, strict_json(again.out)["weights_sha256"]) == (0, document["weights_sha256"])
 
 
-@pytest.mark.parametrize("form", ["recipe.yaml", "."])
-def test_a_run_can_be_repeated_from_its_directory(
-    paceline_here: Call, finished: Path, tmp_path: Path, form: str
-) -> None:
-    done = paceline_here("train", finished / form, "--run-dir", "again")
-    assert done.code == 0, done.err
-    first, second = summary_of(finished), summary_of(tmp_path / "again")
-    for key in ("weights_sha256", "ema_sha256", "metrics", "samples"):
-        assert first[key] == second[key]
-    assert (finished / "recipe.yaml").read_text() == (tmp_path / "again" / "recipe.yaml").read_text()
-
-
-def test_a_completed_run_says_so(paceline_here: Call, finished: Path, tiny: tuple[str, ...]) -> None:
-    files = [path for path in finished.rglob("*") if path.is_file() and path.name != ".lock"]
-    before = [path.read_bytes() for path in files]
-    done = paceline_here("train", "digits", *tiny, "--run-dir", finished)
-    assert (done.code, done.err) == (0, "")
-    assert "is complete (6 steps): nothing to do" in done.out
-    assert before == [path.read_bytes() for path in files]
-
-
-def test_a_completed_run_can_be_trained_longer(
-    paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path
-) -> None:
-    shutil.copytree(finished, tmp_path / "run")
-    done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "train.duration=9 steps")
-    assert done.code == 0, done.err
-    assert "resumed from step-00000006" in done.out
-    assert [event["step"] for event in events_of(tmp_path / "run") if event["event"] == "step"] == [2, 4, 6, 8, 9]
-    assert summary_of(tmp_path / "run")["step"] == 9
-
-
-def test_resume_from_an_older_checkpoint(
-    paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The run goes back in time: records and later checkpoints with it; the end is the same."""
-    shutil.copytree(finished, tmp_path / "run")
-    command = ("train", "digits", *tiny, "--run-dir", "run")
-    done = paceline_here(*command, "--resume", "run/checkpoints/step-00000004")
-    assert done.code == 0, done.err
-    assert "resumed from step-00000004" in done.out
-    assert summary_of(tmp_path / "run")["weights_sha256"] == summary_of(finished)["weights_sha256"]
-    assert [event["step"] for event in events_of(tmp_path / "run") if event["event"] == "step"] == [2, 4, 6]
-
-
 def test_the_plan_for_a_cluster_needs_no_cluster(paceline_here: Call, tmp_path: Path) -> None:
     arguments = ("train", "digits", "batch.global_size=640", "--plan-only", "--processes", "64")
     told, as_json = paceline_here(*arguments), paceline_here(*arguments, "--json")
@@ -473,15 +428,6 @@ def test_predict_reports_what_it_leaves_out(
     refused = paceline_here("predict", finished, "pipe.png")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "'pipe.png' is a named pipe" in refused.err
-
-
-def test_audit(paceline_here: Call, finished: Path) -> None:
-    document = strict_json(paceline_here("audit", finished, "--json").out)
-    assert document["passed"] is True
-    assert document["objections"] == []
-    told = paceline_here("audit", finished)
-    assert (told.code, told.err) == (0, "")
-    assert "Passed" in told.out
 
 
 def test_a_run_in_parts(paceline_here: Call, tmp_path: Path, tiny: tuple[str, ...], finished: Path) -> None:

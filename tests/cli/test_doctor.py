@@ -88,28 +88,6 @@ def test_the_device_that_is_here_may_be_named_to_measure_on() -> None:
     assert not runs_here("a100", load_recipe("digits", ["parallel.device=cpu"]).recipe)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    {
-        "an unknown recipe": (("digit",), "Did you mean 'digits'?"),
-        "data that are not there": (("image_folder", "data.path=nowhere"), "has no 'nowhere': correct the path."),
-        "a run that is not there": (("runs/nowhere",), "there is no file or run directory 'runs/nowhere'"),
-        "an unknown device": (("digits", "--device", "a1000"), "'a1000' is not known. Did you mean 'a100'"),
-        "too few rounds": (("digits", "--measure", "--rounds", "1"), "1 is not in the range"),
-        "rounds of no measurement": (("digits", "--rounds", "5"), "--rounds has no effect here: it is for --measure"),
-        "a file that is there": (("digits", "--apply", "there.yaml"), "there is a file of that name already"),
-        "a folder that is not": (("digits", "--apply", "nowhere/better.yaml"), "there is no folder"),
-        "measuring elsewhere": (("digits", "--device", "a100", "--measure"), "measures on the device that is here"),
-    }.values(),
-)
-def test_a_mistake_is_one_sentence(paceline_here: Call, tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    (tmp_path / "there.yaml").write_text("")
-    done = paceline_here("doctor", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert words in done.err
-    assert done.err.count("\n") == 1
-
-
 def test_what_a_change_is_worth_is_measured(paceline_here: Call, tmp_path: Path) -> None:
     asked = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=100 steps")
     done = paceline_here("doctor", "digits", *asked, "--measure", "--rounds", "4", "--json", "--apply", "better.yaml")

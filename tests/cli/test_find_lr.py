@@ -47,27 +47,6 @@ def test_no_suggestion_is_exit_code_1_and_no_file(paceline_here: Call, tiny: tup
     assert not (tmp_path / "better.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--lowest", "1", "--highest", "0.1"), "a range test from 1 to 0.1 cannot be"),
-        (("--steps", "3"), "3 steps says nothing"),
-        (("--suggestion", "vally"), "'vally' is not one of"),
-        (("optimiser.lr=1",), "optimiser"),
-        (("--apply", "there.yaml"), "there is a file of that name already"),
-        (("--output", "there.yaml"), "is a file; name a folder"),
-        (("--lr", "0.1"), "optimizer.lr=0.1"),
-    ],
-)
-def test_mistakes_are_one_sentence(paceline_here: Call, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    (tmp_path / "there.yaml").write_text("mine")
-    done = paceline_here("find-lr", "digits", *words)
-    assert done.code == 2
-    assert said in done.err
-    assert "Traceback" not in done.err
-    assert (tmp_path / "there.yaml").read_text() == "mine"
-
-
 def test_a_trained_run_can_be_tested_from_its_weights(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     words = (*QUICK[:4], "--steps", "20", "--json")

@@ -38,19 +38,6 @@ def test_an_estimate_is_one_document(paceline_here: Call, tiny: tuple[str, ...])
     assert {each["device"] for each in found["devices"]} >= {"h100", "mi300x"}
 
 
-def test_an_unknown_device_is_one_sentence(paceline_here: Call) -> None:
-    done = paceline_here("estimate", "digits", "--device", "h10")
-    assert done.code == 2
-    assert done.err.startswith("paceline: device: 'h10' is not known. Did you mean 'h100'")
-
-
-@pytest.mark.parametrize("size", ["4", "4 lots", "0GiB"])
-def test_a_size_without_its_unit_is_refused(paceline_here: Call, size: str) -> None:
-    done = paceline_here("find-batch", "digits", "--memory", size)
-    assert done.code == 2
-    assert "a size has a unit: 512MiB, 4GiB or 16GB" in done.err
-
-
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_a_found_batch_can_be_applied(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:

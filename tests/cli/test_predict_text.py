@@ -58,25 +58,3 @@ def test_hidden_tokens_are_found(paceline_here: Call, trained: Call) -> None:
     assert len(document["guesses"][0]["texts"]) == 3
     refused = paceline_here("predict", run_dir, "--prompt", "f[MASK]r", "--seed", 1)
     assert (refused.code, "--seed has no effect" in refused.err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "a language model takes --prompt"),
-        (("picture.png", "--prompt", "x"), "give one of them"),
-        (("picture.png", "--tokens", "3"), "--tokens has no effect here: it is for --prompt"),
-    ],
-)
-def test_wrong_combinations_are_refused(
-    paceline_here: Call, finished: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    done = paceline_here("predict", finished, *arguments)
-    assert done.code == 2
-    assert message in " ".join(done.err.split())
-
-
-def test_an_image_model_takes_no_prompt(paceline_here: Call, finished: Path) -> None:
-    done = paceline_here("predict", finished, "--prompt", "x")
-    assert done.code == 2
-    assert "are no language model's" in done.err

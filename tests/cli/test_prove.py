@@ -83,22 +83,3 @@ def test_a_proof_speaks_json(paceline_here: Call, alone: tuple[str, ...]) -> Non
         assert check.keys() == {"name", "compared", "verdict", "difference", "limit", "found", "advice"}
         if check["verdict"] == "passed":
             assert 0 <= check["difference"] <= check["limit"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    {
-        "an unknown recipe": (("digit",), "Did you mean 'digits'?"),
-        "a misspelt key": (("digits", "optimiser.lr=1"), "Did you mean 'optimizer'?"),
-        "no process": (("digits", "--processes", "0"), "0 is not in the range"),
-        "too few samples": (("synthetic", "data.samples=7", "data.classes=2"), "there are 7 training samples"),
-        "an unknown metric": (("digits", "evaluate.metric=f1"), "evaluate.metric=f1 is not measured"),
-        "a task that is not there": (("digits", "task=nowhere:Task"), "there is no module 'nowhere'"),
-    }.values(),
-)
-def test_a_mistake_is_one_sentence(paceline_here: Call, arguments: tuple[str, ...], words: str) -> None:
-    done = paceline_here("prove", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("paceline: ")
-    assert done.err.count("\n") == 1
-    assert words in done.err

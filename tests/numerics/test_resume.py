@@ -213,15 +213,6 @@ def test_cut_off_in_an_evaluation(train_tiny: Call, train_shared: Call, tiny_tas
     same_end(whole, train_tiny("pieces", EVERYTHING), course)
 
 
-def test_going_back_to_an_earlier_checkpoint(train_tiny: Call, train_shared: Call, course: Call) -> None:
-    overrides = {**EVERYTHING, "checkpoint.keep": 9}
-    whole = train_shared(overrides)
-    checkpoint = train_tiny("back", overrides).run_dir / "checkpoints" / "step-00000003"
-    back = train_tiny("back", overrides, resume=str(checkpoint))
-    assert not back.was_complete
-    same_end(whole, back, course)
-
-
 def test_cut_off_after_going_back(train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call) -> None:
     """The later checkpoints of the first time are gone: to resume from one of them would leave a gap in the records."""
     overrides = {**EVERYTHING, "checkpoint.keep": 9}
