@@ -63,16 +63,7 @@ MISTAKES = [
     ("predict RUN --prompt x", "are no language model's"),
     *(
         pair
-        for command in (
-            "report --timing",
-            "audit",
-            "export --output w.safetensors",
-            "landscape",
-            "mlperf",
-            "report",
-            "serve",
-            "watch",
-        )
+        for command in READERS
         for pair in (
             (f"{command} nowhere", "there is no run directory 'nowhere'; give "),
             (f"{command} empty", "'empty' holds no run (no recipe.yaml); give "),

@@ -71,7 +71,7 @@ class Fatal(nn.Module):
 @pytest.mark.slow
 @pytest.mark.world_size(1)
 def test_killed_and_resumed_to_the_bit_with_nothing_left(
-    jpegs: Path, run: Call, run_here: Call, records: Call, summary: Call
+    jpegs: Path, run: Call, run_here: Call, same_end: Call
 ) -> None:
     """Nineteen steps an epoch of four micro-batches each: the kill falls in step 23, in the second epoch."""
     (jpegs / "fatal.py").write_text(DEADLY)
@@ -84,9 +84,7 @@ def test_killed_and_resumed_to_the_bit_with_nothing_left(
     # Other threads and another depth of prefetching, too.
     done = run_here(*command[:-1], "data.workers=1", "data.prefetch=3", "--run-dir", run_dir)
     assert (done.code, "resumed from step" in done.out) == (0, True), done.err
-    assert summary(run_dir)["weights_sha256"] == summary(whole)["weights_sha256"]
-    assert summary(run_dir)["ema_sha256"] == summary(whole)["ema_sha256"]
-    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+    same_end(run_dir, whole)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -77,11 +76,11 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
     studio: Path,
     start: Call,
     run: Call,
-    run_here: Call,
     alone: Call,
     outcome: Call,
     steps_recorded: Call,
     worlds: tuple[int, ...],
+    audited: Call,
 ) -> None:
     run_dir = studio / f"exact-chain-{'-'.join(map(str, worlds))}"
     draw = random.Random(worlds[0])
@@ -94,8 +93,7 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
     done = run(*EXACT, "--processes", worlds[-1], "--run-dir", run_dir, where=studio)
     assert done.code == 0, done.err
     assert outcome(run_dir) == alone("exact-1")
-    audit = run_here("audit", run_dir, "--json")
-    assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+    audited(run_dir)
 
 
 # 90 samples in steps of 16, then 32, then 48: micro-batches of 4, of which there are 4, 8 and 12.
@@ -121,7 +119,7 @@ def test_a_batch_that_grows_gives_the_same_bits_in_any_world(
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_a_batch_that_grows_is_resumed_in_any_world(
-    studio: Path, start: Call, run: Call, run_here: Call, alone: Call, outcome: Call, steps_recorded: Call
+    studio: Path, start: Call, run: Call, alone: Call, outcome: Call, steps_recorded: Call, audited: Call
 ) -> None:
     """Killed in the first size by two processes and in the second by four, and ended by two."""
     run_dir = studio / "exact-growing-longer"
@@ -132,8 +130,7 @@ def test_a_batch_that_grows_is_resumed_in_any_world(
     done = run(*EXACT, *GROWING_LONGER, "--processes", 2, "--run-dir", run_dir, where=studio)
     assert done.code == 0, done.err
     assert outcome(run_dir) == alone("exact-growing-longer-1", *GROWING_LONGER)
-    audit = run_here("audit", run_dir, "--json")
-    assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+    audited(run_dir)
 
 
 # Buffers of every awkward kind: infinite, replaced by each forward pass, numbers and flags that depend on the batch.
@@ -184,7 +181,7 @@ def test_buffers_of_every_kind_are_the_same_on_all_processes_and_after_a_resume(
         assert outcome(run_dir)[0][key] == whole[0][key]
 
 
-def test_what_the_bits_depend_on_may_not_change(studio: Path, run_here: Call) -> None:
+def test_what_the_bits_depend_on_may_not_change(run_here: Call) -> None:
     short = (*EXACT, "--run-dir", "exact-short")
     assert run_here(*short, "train.duration=8 steps").code == 0
     longer = "train.duration=12 steps"

@@ -6,23 +6,15 @@ sockets between them are real. Every run is exact, so that it must end like one 
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hosts
 import pytest
 from calls import Call
-
-_module = importlib.util.spec_from_file_location("paceline_test_hosts", Path(__file__).with_name("hosts.py"))
-assert _module is not None
-assert _module.loader is not None
-hosts = importlib.util.module_from_spec(_module)
-sys.modules[_module.name] = hosts
-_module.loader.exec_module(hosts)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.world_size(2)]
 
@@ -103,7 +95,7 @@ def two_hosts(patient: tuple[object, ...], tmp_path: Path, start: Call) -> Itera
 
 @pytest.fixture
 def ends_like_one(
-    studio: Path, patient: tuple[object, ...], tmp_path: Path, run: Call, run_here: Call, summary: Call, records: Call
+    studio: Path, patient: tuple[object, ...], tmp_path: Path, run: Call, same_end: Call, audited: Call
 ) -> Call:
     """Assert that a run came to what one process alone comes to, which is trained once."""
     whole = studio / "patient-alone"
@@ -114,12 +106,8 @@ def ends_like_one(
         (tmp_path / "fast").unlink()
 
     def compare(run_dir: Path) -> None:
-        mine, theirs = summary(run_dir), summary(whole)
-        for key in ("status", "step", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger"):
-            assert mine[key] == theirs[key], key
-        assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
-        audit = run_here("audit", run_dir, "--json")
-        assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+        same_end(run_dir, whole)
+        audited(run_dir)
 
     return compare
 

@@ -45,19 +45,6 @@ def train(studio: Path, run: Call, run_here: Call, summary: Call) -> Call:
     return trainer
 
 
-@pytest.fixture
-def audited(run_here: Call) -> Call:
-    """Audit a run directory; it must pass."""
-
-    def auditor(run_dir: Path) -> dict[str, Any]:
-        done = run_here("audit", run_dir, "--json")
-        assert done.code == 0, done.out
-        document: dict[str, Any] = json.loads(done.out)
-        return document
-
-    return auditor
-
-
 def batches(run_dir: Path) -> dict[int, list[int]]:
     """Samples of each step over all ranks, sorted."""
     used: dict[int, list[int]] = {}

@@ -240,17 +240,15 @@ OVERFLOWING = {
 }
 
 
-def test_stopped_among_overflowing_steps(train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call) -> None:
+def test_stopped_or_cut_off_among_overflowing_steps(
+    train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call
+) -> None:
     whole = train_shared(OVERFLOWING)
     assert 0 < whole.summary.step < 13
     for position in (1, 4, 10):
         name = f"stopped-{position}"
         train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=asked_to_stop_in(position)))
         same_end(whole, train_tiny(name, OVERFLOWING), course)
-
-
-def test_cut_off_among_overflowing_steps(train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call) -> None:
-    whole = train_shared(OVERFLOWING)
     for position in (2, 8, 14):
         name = f"cut-{position}"
         with pytest.raises(PowerCutError):
