@@ -272,8 +272,10 @@ def _events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
     return [event for event in found if event["event"] in kinds] if kinds else found
 
 
-def _on_two_ranks(words: Sequence[str], directory: Path, *, seconds: float = 280) -> list[dict[str, Any]]:
-    ranks = [
+def _on_two_ranks(
+    words: Sequence[str], directory: Path, *, seconds: float = 280, ranks: int = 2
+) -> list[dict[str, Any]]:
+    started = [
         fork_server.Popen(
             [sys.executable, *words],
             cwd=directory,
@@ -287,19 +289,20 @@ def _on_two_ranks(words: Sequence[str], directory: Path, *, seconds: float = 280
                 "GLOO_SOCKET_IFNAME": "lo",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
                 "PACELINE_RENDEZVOUS": f"file://{directory}/meet",
             },
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=seconds) for process in ranks]
+        said = [process.communicate(timeout=seconds) for process in started]
     finally:
-        for process in ranks:
+        for process in started:
             process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], said
+            process.communicate()  # else a pipe that is left open is told in place of why
+    assert [process.returncode for process in started] == [0] * ranks, said
     return [json.loads(out.splitlines()[-1]) for out, _ in said]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline.data.image.feeding import Feeding, remember
 from paceline.recipe.load import load_recipe
@@ -25,9 +24,7 @@ class Slow(paceline.ImageClassification):
 """
 
 
-def test_a_table_with_reasons_and_files(
-    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_table_with_reasons_and_files(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     done = paceline_here(
         *("bench", "digits", *tiny, "--devices", "cpu,cuda", "--parts", "together", *SHORT, "--output", "out")
     )
@@ -47,7 +44,7 @@ def test_a_table_with_reasons_and_files(
     assert "Throughput by batch size" in (tmp_path / "out/benchmark.html").read_text()
 
 
-def test_what_became_slower_is_found(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_became_slower_is_found(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     bench = ("bench", "digits", *tiny, "--parts", "compute", "--rounds", "4", "--seconds", "0.2", "--json", "--output")
     for name, task in (("before", ()), ("after", ("task=slow:Slow",))):
@@ -64,7 +61,7 @@ def test_what_became_slower_is_found(paceline_here: Callable[..., Any], tiny: tu
     assert "one launch" in done.out
 
 
-def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Call, tiny: tuple[str, ...]) -> None:
     done = paceline_here("bench", "digits", *tiny, "--backends", "auto,memory", "--parts", "data", *SHORT, "--json")
     assert done.code == 0, done
     document = json.loads(done.out)
@@ -74,9 +71,7 @@ def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Callable[...
     assert "1 to 1 of 1 combinations" in done.err
 
 
-def test_loader_processes_are_those_of_a_run(
-    paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_loader_processes_are_those_of_a_run(paceline_here: Call, write_images: Call, tmp_path: Path) -> None:
     for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
         write_images(tmp_path / "photos" / name, 8)
     (tmp_path / "photos.yaml").write_text(
@@ -98,13 +93,13 @@ def test_loader_processes_are_those_of_a_run(
     assert not any("would first measure" in note for note in document["notes"])
 
 
-def test_nothing_to_measure_is_exit_code_1(paceline_here: Callable[..., Any], tiny: tuple[str, ...]) -> None:
+def test_nothing_to_measure_is_exit_code_1(paceline_here: Call, tiny: tuple[str, ...]) -> None:
     done = paceline_here("bench", "digits", *tiny, "--devices", "cuda", "--parts", "compute", *SHORT)
     assert done.code == 1, done
     assert "no CUDA" in done.out
 
 
-def test_latencies(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_latencies(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     trained = paceline_here("train", "digits", *tiny, "--run-dir", "run")
     assert trained.code == 0, trained
     for target in (("run", "--weights", "model"), ("digits", *tiny)):
@@ -122,7 +117,7 @@ def test_latencies(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp
             assert row["samples_per_second"]["middle"] == pytest.approx(row["batch_size"] / told["mean"], rel=0.5)
 
 
-def test_time_to_a_target(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     asked = ("train.duration=40 steps", "evaluate.every=10 steps", "checkpoint.every=off")
     bench = ("bench", "digits", *tiny, *asked, "--price-per-hour", "3.6", "--json")
     done = paceline_here(*bench, "--runs", "2", "--to", "top1_accuracy=20", "--output", "out")
@@ -146,34 +141,3 @@ def test_time_to_a_target(paceline_here: Callable[..., Any], tiny: tuple[str, ..
     row = json.loads(done.out)["rows"][0]
     assert (row["reached"], row["median_seconds"]["middle"]) == (0, None)
     assert "1 of 1 did not get there" in row["trouble"]
-
-
-REFUSED = {
-    "no recipe of that name": (("bench", "digitz"), ("digitz", "digits")),
-    "no list of sizes": (("bench", "digits", "--batch-sizes", "big"), ("'big'", "32,64,128")),
-    "a size twice": (("bench", "digits", "--batch-sizes", "8,8"), ("'8,8'", "twice")),
-    "an unknown part": (("bench", "digits", "--parts", "all"), ("'all'", "'together', 'compute', 'data'")),
-    "a target out of reach": (("bench", "digits", "--to", "loss=1e400"), ("--to loss=1e400", "METRIC=VALUE")),
-    "two questions": (("bench", "digits", "--inference", "--to", "loss=1"), ("--inference", "--to")),
-    "runs of nothing": (("bench", "digits", "--runs", "3"), ("--runs", "--to")),
-    "rounds of answers": (("bench", "digits", "--inference", "--rounds", "3"), ("--rounds", "no effect")),
-    "sizes of a target": (("bench", "digits", "--to", "loss=1", "--batch-sizes", "8"), ("--batch-sizes", "no effect")),
-    "no target": (("bench", "digits", "--to", "94"), ("94", "top1_accuracy=94")),
-    "a target never seen": (("bench", "digits", "evaluate.every=off", "--to", "loss=1"), ("evaluate.every",)),
-    "an unknown key": (("bench", "digits", "optimizer.momentun=1"), ("momentun", "momentum")),
-    "nothing to compare": (("bench", "compare", "a", "b"), ("'a'", "--output")),
-    "one thing to compare": (("bench", "compare", "a"), ("B",)),
-    "output into a file": (("bench", "digits", "--output", "file"), ("file", "folder")),
-}
-
-
-@pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_costs_one_sentence(paceline_here: Callable[..., Any], mistake: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    arguments, words = REFUSED[mistake]
-    done = paceline_here(*arguments)
-    assert (done.code, done.out) == (2, ""), done
-    assert done.err.startswith("paceline: ")
-    assert "Traceback" not in done.err
-    for word in words:
-        assert word in done.err

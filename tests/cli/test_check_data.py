@@ -8,12 +8,11 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 from PIL import Image
 
 from paceline.data.inspect.look import SEVERITIES
@@ -34,7 +33,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_a_clean_folder_passes(paceline_here: Callable[..., Any], photos: Path) -> None:
+def test_a_clean_folder_passes(paceline_here: Call, photos: Path) -> None:
     done = paceline_here("check-data", "photos")
     assert (done.code, done.err) == (0, "")
     first, *_, last = done.out.splitlines()
@@ -43,7 +42,7 @@ def test_a_clean_folder_passes(paceline_here: Callable[..., Any], photos: Path) 
     assert "one core decodes" in done.out
 
 
-def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Callable[..., Any], photos: Path) -> None:
+def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Call, photos: Path) -> None:
     cut = photos / "dog" / "03.jpg"
     cut.write_bytes(cut.read_bytes()[:-400])
     for number in range(7):
@@ -58,7 +57,7 @@ def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Callable[...,
     assert "failed: 8 breaks; " in done.out
 
 
-def test_what_only_costs_or_is_odd_passes(paceline_here: Callable[..., Any], photos: Path) -> None:
+def test_what_only_costs_or_is_odd_passes(paceline_here: Call, photos: Path) -> None:
     original = photos / "cat" / "00.jpg"
     with Image.open(original) as image:
         image.save(photos / "cat" / "scans.jpg", progressive=True, quality=91)
@@ -67,7 +66,7 @@ def test_what_only_costs_or_is_odd_passes(paceline_here: Callable[..., Any], pho
     assert "costs   1 progressive: " in done.out
 
 
-def test_a_copy_in_the_other_split_fails(paceline_here: Callable[..., Any], photos: Path) -> None:
+def test_a_copy_in_the_other_split_fails(paceline_here: Call, photos: Path) -> None:
     for split in ("train", "val"):
         (photos.parent / "both" / split).mkdir(parents=True)
         for label in ("cat", "dog"):
@@ -84,7 +83,7 @@ KEYS = {
 }
 
 
-def test_the_document(paceline_here: Callable[..., Any], photos: Path) -> None:
+def test_the_document(paceline_here: Call, photos: Path) -> None:
     (photos / "cat" / "empty.jpg").touch()
     done = paceline_here("check-data", "photos", "--json", "--workers", "1", "--limit", "29")
     assert done.code == 1
@@ -113,7 +112,7 @@ def test_the_document(paceline_here: Callable[..., Any], photos: Path) -> None:
     assert set(found["cost"]["slowest"][0]) == {"path", "cpu_ms", "width", "height", "file_bytes"}
 
 
-def test_what_was_moved_is_said_where_something_else_is_wrong(paceline_here: Callable[..., Any], photos: Path) -> None:
+def test_what_was_moved_is_said_where_something_else_is_wrong(paceline_here: Call, photos: Path) -> None:
     (photos / "cat" / "empty.jpg").touch()
     (photos / "dog" / "of-a-cat.jpg").write_bytes((photos / "cat" / "03.jpg").read_bytes())
     done = paceline_here("check-data", "photos", "--quarantine", "aside")
@@ -121,7 +120,7 @@ def test_what_was_moved_is_said_where_something_else_is_wrong(paceline_here: Cal
     assert done.out.splitlines()[-1].startswith("failed: 1 breaks, moved away, 1 spoils")
 
 
-def test_a_mistake_is_one_sentence_and_exit_code_2(paceline_here: Callable[..., Any]) -> None:
+def test_a_mistake_is_one_sentence_and_exit_code_2(paceline_here: Call) -> None:
     for words, said in (
         (("nowhere",), "paceline: 'nowhere' is no folder or archive of images"),
         (("synthetic",), "paceline: 'synthetic' trains on noise"),
@@ -208,7 +207,7 @@ def test_progress_is_shown_on_a_terminal_and_the_document_stays_whole(photos: Pa
     assert json.loads(done.stdout)["passed"] is True
 
 
-def test_a_packed_set_is_checked_as_its_folder(paceline_here: Callable[..., Any], photos: Path) -> None:
+def test_a_packed_set_is_checked_as_its_folder(paceline_here: Call, photos: Path) -> None:
     pytest.importorskip("pyarrow")
     (photos / "cat" / "copy.jpg").write_bytes((photos / "dog" / "03.jpg").read_bytes())
     assert paceline_here("pack", "photos", "packed").code == 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 from PIL import Image
 
 from paceline.data.image.sets.packed import read_manifest
@@ -37,7 +36,7 @@ def write(path: Path, numbers: list[int]) -> None:
 
 
 def test_a_part_of_a_table_counts_each_image_once(
-    paceline: Callable[..., Any], paceline_here: Callable[..., Any], tables: Path, tiny: tuple[str, ...]
+    paceline: Call, paceline_here: Call, tables: Path, tiny: tuple[str, ...]
 ) -> None:
     run = ["train", "digits", *tiny, "data.dataset=parquet", "data.path=all.parquet", "data.image_size=16"]
     run += ["batch.global_size=6", "train.duration=2 epochs", "evaluate.every=1 epochs", "checkpoint.every=1 epochs"]
@@ -58,7 +57,7 @@ def test_a_part_of_a_table_counts_each_image_once(
     assert json.loads(scored.out)["samples"] == 4
 
 
-def test_a_part_of_a_table_is_packed(paceline_here: Callable[..., Any], tables: Path) -> None:
+def test_a_part_of_a_table_is_packed(paceline_here: Call, tables: Path) -> None:
     done = paceline_here("pack", "all.csv", "packed", "--subset", "50%", "--workers", "1")
     assert done.code == 0, done.err
     assert (read_manifest(tables / "packed").samples, read_manifest(tables / "packed").origin.kind) == (
@@ -78,7 +77,7 @@ def test_a_part_of_a_table_is_packed(paceline_here: Callable[..., Any], tables: 
 
 
 def test_names_that_look_like_numbers_come_back_as_they_were(
-    paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path, tiny: tuple[str, ...]
+    paceline_here: Call, write_images: Call, tmp_path: Path, tiny: tuple[str, ...]
 ) -> None:
     for name in ("01", "02", "1e3", "nan", "on"):
         write_images(tmp_path / "photos" / name, 8)
@@ -90,7 +89,7 @@ def test_names_that_look_like_numbers_come_back_as_they_were(
     assert sorted(json.loads(answered.out)[0]["labels"]) == ["01", "1e3", "nan", "on"]
 
 
-def test_a_plan_says_how_many_classes_have_no_image(paceline_here: Callable[..., Any], tables: Path) -> None:
+def test_a_plan_says_how_many_classes_have_no_image(paceline_here: Call, tables: Path) -> None:
     rows = [f"{number:02}.jpg,{2019 + number % 2}" for number in range(28)]
     (tables / "years.csv").write_text("\n".join(["path,label", *rows]))
     plan = ["train", "digits", "data.dataset=csv", "data.path=years.csv", "data.image_size=16", "--plan-only"]

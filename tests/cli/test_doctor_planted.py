@@ -6,11 +6,11 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 TESTS = Path(__file__).parents[1]
 GUIDE = TESTS.parent / "docs" / "guide" / "doctor.md"
@@ -55,7 +55,7 @@ GPU_ONLY = {"batches from pageable memory", "fp32", "odd widths"}
 
 
 @pytest.fixture
-def ranks(paceline_here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def ranks(paceline_here: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
     """``ranks("a100")``: of each fault, at which place its finding stands; 0 if it is not among them."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "clean.yaml").write_text(clean.CLEAN)
@@ -98,14 +98,14 @@ def told(column: int) -> dict[str, int]:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_each_is_named_first_for_a_gpu_and_the_guide_says_so(ranks: Callable[..., Any]) -> None:
+def test_each_is_named_first_for_a_gpu_and_the_guide_says_so(ranks: Call) -> None:
     found = ranks("a100")
     assert sum(rank == 1 for rank in found.values()) >= 11, found
     assert found == told(2)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_on_a_cpu_those_are_named_that_cost_something_there(ranks: Callable[..., Any]) -> None:
+def test_on_a_cpu_those_are_named_that_cost_something_there(ranks: Call) -> None:
     found = {fault: rank for fault, rank in ranks("cpu").items() if fault not in GPU_ONLY}
     assert set(found.values()) == {1}
     assert found == {fault: rank for fault, rank in told(3).items() if fault not in GPU_ONLY}

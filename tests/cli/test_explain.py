@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline.recipe.layers import field_types, subsection
 from paceline.recipe.reference import keys
@@ -32,7 +32,7 @@ def test_the_reference_knows_the_keys_of_the_schema() -> None:
     assert known() == all_keys()
 
 
-def test_a_key(paceline_here: Callable[..., Any]) -> None:
+def test_a_key(paceline_here: Call) -> None:
     done = paceline_here("explain", "schedule.period_factor")
     assert done.code == 0
     assert "schedule.name = cosine" in done.out
@@ -47,7 +47,7 @@ def test_a_key(paceline_here: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "inside"), [("", "model"), ("model", "model.name"), ("data.augment", "data.augment.flip")]
 )
-def test_a_section_lists_its_keys(paceline_here: Callable[..., Any], name: str, inside: str) -> None:
+def test_a_section_lists_its_keys(paceline_here: Call, name: str, inside: str) -> None:
     done = paceline_here("explain", *[name] * bool(name))
     assert done.code == 0
     assert inside in done.out
@@ -60,7 +60,7 @@ def test_a_section_lists_its_keys(paceline_here: Callable[..., Any], name: str, 
 @pytest.mark.parametrize(
     ("wrong", "meant"), [("optimizer.lrr", "optimizer.lr"), ("epochs", "train.duration"), ("optimzer", "optimizer")]
 )
-def test_a_wrong_key_is_refused_with_the_nearest(paceline_here: Callable[..., Any], wrong: str, meant: str) -> None:
+def test_a_wrong_key_is_refused_with_the_nearest(paceline_here: Call, wrong: str, meant: str) -> None:
     done = paceline_here("explain", wrong)
     assert done.code == 2
     assert f"Did you mean '{meant}'?" in done.err

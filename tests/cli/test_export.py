@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 
-def test_what_is_written_is_said(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs the extra onnx")
     done = paceline_here("export", finished, "--format", "onnx", "--output", "a.onnx")
     assert done.code == 0, done.err

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import timm
+from calls import Call
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import save_file
@@ -76,7 +75,7 @@ def test_python_takes_the_same_and_resumes(photos: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.everyday
-def test_from_scratch_where_no_weights_are_at_hand(photos: Path, paceline_here: Callable[..., Any]) -> None:
+def test_from_scratch_where_no_weights_are_at_hand(photos: Path, paceline_here: Call) -> None:
     done = paceline_here("train", "photos/", *SHORT, "--plan-only", "--json")
     assert done.code == 0, done.err
     plan = json.loads(done.out)
@@ -113,7 +112,7 @@ def test_unequal_classes_are_told_with_what_helps(photos: Path) -> None:
 
 
 @pytest.mark.everyday
-def test_a_weights_file_is_enough(photos: Path, tmp_path: Path, paceline_here: Callable[..., Any]) -> None:
+def test_a_weights_file_is_enough(photos: Path, tmp_path: Path, paceline_here: Call) -> None:
     """No weights are fetched, the classifier of other classes begins anew, and small images are enlarged."""
     weights = timm.create_model("mobilenetv3_small_050", num_classes=7).state_dict()
     save_file(weights, tmp_path / "weights.safetensors")
@@ -160,7 +159,7 @@ def test_two_answers_to_what_is_trained_on_are_refused(photos: Path, asked: str)
 
 
 def test_a_run_that_is_there_keeps_what_was_chosen(
-    photos: Path, paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    photos: Path, paceline_here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = (*SHORT, "data.image_size=16", "train.duration=4 steps", "data.workers=0")
     first = paceline_here("train", "photos", *asked, "train.until=2 steps", "--run-dir", "run")
@@ -171,7 +170,7 @@ def test_a_run_that_is_there_keeps_what_was_chosen(
     assert json.loads(Path("run/summary.json").read_text())["step"] == 4
 
 
-def test_ones_own_network_goes_on(photos: Path, tmp_path: Path, paceline_here: Callable[..., Any]) -> None:
+def test_ones_own_network_goes_on(photos: Path, tmp_path: Path, paceline_here: Call) -> None:
     body = "return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 256, num_classes))"
     (tmp_path / "own_net.py").write_text(f"from torch import nn\ndef make(num_classes, in_channels): {body}\n")
     asked = (*SHORT, "model.name=own_net:make", "data.image_size=16", "train.duration=2 steps", "data.workers=0")
@@ -180,7 +179,7 @@ def test_ones_own_network_goes_on(photos: Path, tmp_path: Path, paceline_here: C
         assert done.code == 0, done.err
 
 
-def test_a_folder_without_images_is_refused(tmp_path: Path, paceline_here: Callable[..., Any]) -> None:
+def test_a_folder_without_images_is_refused(tmp_path: Path, paceline_here: Call) -> None:
     (tmp_path / "empty").mkdir()
     done = paceline_here("train", "empty", "--plan-only")
     assert done.code == 2

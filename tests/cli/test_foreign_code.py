@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import yaml
+from calls import Call
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -115,9 +116,7 @@ def _downloaded(here: Path, finished: Path, key: str) -> None:
 
 @pytest.mark.parametrize("key", [*CODE_KEYS, "train.loss"])
 @pytest.mark.everyday
-def test_no_command_imports_what_a_run_names(
-    paceline_here: Callable[..., Any], here: Path, finished: Path, key: str
-) -> None:
+def test_no_command_imports_what_a_run_names(paceline_here: Call, here: Path, finished: Path, key: str) -> None:
     _downloaded(here, finished, key)
     Image.new("L", (8, 8)).save(here / "picture.png")
     refused = set()
@@ -143,7 +142,7 @@ def test_no_command_imports_what_a_run_names(
     assert {(name, "weights.safetensors") for name in weights} <= refused
 
 
-def test_the_base_of_a_stored_recipe_is_as_foreign(paceline_here: Callable[..., Any], here: Path) -> None:
+def test_the_base_of_a_stored_recipe_is_as_foreign(paceline_here: Call, here: Path) -> None:
     (here / "run" / "sub").mkdir(parents=True)
     (here / "run" / "recipe.yaml").write_text("base: sub/x.yaml\ndata: {dataset: digits}\n")
     (here / "run" / "sub" / "x.yaml").write_text("optimizer: {name: 'naming:make'}\n")
@@ -153,9 +152,7 @@ def test_the_base_of_a_stored_recipe_is_as_foreign(paceline_here: Callable[..., 
 
 
 @pytest.mark.parametrize("where", ["folder", "base", "home", "checkpoint"])
-def test_wherever_the_recipe_lies(
-    paceline_here: Callable[..., Any], here: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wherever_the_recipe_lies(paceline_here: Call, here: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with nothing but a recipe, a run that one's own recipe is based on, a recipe inside a checkpoint."""
     folder = here / "run"
     folder.mkdir()
@@ -182,9 +179,7 @@ def test_wherever_the_recipe_lies(
     assert paceline_here("train", source, "--plan-only", "train.loss=focal").code == 0
 
 
-def test_code_that_is_trusted_or_trained_is_run(
-    paceline_here: Callable[..., Any], here: Path, tiny: tuple[str, ...]
-) -> None:
+def test_code_that_is_trusted_or_trained_is_run(paceline_here: Call, here: Path, tiny: tuple[str, ...]) -> None:
     (here / "mine.yaml").write_text("model: {name: 'naming:make'}\ndata: {dataset: digits}\n")
     overrides = [each for each in tiny if not each.startswith("model")]
     assert paceline_here("train", "mine.yaml", "--plan-only").code == 0  # one's own
@@ -211,7 +206,7 @@ def test_code_that_is_trusted_or_trained_is_run(
     ],
 )
 def test_options_that_open_files_are_refused(
-    paceline_here: Callable[..., Any], here: Path, finished: Path, model: str, option: str
+    paceline_here: Call, here: Path, finished: Path, model: str, option: str
 ) -> None:
     """Of a weights file, of a run, and of one's own: nothing is looked for, and the way to do it is named."""
     path = here / "evil.pth"  # which is not there

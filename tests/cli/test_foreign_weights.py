@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from calls import Call
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-Call = Callable[..., Any]
 DEEP, LONG = "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 46807446\n"
 DATA = (
@@ -44,7 +43,7 @@ def is_refused(done: Any, *named: str) -> None:
 
 
 @pytest.fixture
-def weights(finished: Path, tmp_path: Path) -> Callable[..., Path]:
+def weights(finished: Path, tmp_path: Path) -> Call:
     """A safetensors file with the network of the finished run, and a description of its own."""
     source = sorted((finished / "checkpoints").glob("*/model.safetensors"))[-1]
 
@@ -64,9 +63,7 @@ def weights(finished: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.parametrize("change", [*DATA, "", "no JSON", "[]", "null", DEEP, LONG], ids=lambda each: str(each)[:30])
-def test_descriptions_of_data(
-    paceline_here: Call, weights: Callable[..., Path], write_images: Call, change: Any
-) -> None:
+def test_descriptions_of_data(paceline_here: Call, weights: Call, write_images: Call, change: Any) -> None:
     path, began = weights("data", change), time.monotonic()
     is_refused(paceline_here("predict", path, write_images(Path("images"), 1)), str(path))
     is_refused(paceline_here("export", path, "--format", "torch-export", "--output", "w.pt2"))
@@ -76,7 +73,7 @@ def test_descriptions_of_data(
 
 @pytest.mark.parametrize("change", [*RECIPE, "[]", "null", "no JSON", DEEP, LONG], ids=lambda each: str(each)[:30])
 def test_recipes_of_weights(
-    paceline_here: Call, weights: Callable[..., Path], write_images: Call, tiny: tuple[str, ...], change: Any
+    paceline_here: Call, weights: Call, write_images: Call, tiny: tuple[str, ...], change: Any
 ) -> None:
     path = weights("recipe", change)
     is_told = isinstance(change, str) or None not in change.values()  # null takes a section away
@@ -91,7 +88,7 @@ def test_recipes_of_weights(
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
 def test_prefixes_and_half_precision(
-    paceline_here: Call, weights: Callable[..., Path], write_images: Call, caplog: Any, prefix: str
+    paceline_here: Call, weights: Call, write_images: Call, caplog: Any, prefix: str
 ) -> None:
     path, images = weights(rename=prefix, half=True), write_images(Path("images"), 1)
     for command in (
@@ -108,9 +105,7 @@ def test_prefixes_and_half_precision(
     assert load_file("plain.safetensors").keys() == load_file(weights()).keys()
 
 
-def test_shards_are_named(
-    paceline_here: Call, weights: Callable[..., Path], write_images: Call, tmp_path: Path
-) -> None:
+def test_shards_are_named(paceline_here: Call, weights: Call, write_images: Call, tmp_path: Path) -> None:
     images = write_images(tmp_path / "images", 1)
     (tmp_path / "hub").mkdir()
     for number in (1, 2):
@@ -123,9 +118,7 @@ def test_shards_are_named(
 
 
 @pytest.mark.parametrize("name", ["w.onnx", "w.safetensors", "folder/0.png"])
-def test_lfs_pointers(
-    paceline_here: Call, weights: Callable[..., Path], write_images: Call, tmp_path: Path, name: str
-) -> None:
+def test_lfs_pointers(paceline_here: Call, weights: Call, write_images: Call, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     images = write_images(tmp_path / "images", 1)
     given = weights() if name.endswith("png") else tmp_path / name
@@ -150,9 +143,7 @@ def test_lfs_pointers(
     ],
     ids=lambda each: str(each)[:30],
 )
-def test_configurations_of_hub_folders(
-    paceline_here: Call, weights: Callable[..., Path], write_images: Call, change: Any
-) -> None:
+def test_configurations_of_hub_folders(paceline_here: Call, weights: Call, write_images: Call, change: Any) -> None:
     folder = Path("hub")
     folder.mkdir()
     save_file(load_file(weights()), folder / "model.safetensors")  # without a description of ours

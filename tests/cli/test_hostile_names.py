@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline.inference.answer_files import answer_file
 
@@ -27,7 +26,7 @@ telemetry: {trackers: [csv], report: off}
 
 
 @pytest.fixture
-def run(paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path) -> Path:
+def run(paceline_here: Call, write_images: Call, tmp_path: Path) -> Path:
     write_images(tmp_path / "photos" / "=cat")
     write_images(tmp_path / "photos" / f"dog{ESCAPE}")
     (tmp_path / "small.yaml").write_text(RECIPE)
@@ -38,7 +37,7 @@ def run(paceline_here: Callable[..., Any], write_images: Callable[..., Path], tm
 
 
 def test_terminals_and_spreadsheets_show_them(
-    paceline_here: Callable[..., Any], write_images: Callable[..., Path], run: Path, tmp_path: Path
+    paceline_here: Call, write_images: Call, run: Path, tmp_path: Path
 ) -> None:
     asked = write_images(tmp_path / "asked", count=1)
     shutil.copy(asked / "0.png", asked / "\x1b[31mred\nb.png")
@@ -69,7 +68,7 @@ def test_terminals_and_spreadsheets_show_them(
 
 
 def test_a_name_with_a_newline_does_not_break_a_message(
-    paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path
+    paceline_here: Call, write_images: Call, tmp_path: Path
 ) -> None:
     write_images(tmp_path / "photos" / "cat")
     write_images(tmp_path / "photos" / "dog")
@@ -91,9 +90,7 @@ def test_a_name_with_a_newline_does_not_break_a_message(
     assert done.err.count("\n") == 2, done.err  # a line for each problem
 
 
-def test_our_own_tables_are_read_back(
-    paceline_here: Callable[..., Any], write_images: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_our_own_tables_are_read_back(paceline_here: Call, write_images: Call, tmp_path: Path) -> None:
     names = ("=cat", "-dog")
     rows = [
         {"path": each.relative_to(tmp_path), "labels": (name,), "probabilities": (1.0,), "error": None}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from calls import Call
 from click.testing import CliRunner
 
 from paceline.cli.commands import command_of
@@ -107,7 +106,7 @@ def test_a_preset_becomes_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_converted_command_is_trained(paceline: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_converted_command_is_trained(paceline: Call, tmp_path: Path) -> None:
     """The whole way: timm's command, our recipe, a run of it, on files."""
     import numpy as np
     from PIL import Image

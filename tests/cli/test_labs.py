@@ -8,12 +8,11 @@ import pty
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fork_server
 import pytest
+from calls import Call
 
 pytestmark = pytest.mark.needs("jupytext")
 
@@ -22,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 
 
-def test_the_labs_are_listed(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_labs_are_listed(paceline_here: Call, tmp_path: Path) -> None:
     shown = paceline_here("labs", "list")
     assert shown.code == 0
     assert shown.out.splitlines()[0].split() == ["lab", "title", "minutes", "exercises", "started", "here"]
@@ -34,7 +33,7 @@ def test_the_labs_are_listed(paceline_here: Callable[..., Any], tmp_path: Path) 
     assert json.loads(paceline_here("labs", "list", "--json").out)[0]["started"]
 
 
-def test_a_lab_is_started_once_and_checked(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) -> None:
     begun = paceline_here("labs", "start", "1", "mine")
     assert begun.code == 0
     (notebook,) = (tmp_path / "mine").glob("*.ipynb")
@@ -76,9 +75,7 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Callable[..., Any], tm
         (("nonsense",), "nonsense"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    paceline_here: Callable[..., Any], tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_a_mistake_is_one_sentence(paceline_here: Call, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     (tmp_path / "notes.txt").write_text("notes")
     (tmp_path / "broken.ipynb").write_text("{")
     (tmp_path / "other.py").write_text("print(1)\n")
@@ -134,14 +131,14 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
     assert (f"OPENED {notebook.name}" in shown) == opens
 
 
-def test_a_right_answer_passes(paceline: Callable[..., Any]) -> None:
+def test_a_right_answer_passes(paceline: Call) -> None:
     reference = SOURCES / "paceline_course" / "notebooks" / "assessment" / "reference.py"
     right = paceline("labs", "grade", reference, timeout=280)
     assert right.code == 0, right.out + right.err
     assert right.out.splitlines()[-1] == "Passed."
 
 
-def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_path: Path) -> None:
+def test_marks_are_shown_with_their_reasons(paceline: Call, tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("pass\n")
     wrong = paceline("labs", "grade", "empty.py", "--json", timeout=280)
     marks = json.loads(wrong.out)
@@ -150,7 +147,7 @@ def test_marks_are_shown_with_their_reasons(paceline: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.slow
-def test_slides_are_written(paceline: Callable[..., Any], tmp_path: Path) -> None:
+def test_slides_are_written(paceline: Call, tmp_path: Path) -> None:
     """The whole command on a lab that runs in a moment."""
     pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
     ignored = shutil.ignore_patterns("__pycache__", "notebooks")

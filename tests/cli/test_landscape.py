@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 QUICK = (
     "--samples", "64", "--points", "3", "--grid", "3", "--iterations", "2", "--products", "3", "--tolerance", "0.5",
 )  # fmt: skip
 
 
-def test_a_look_at_a_run(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+def test_a_look_at_a_run(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     done = paceline_here("landscape", finished, *QUICK, "--output", "seen")
     assert done.code == 0, done.err
     assert "sharpness 0.001 (%)" in done.out
@@ -28,37 +27,9 @@ def test_a_look_at_a_run(paceline_here: Callable[..., Any], finished: Path, tmp_
 
 
 @pytest.mark.thorough  # the same as of the study itself, through the launcher
-def test_two_processes_give_the_same_document(paceline: Callable[..., Any], finished: Path) -> None:
+def test_two_processes_give_the_same_document(paceline: Call, finished: Path) -> None:
     asked = ("landscape", finished, "parallel.threads=1", "--samples", "64", "--points", "4", "--iterations", "2")
     asked += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")
     alone, both = paceline(*asked), paceline(*asked, "--processes", "2")
     assert alone.code == both.code == 0, alone.err + both.err
     assert json.loads(both.out) == json.loads(alone.out)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("nowhere",), "there is no run directory 'nowhere'"),
-        (("RUN", "--measure", "everything"), "'everything' is not one of 'curve'"),
-        (("RUN", "--measure", "line"), "give two"),
-        (("RUN", "--measure", "curve", "--grid", "5"), "--grid has no effect on --measure curve"),
-        (("RUN", "--samples", "1"), "'1' is not a number of samples"),
-        (("RUN", "--epsilon", "big"), "'big' is not a valid float"),
-        (("RUN", "optimizer.lr=1"), "override 'optimizer.lr' has no effect"),
-        (("optimizer.lr=1",), "no run was named"),
-        (("RUN", "--output", "RUN/seen"), "is inside the run"),
-        # Before anything is opened, let alone measured.
-        (("nowhere", "--output", "/dev/null/seen"), "/dev/null/seen"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_a_sentence(
-    paceline_here: Callable[..., Any], finished: Path, words: tuple[str, ...], said: str
-) -> None:
-    before = sorted(finished.rglob("*"))
-    done = paceline_here("landscape", *(word.replace("RUN", str(finished)) for word in words))
-    assert done.code == 2, done.out + done.err
-    assert said in done.err
-    assert "Traceback" not in done.err
-    assert done.out == ""
-    assert sorted(finished.rglob("*")) == before

@@ -8,14 +8,11 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-
-Call = Callable[..., Any]
+from calls import Call
 
 
 @pytest.fixture

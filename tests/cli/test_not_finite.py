@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import Call
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -107,7 +108,7 @@ def questions(weights: Path, picture: Path, here: Path) -> dict[str, tuple[objec
     ("at", "value"), [("stem.conv.weight", float("nan")), ("running_var", float("inf")), ("bias", float("-inf"))]
 )
 def test_weights_are_refused_by_name(
-    paceline_here: Callable[..., Any], finished: Path, written: Write, picture: Path, at: str, value: float
+    paceline_here: Call, finished: Path, written: Write, picture: Path, at: str, value: float
 ) -> None:
     weights = written(finished, spoilt(at, value))
     for command, question in questions(weights, picture, picture.parent).items():
@@ -120,7 +121,7 @@ def test_weights_are_refused_by_name(
 
 @pytest.mark.parametrize(("key", "value"), [("std", 0.0), ("std", float("nan")), ("mean", float("inf"))])
 def test_so_are_means_and_deviations(
-    paceline_here: Callable[..., Any], finished: Path, written: Write, picture: Path, key: str, value: float
+    paceline_here: Call, finished: Path, written: Write, picture: Path, key: str, value: float
 ) -> None:
     weights = written(finished, as_it_is, **{key: [value]})
     for command, question in questions(weights, picture, picture.parent).items():
@@ -139,7 +140,7 @@ def test_a_mask_of_zeros_and_minus_infinity_is_meant_so() -> None:
 
 
 def test_outputs_that_overflow_are_no_answer(
-    paceline_here: Callable[..., Any], finished: Path, written: Write, picture: Path
+    paceline_here: Call, finished: Path, written: Write, picture: Path
 ) -> None:
     weights = written(finished, huge)
     asked = questions(weights, picture, picture.parent)
@@ -166,9 +167,7 @@ def test_outputs_that_overflow_are_no_answer(
 
 
 @pytest.mark.parametrize("task", list(RECIPES))
-def test_so_it_is_for_every_task(
-    paceline_here: Callable[..., Any], written: Write, picture: Path, tmp_path: Path, task: str
-) -> None:
+def test_so_it_is_for_every_task(paceline_here: Call, written: Write, picture: Path, tmp_path: Path, task: str) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPES[task] + COMMON)
     done = paceline_here("train", "recipe.yaml", "--run-dir", "run")
     assert done.code == 0, done.err

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ import pytest
     ],
 )
 def test_a_named_pipe_is_never_waited_for_and_no_name_is_too_long(
-    paceline_here: Callable[..., Any], tmp_path: Path, arguments: tuple[str, ...]
+    paceline_here: Call, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     for name in ("pipe", *(f"pipe.{ending}" for ending in ("yaml", "json", "csv", "parquet", "tar", "safetensors"))):
         os.mkfifo(tmp_path / name)
@@ -42,7 +41,7 @@ def test_a_named_pipe_is_never_waited_for_and_no_name_is_too_long(
     assert any(why in done.err for why in ("named pipe", "not a regular file", "too long", "link loop"))
 
 
-def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Call, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base: digits\nseed: 7\n", encoding="utf-8-sig")
     plan = paceline_here("train", "r.yaml", "--plan-only", "--json")
     assert (plan.code, json.loads(plan.out)["recipe"]["seed"]) == (0, 7)
@@ -53,7 +52,7 @@ def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Callable[..., An
 
 
 def test_what_is_left_out_is_told_in_the_plan_at_the_start_and_by_check_data(
-    paceline_here: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], write_images: Callable[..., Path]
+    paceline_here: Call, tmp_path: Path, tiny: tuple[str, ...], write_images: Call
 ) -> None:
     for name in ("cat", "dog"):
         write_images(tmp_path / "photos" / name, 8)
@@ -92,7 +91,7 @@ def test_what_is_left_out_is_told_in_the_plan_at_the_start_and_by_check_data(
 
 
 def test_names_that_are_no_text_are_packed_and_answered(
-    paceline_here: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], write_images: Callable[..., Path]
+    paceline_here: Call, tmp_path: Path, tiny: tuple[str, ...], write_images: Call
 ) -> None:
     latin = os.fsdecode(b"caf\xe9")
     for name in ("cat", latin):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline.errors import PacelineError
 from paceline.inference.answer_files import check_output
@@ -28,7 +27,7 @@ from paceline.records.run_directory import make_folder
     ids=lambda command: command[0],
 )
 def test_odd_outputs_are_refused_untouched(
-    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path, command: tuple[str, ...], kind: str
+    paceline_here: Call, finished: Path, tmp_path: Path, command: tuple[str, ...], kind: str
 ) -> None:
     words = [word.format(run=finished, out=tmp_path / "out") for word in command]
     target = Path(next(word for word in words if word.startswith(str(tmp_path / "out"))))
@@ -50,9 +49,7 @@ def test_odd_outputs_are_refused_untouched(
         assert target.read_text() == "my notes"
 
 
-def test_a_report_replaces_no_file_of_another_kind(
-    paceline_here: Callable[..., Any], finished: Path, tmp_path: Path
-) -> None:
+def test_a_report_replaces_no_file_of_another_kind(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     notes = tmp_path / "out.html"
     notes.write_text("my notes")
     done = paceline_here("report", finished, "--output", notes)
@@ -70,7 +67,7 @@ def test_odd_names_in_an_output_folder_and_of_answers_are_refused(tmp_path: Path
         check_output(tmp_path / "answers.csv")
 
 
-def test_an_empty_path_is_refused(paceline_here: Callable[..., Any], finished: Path) -> None:
+def test_an_empty_path_is_refused(paceline_here: Call, finished: Path) -> None:
     for words in (("report", finished, "--output", ""), ("predict", finished, ""), ("export", "", "--output", "x")):
         done = paceline_here(*words)
         assert done.code == 2

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 
 @pytest.mark.parametrize(
     ("name", "audit_code"), [("plan.json", 2), ("events.jsonl", 1), ("ledger/rank-00000.ids", 1), ("recipe.yaml", 2)]
 )
 def test_a_named_pipe_as_a_record_is_refused(
-    paceline: Callable[..., Any], finished: Path, tmp_path: Path, name: str, audit_code: int
+    paceline: Call, finished: Path, tmp_path: Path, name: str, audit_code: int
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -30,7 +29,7 @@ def test_a_named_pipe_as_a_record_is_refused(
     assert paceline("report", run, timeout=60).code in (0, 2)
 
 
-def test_a_named_pipe_as_a_manifest_is_refused(paceline: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_named_pipe_as_a_manifest_is_refused(paceline: Call, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "packed.json")
     done = paceline("pack", tmp_path, "--verify", timeout=60)
     assert done.code == 2
@@ -46,7 +45,7 @@ def test_a_named_pipe_as_a_manifest_is_refused(paceline: Callable[..., Any], tmp
     ],
 )
 def test_named_code_of_another_kind_is_refused_in_a_sentence(
-    paceline_here: Callable[..., Any], tiny: tuple[str, ...], override: str
+    paceline_here: Call, tiny: tuple[str, ...], override: str
 ) -> None:
     key, _, code = override.partition("=")
     rest = [each for each in tiny if not each.startswith(key.split(".")[0])]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
+from calls import Call
 from PIL import Image
 
 import paceline
@@ -50,7 +50,7 @@ def test_every_path_typed_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_folder_called_tilde_is_made(
-    tmp_path: Path, paceline_here: Callable[..., Any], tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, paceline_here: Call, tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 
 @pytest.mark.parametrize(
@@ -22,12 +21,7 @@ import pytest
     ],
 )
 def test_weights_are_looked_at(
-    overrides: list[str],
-    named: str,
-    finished: Path,
-    tmp_path: Path,
-    paceline_here: Callable[..., Any],
-    tiny: tuple[str, ...],
+    overrides: list[str], named: str, finished: Path, tmp_path: Path, paceline_here: Call, tiny: tuple[str, ...]
 ) -> None:
     shutil.copy(next(finished.glob("checkpoints/step-*/model.safetensors")), tmp_path / "trained.safetensors")
     (tmp_path / "w.pth").write_bytes(b"PK\3\4")
@@ -40,7 +34,7 @@ def test_weights_are_looked_at(
 
 
 def test_weights_that_fit_are_accepted_and_a_run_that_goes_on_needs_none(
-    finished: Path, tmp_path: Path, paceline_here: Callable[..., Any], tiny: tuple[str, ...]
+    finished: Path, tmp_path: Path, paceline_here: Call, tiny: tuple[str, ...]
 ) -> None:
     fits = f"model.initialize_from={finished}"
     assert paceline_here("train", "digits", *tiny, fits, "--plan-only").code == 0

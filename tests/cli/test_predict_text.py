@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 TINY = (
     "model.options={depth: 1, width: 8, heads: 2}",
@@ -25,7 +24,7 @@ TINY = (
 
 
 @pytest.fixture
-def trained(paceline_here: Callable[..., Any], tmp_path: Path) -> Callable[[str], Path]:
+def trained(paceline_here: Call, tmp_path: Path) -> Call:
     """Train a shipped recipe for two steps; they need no data."""
 
     def train(name: str) -> Path:
@@ -36,7 +35,7 @@ def trained(paceline_here: Callable[..., Any], tmp_path: Path) -> Callable[[str]
     return train
 
 
-def test_a_prompt_is_gone_on_from(paceline_here: Callable[..., Any], trained: Callable[[str], Path]) -> None:
+def test_a_prompt_is_gone_on_from(paceline_here: Call, trained: Call) -> None:
     run_dir = trained("gpt-small-docs")
     words = ("predict", run_dir, "--prompt", "The for", "--tokens", 5, "--seed", 3, "--top-k", 4)
     first, again = paceline_here(*words), paceline_here(*words)
@@ -50,7 +49,7 @@ def test_a_prompt_is_gone_on_from(paceline_here: Callable[..., Any], trained: Ca
     assert "does not label images" in refused.err or "holds no image" in refused.err
 
 
-def test_hidden_tokens_are_found(paceline_here: Callable[..., Any], trained: Callable[[str], Path]) -> None:
+def test_hidden_tokens_are_found(paceline_here: Call, trained: Call) -> None:
     run_dir = trained("bert-tiny-docs")
     done = paceline_here("predict", run_dir, "--prompt", "The f[MASK]r", "--top-k", 2)
     assert done.code == 0
@@ -59,25 +58,3 @@ def test_hidden_tokens_are_found(paceline_here: Callable[..., Any], trained: Cal
     assert len(document["guesses"][0]["texts"]) == 3
     refused = paceline_here("predict", run_dir, "--prompt", "f[MASK]r", "--seed", 1)
     assert (refused.code, "--seed has no effect" in refused.err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "a language model takes --prompt"),
-        (("picture.png", "--prompt", "x"), "give one of them"),
-        (("picture.png", "--tokens", "3"), "--tokens has no effect here: it is for --prompt"),
-    ],
-)
-def test_wrong_combinations_are_refused(
-    paceline_here: Callable[..., Any], finished: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    done = paceline_here("predict", finished, *arguments)
-    assert done.code == 2
-    assert message in " ".join(done.err.split())
-
-
-def test_an_image_model_takes_no_prompt(paceline_here: Callable[..., Any], finished: Path) -> None:
-    done = paceline_here("predict", finished, "--prompt", "x")
-    assert done.code == 2
-    assert "are no language model's" in done.err

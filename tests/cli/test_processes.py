@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from calls import Call
 
 from paceline.cli.options import Processes, choose_processes, is_one_of_several, usable_gpus
 from paceline.recipe.load import load_recipe
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Call:
     """``gpus(cuda=4)``: that many devices are here."""
     import torch
 
@@ -83,7 +83,7 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     "processes", [None, pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough)]
 )
 def test_the_plan_is_that_of_the_run(
-    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Any, processes: int | None
+    paceline_here: Call, tiny: tuple[str, ...], tmp_path: Any, processes: int | None
 ) -> None:
     command = ["train", "digits", *tiny, "train.duration=1 steps"]
     command += [] if processes is None else ["--processes", str(processes)]
@@ -95,7 +95,7 @@ def test_the_plan_is_that_of_the_run(
 
 
 def test_a_rank_among_several_shows_the_plan_of_their_world_once(
-    paceline_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    paceline_here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank, shown in (("0", "2 (ddp)"), ("1", "")):
         for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
@@ -108,7 +108,7 @@ def test_a_rank_among_several_shows_the_plan_of_their_world_once(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_modules_of_the_current_directory_come_after_the_libraries(
-    paceline: Callable[..., Any], tmp_path: Path, tiny: tuple[str, ...], count: int
+    paceline: Call, tmp_path: Path, tiny: tuple[str, ...], count: int
 ) -> None:
     """A `random.py` there is nobody's module, and a factory of another name is found, in one process and in ranks."""
     for name in ("random", "yaml", "numpy", "click", "typing"):

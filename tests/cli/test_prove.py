@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 SUMS = """
 import paceline
@@ -41,7 +40,7 @@ def alone(tiny: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def test_a_proof_is_a_table_with_a_line_for_each_check(
-    paceline_here: Callable[..., Any], alone: tuple[str, ...], tmp_path: Path
+    paceline_here: Call, alone: tuple[str, ...], tmp_path: Path
 ) -> None:
     done = paceline_here(*alone)
     assert done.code == 0, done.out
@@ -53,7 +52,7 @@ def test_a_proof_is_a_table_with_a_line_for_each_check(
 
 
 def test_a_proof_that_fails_gives_advice_and_exit_code_1(
-    paceline_here: Callable[..., Any], alone: tuple[str, ...], tmp_path: Path
+    paceline_here: Call, alone: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "sums.py").write_text(SUMS)
     done = paceline_here(*alone, "task=sums:Sums")
@@ -64,7 +63,7 @@ def test_a_proof_that_fails_gives_advice_and_exit_code_1(
 
 
 def test_a_run_that_fails_is_shown_with_what_it_said(
-    paceline_here: Callable[..., Any], alone: tuple[str, ...], tmp_path: Path
+    paceline_here: Call, alone: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "fragile.py").write_text(FRAGILE)
     done = paceline_here(*alone, "task=fragile:Fragile")
@@ -74,7 +73,7 @@ def test_a_run_that_fails_is_shown_with_what_it_said(
     assert "from the task" in done.err
 
 
-def test_a_proof_speaks_json(paceline_here: Callable[..., Any], alone: tuple[str, ...]) -> None:
+def test_a_proof_speaks_json(paceline_here: Call, alone: tuple[str, ...]) -> None:
     document = json.loads(paceline_here(*alone, "--json").out)
     assert document["passed"] is True
     assert document["numbers"] == "float64"
@@ -84,22 +83,3 @@ def test_a_proof_speaks_json(paceline_here: Callable[..., Any], alone: tuple[str
         assert check.keys() == {"name", "compared", "verdict", "difference", "limit", "found", "advice"}
         if check["verdict"] == "passed":
             assert 0 <= check["difference"] <= check["limit"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    {
-        "an unknown recipe": (("digit",), "Did you mean 'digits'?"),
-        "a misspelt key": (("digits", "optimiser.lr=1"), "Did you mean 'optimizer'?"),
-        "no process": (("digits", "--processes", "0"), "0 is not in the range"),
-        "too few samples": (("synthetic", "data.samples=7", "data.classes=2"), "there are 7 training samples"),
-        "an unknown metric": (("digits", "evaluate.metric=f1"), "evaluate.metric=f1 is not measured"),
-        "a task that is not there": (("digits", "task=nowhere:Task"), "there is no module 'nowhere'"),
-    }.values(),
-)
-def test_a_mistake_is_one_sentence(paceline_here: Callable[..., Any], arguments: tuple[str, ...], words: str) -> None:
-    done = paceline_here("prove", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("paceline: ")
-    assert done.err.count("\n") == 1
-    assert words in done.err

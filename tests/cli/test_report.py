@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from calls import Call
 
 
-def test_training_leaves_a_report_and_says_where(
-    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_training_leaves_a_report_and_says_where(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     done = paceline_here("train", "digits", *tiny, "--run-dir", "run")
     assert done.code == 0, done.err
     assert "report            run/report.html" in done.out
@@ -25,7 +23,7 @@ def test_training_leaves_a_report_and_says_where(
     assert said["run"]["ema_sha256"] == said["off"]["ema_sha256"]
 
 
-def test_a_stopped_run_has_its_report(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_stopped_run_has_its_report(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     done = paceline_here("train", "digits", *tiny, "--run-dir", "run", "--until", "4 steps")
     assert done.code == 75, done.err
     first = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
@@ -36,7 +34,7 @@ def test_a_stopped_run_has_its_report(paceline_here: Callable[..., Any], tiny: t
     assert "resumed 1 time" in second
 
 
-def test_a_failed_run_has_its_report(paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_failed_run_has_its_report(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     wrong = (each for each in tiny if not each.startswith("optimizer="))
     done = paceline_here("train", "digits", *wrong, "optimizer={name: sgd, lr: 1.0e+30}", "--run-dir", "run")
     assert done.code == 1, done.out + done.err
@@ -46,7 +44,7 @@ def test_a_failed_run_has_its_report(paceline_here: Callable[..., Any], tiny: tu
 
 
 def test_a_report_that_cannot_be_written_is_a_notice(
-    paceline_here: Callable[..., Any], tiny: tuple[str, ...], tmp_path: Path
+    paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert paceline_here("train", "digits", *tiny, "--run-dir", "run", "--until", "4 steps").code == 75
     # Where the page should be there is a folder, which no file replaces.
@@ -59,7 +57,7 @@ def test_a_report_that_cannot_be_written_is_a_notice(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 
 
-def test_reports_on_demand(paceline_here: Callable[..., Any], finished: Path, tmp_path: Path) -> None:
+def test_reports_on_demand(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     done = paceline_here("report", finished, "--output", "page.html", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 NO_EVALUATION = ("evaluate.every=off", "train.ema=off", "optimizer.momentum=0.9")
 
@@ -17,7 +17,7 @@ def digest(run: Path) -> str:
     return str(json.loads((run / "summary.json").read_text())["weights_sha256"])
 
 
-def test_a_run_of_two_processes_goes_on_with_two(paceline: Callable[..., Any], tiny: Any, tmp_path: Path) -> None:
+def test_a_run_of_two_processes_goes_on_with_two(paceline: Call, tiny: Any, tmp_path: Path) -> None:
     asked = ("train", "digits", *tiny, *NO_EVALUATION, "--processes=2", "--run-dir")
     assert paceline(*asked, "whole").code == 0
     part = paceline(*asked, "part", "--until", "2 steps")
@@ -35,7 +35,7 @@ def test_a_run_of_two_processes_goes_on_with_two(paceline: Callable[..., Any], t
     assert "nothing to do" in paceline("resume", "part").out
 
 
-def test_what_an_earlier_version_recorded_goes_on_too(paceline_here: Callable[..., Any], tiny: Any) -> None:
+def test_what_an_earlier_version_recorded_goes_on_too(paceline_here: Call, tiny: Any) -> None:
     assert paceline_here("train", "digits", *tiny, "train.until=2 steps", "--run-dir", "run").code == 75
     recorded = json.dumps({"command": "python -m paceline train digits --run-dir run", "directory": "/gone"})
     Path("run/environment.json").write_text(recorded)
@@ -48,7 +48,7 @@ def test_what_an_earlier_version_recorded_goes_on_too(paceline_here: Callable[..
     assert "4096 processes" in refused.err
 
 
-def test_no_second_run_by_accident(paceline_here: Callable[..., Any], finished: Path) -> None:
+def test_no_second_run_by_accident(paceline_here: Call, finished: Path) -> None:
     shutil.copytree(finished, "run")
     refused = paceline_here("train", "run", "parallel.device=cpu")
     assert refused.code == 2
@@ -61,14 +61,14 @@ def test_no_second_run_by_accident(paceline_here: Callable[..., Any], finished: 
 
 
 @pytest.mark.parametrize("what", ["nothing", "photos"])
-def test_what_is_no_run_is_refused(paceline_here: Callable[..., Any], what: str) -> None:
+def test_what_is_no_run_is_refused(paceline_here: Call, what: str) -> None:
     Path("photos").mkdir()
     refused = paceline_here("resume", what)
     assert refused.code == 2
     assert what in refused.err
 
 
-def test_code_that_a_run_names_needs_trust(paceline_here: Callable[..., Any], tiny: Any) -> None:
+def test_code_that_a_run_names_needs_trust(paceline_here: Call, tiny: Any) -> None:
     body = "return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))"
     Path("net_of_mine.py").write_text(f"from torch import nn\ndef make(num_classes, in_channels): {body}\n")
     own = ("model.name=net_of_mine:make", "model.options={}", "model.options=null", "train.until=2 steps")

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import fork_server
 import numpy as np
 import pytest
 import torch
+from calls import Call
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -130,7 +131,7 @@ def bomb(width: int, height: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Serving]]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call]:
     """``start(target, …)`` starts a service; all are stopped in the end."""
     services: list[Serving] = []
 
@@ -144,14 +145,12 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
 
 
 @pytest.fixture(scope="module")
-def service(start: Callable[..., Serving], finished: Path) -> Serving:
+def service(start: Call, finished: Path) -> Serving:
     limits = ("--max-request-mb", 0.1, "--max-images", 4, "--max-pixels", 30_000, "--max-seconds", 60)
     return start(finished, *limits, "--max-wait-ms", 20)
 
 
-def test_it_answers_as_predict_does(
-    service: Serving, finished: Path, tmp_path: Path, paceline_here: Callable[..., Any]
-) -> None:
+def test_it_answers_as_predict_does(service: Serving, finished: Path, tmp_path: Path, paceline_here: Call) -> None:
     images = [picture(seed) for seed in range(3)]
     for number, image in enumerate(images):
         (tmp_path / f"{number}.png").write_bytes(image)
@@ -283,7 +282,7 @@ def test_who_is_let_in(service: Serving) -> None:
         assert service.ask("POST", "/predict", form(picture(0)), Content_Type=FORM, **headers)[0] == 200, headers
 
 
-def test_an_answer_that_overflows_is_a_failure(start: Callable[..., Serving], finished: Path, tmp_path: Path) -> None:
+def test_an_answer_that_overflows_is_a_failure(start: Call, finished: Path, tmp_path: Path) -> None:
     source = max((finished / "checkpoints").glob("step-*")) / "model.safetensors"
     with safe_open(source, "pt") as file:
         metadata = file.metadata()
@@ -298,7 +297,7 @@ def test_an_answer_that_overflows_is_a_failure(start: Callable[..., Serving], fi
     assert service.metric('paceline_requests_total{route="/predict",status="500"}') == 1
 
 
-def test_a_very_long_picture_takes_no_more_memory(start: Callable[..., Serving], finished: Path) -> None:
+def test_a_very_long_picture_takes_no_more_memory(start: Call, finished: Path) -> None:
     service, content = start(finished), io.BytesIO()
     Image.new("L", (50_000_000, 1), 99).save(content, "PNG")
 
@@ -332,7 +331,7 @@ def answer_of(connection: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
-def test_a_slow_upload_is_refused_and_broken_http_harms_nobody(start: Callable[..., Serving], finished: Path) -> None:
+def test_a_slow_upload_is_refused_and_broken_http_harms_nobody(start: Call, finished: Path) -> None:
     service = start(finished, "--max-seconds", 1)
     with service.connect() as slow, service.connect() as broken:
         slow.sendall(head(5000).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + form(picture(0))[:50])
@@ -345,7 +344,7 @@ def test_a_slow_upload_is_refused_and_broken_http_harms_nobody(start: Callable[.
     assert any(service.predict(picture(0))[0] == 200 for _ in range(10))
 
 
-def test_a_full_queue_says_when_to_come_back(start: Callable[..., Serving], finished: Path) -> None:
+def test_a_full_queue_says_when_to_come_back(start: Call, finished: Path) -> None:
     service = start(finished, "--max-queue", 1)
     status, told, headers = service.predict(picture(0), picture(1))
     assert (status, headers["retry-after"]) == (503, "1")
@@ -362,7 +361,7 @@ def takes_connections(service: Serving) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_finishes_what_it_took(start: Callable[..., Serving], finished: Path, number: int) -> None:
+def test_it_finishes_what_it_took(start: Call, finished: Path, number: int) -> None:
     """A request whose body is not whole yet when the signal comes is answered; new ones find nobody."""
     service = start(finished)
     body = form(picture(0))
@@ -435,7 +434,7 @@ def test_schemathesis_finds_nothing(service: Serving, tmp_path: Path) -> None:
     assert service.predict(picture(0))[0] == 200
 
 
-def test_places_that_cannot_be_had(paceline_here: Callable[..., Any], finished: Path) -> None:
+def test_places_that_cannot_be_had(paceline_here: Call, finished: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = paceline_here("serve", finished, "--port", taken.getsockname()[1])
     assert (done.code, done.out) == (2, "")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+from calls import Call
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -117,7 +118,7 @@ def _content(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 
-def test_how_it_stands_as_one_document(paceline_here: Callable[..., Any], finished: Path) -> None:
+def test_how_it_stands_as_one_document(paceline_here: Call, finished: Path) -> None:
     done = paceline_here("watch", finished, finished, "--json")
     (one, other) = json.loads(done.out)["runs"]
     assert one == {**other, "seconds_since_last_event": one["seconds_since_last_event"]}
@@ -126,13 +127,13 @@ def test_how_it_stands_as_one_document(paceline_here: Callable[..., Any], finish
     assert abs(sum(one["phases"].values()) - 1) < 0.05
 
 
-def test_several_runs_that_are_over_are_told_and_left(paceline_here: Callable[..., Any], finished: Path) -> None:
+def test_several_runs_that_are_over_are_told_and_left(paceline_here: Call, finished: Path) -> None:
     done = paceline_here("watch", finished, finished)
     assert done.code == 0
     assert done.out.count(f"{finished}: completed, step 6/6") == 2
 
 
-def test_a_directory_without_a_run_is_one_sentence(paceline_here: Callable[..., Any], finished: Path) -> None:
+def test_a_directory_without_a_run_is_one_sentence(paceline_here: Call, finished: Path) -> None:
     for wrong, said in ((finished / "nowhere", "there is no run"), (finished / "checkpoints", "holds no run")):
         done = paceline_here("watch", wrong)
         assert (done.code, done.out) == (2, "")

@@ -26,6 +26,7 @@ from safetensors.numpy import load_file
 from paceline.cli.main import run as run_command_line
 from paceline.records.reader import without_clock
 
+sys.path.append(str(Path(__file__).parent))  # for hosts.py and shaped.py
 SOURCES = Path(__file__).parents[2] / "src"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MARK = "PACELINE_TEST_FAMILY"
@@ -455,18 +456,35 @@ def training_world() -> Callable[[Path], int]:
 
 
 @pytest.fixture
-def same_outcome(
-    undisturbed: Path, records: Callable[..., Any], summary: Callable[[Path], Any]
-) -> Callable[[Path], None]:
-    """Assert that a run ended as the undisturbed one did, bit for bit and record for record."""
+def same_end(records: Callable[..., Any], summary: Callable[[Path], Any]) -> Callable[[Path, Path], None]:
+    """Assert that a run ended as another did, bit for bit and record for record."""
 
-    def compare(run_dir: Path) -> None:
-        mine, theirs = summary(run_dir), summary(undisturbed)
+    def compare(run_dir: Path, other: Path) -> None:
+        mine, theirs = summary(run_dir), summary(other)
         for key in ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger"):
             assert mine[key] == theirs[key], key
-        assert records(run_dir, "step", "evaluation") == records(undisturbed, "step", "evaluation")
+        assert records(run_dir, "step", "evaluation") == records(other, "step", "evaluation")
 
     return compare
+
+
+@pytest.fixture
+def same_outcome(undisturbed: Path, same_end: Callable[[Path, Path], None]) -> Callable[[Path], None]:
+    """Assert that a run ended as the undisturbed one did."""
+    return lambda run_dir: same_end(run_dir, undisturbed)
+
+
+@pytest.fixture
+def audited(run_here: Callable[..., Done]) -> Callable[[Path], dict[str, Any]]:
+    """Audit a run directory, which must pass; returns the document."""
+
+    def audit(run_dir: Path) -> dict[str, Any]:
+        done = run_here("audit", run_dir, "--json")
+        document: dict[str, Any] = json.loads(done.out)
+        assert (done.code, document["passed"]) == (0, True), done.out
+        return document
+
+    return audit
 
 
 def newest_checkpoint(run_dir: Path) -> int:
@@ -522,50 +540,17 @@ print(json.dumps(answer))
 """
 
 
-# Seconds. They need few of a processor, but on a machine with many others at work torch alone takes a minute to import.
-_RANKS_TAKE = 280
-
-
-def _train_in_ranks(
-    folder: Path, recipe: str, processes: int, *runs: tuple[str, dict[str, Any]]
-) -> dict[str, list[Any]]:
-    (folder / "recipe.yaml").write_text(recipe)
-    ranks = [
-        fork_server.Popen(
-            [sys.executable, "-c", _RUNS_IN_A_ROW, str(folder), json.dumps(runs)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={
-                "PYTHONPATH": str(SOURCES),
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "PACELINE_RENDEZVOUS": "",
-            },
-        )
-        for rank in range(processes)
-    ]
-    try:
-        told = [process.communicate(timeout=_RANKS_TAKE) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()  # else a pipe that is left open is told in place of why
-    assert [process.returncode for process in ranks] == [0] * processes, told
-    answers = [json.loads(out.splitlines()[-1]) for out, _ in told]
-    assert all(answer == answers[0] for answer in answers)
-    found: dict[str, list[Any]] = answers[0]
-    return found
-
-
 @pytest.fixture
-def train_in_ranks() -> Callable[..., dict[str, list[Any]]]:
+def train_in_ranks(on_two_ranks: Callable[..., list[dict[str, Any]]]) -> Callable[..., dict[str, list[Any]]]:
     """``train_in_ranks(folder, recipe, 2, ("a", {...}), ("a", {}))``: several runs without starting anew for each.
 
     Returns each run's weights, average and step, which all ranks agree on; of a name given twice, the last.
     """
-    return _train_in_ranks
+
+    def train(folder: Path, recipe: str, ranks: int, *runs: tuple[str, dict[str, Any]]) -> dict[str, list[Any]]:
+        (folder / "recipe.yaml").write_text(recipe)
+        answers = on_two_ranks(["-c", _RUNS_IN_A_ROW, str(folder), json.dumps(runs)], folder, ranks=ranks)
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
+
+    return train

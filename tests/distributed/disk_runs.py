@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +28,10 @@ import torch
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli.main import run as run_command_line
 from paceline.records.reader import without_clock
+
+# What watches the file operations of a single save elsewhere.
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "checkpoint"))
+import disk_trials
 
 RANKS = 2
 # Saves at steps 3, 6 and 8; the one of step 6 is disturbed, and deletes that of step 3 when it is done.
@@ -55,17 +58,6 @@ LIMIT_SECONDS = 60.0
 ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO)
 
 Act = Callable[[str, object], None]
-
-
-def disk_trials() -> ModuleType:
-    """What watches the file operations of a single save elsewhere."""
-    path = Path(__file__).parents[1] / "unit" / "checkpoint" / "disk_trials.py"
-    spec = importlib.util.spec_from_file_location("disk_trials", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def path_of(target: object) -> str:
@@ -116,7 +108,7 @@ def rank(number: int, run_dir: Path, scratch: Path, fault: Act | None) -> int:
         if fault is None:
             code = run_command_line(["train", *RECIPE, "--run-dir", str(run_dir)])
         else:
-            with TRIALS.watched_disk(fault):
+            with disk_trials.watched_disk(fault):
                 code = run_command_line(["train", *RECIPE, "--run-dir", str(run_dir)])
     finally:
         (scratch / f"{number}.modules").write_text("\n".join(sys.modules))
@@ -230,7 +222,6 @@ def trials(directory: Path) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    TRIALS = disk_trials()
     ROOT = Path(sys.argv[1])
     first = launch(ROOT / "undisturbed")
     assert first["codes"] == [0] * RANKS, first

@@ -7,7 +7,6 @@ cost the processor where nothing holds them back.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
@@ -32,6 +31,9 @@ from paceline_advisor.scaling.network import describe
 from paceline_advisor.scaling.room import Share
 from paceline_advisor.scaling.study import fabric_of
 
+sys.path.append(str(Path(__file__).parent))
+import hosts
+
 SOURCES = Path(__file__).parents[2] / "src"
 # Of Ethernet's frames, what is left to the messages in them: 1448 of 1514 bytes.
 PAYLOAD = 1448 / 1514
@@ -41,13 +43,6 @@ LIMIT_SECONDS = 240
 WARM_STEPS = 5
 # A network of 7.8 million numbers for small images: 31 MB of gradients, which take a while on a slow link.
 OVERRIDES = ("model.options={width: 64, stages: 3}", "parallel.device=cpu", "parallel.threads=1", "train.ema=off")
-
-_module = importlib.util.spec_from_file_location("paceline_test_hosts", Path(__file__).with_name("hosts.py"))
-assert _module is not None
-assert _module.loader is not None
-hosts = importlib.util.module_from_spec(_module)
-sys.modules[_module.name] = hosts
-_module.loader.exec_module(hosts)
 
 
 @dataclass(frozen=True)

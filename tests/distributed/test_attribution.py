@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline.report.attribution import Attribution, attribute_run
 
@@ -70,9 +70,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def done(
-    on_two_ranks: Callable[..., list[dict[str, list[float]]]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, list[float]]]]:
+def done(on_two_ranks: Call, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[float]]]]:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "sluggish.py").write_text(SLUGGISH)
     (folder / "recipe.yaml").write_text(RECIPE)

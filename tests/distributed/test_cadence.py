@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("exact", ["false", "true"])
-def test_both_save_after_the_same_steps(
-    studio: Path, run: Callable[..., Any], summary: Callable[[Path], dict[str, Any]], exact: str
-) -> None:
+def test_both_save_after_the_same_steps(studio: Path, run: Call, summary: Call, exact: str) -> None:
     run_dir = studio / f"by-the-clock-{exact}"
     asked = ("checkpoint.every=0.001 seconds", "checkpoint.keep=99", "evaluate.every=off", f"parallel.exact={exact}")
     asked += ("train.duration=20 steps",)

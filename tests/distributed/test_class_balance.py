@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import Call
 from sklearn.utils.class_weight import compute_class_weight
 
 import paceline
@@ -166,7 +167,7 @@ def test_the_loss_is_the_weighted_mean_over_the_global_batch(
     assert furthest(weights(train(ground, "without", **{"train.class_weights": {"dog": 3}})), reference) > 0.01
 
 
-def test_two_processes_compute_what_one_does(ground: Path, train_in_ranks: Callable[..., dict[str, list[Any]]]) -> None:
+def test_two_processes_compute_what_one_does(ground: Path, train_in_ranks: Call) -> None:
     cases: dict[str, dict[str, Any]] = {
         "plain": {},
         "exact": {"parallel.exact": True},
@@ -215,7 +216,7 @@ def test_balanced_is_scikit_learns() -> None:
     assert math.isclose((COUNTS * BALANCED).sum(), 61)
 
 
-def test_what_cannot_be_weighted_is_refused(ground: Path, run_here: Callable[..., Any]) -> None:
+def test_what_cannot_be_weighted_is_refused(ground: Path, run_here: Call) -> None:
     with pytest.raises(RecipeError, match=r"train\.class_weights names 'cats', .* Did you mean 'cat'"):
         train(ground, "run", **{"train.class_weights": {"cats": 2}})
     with pytest.raises(RecipeError, match="greater than 0"):
@@ -301,7 +302,7 @@ def test_each_draw_of_an_image_is_varied_anew(ground: Path) -> None:
         assert sum(rare) > 15, "of 20 draws of five images few are alike by chance"
 
 
-def test_two_processes_draw_what_one_does(ground: Path, train_in_ranks: Callable[..., dict[str, list[Any]]]) -> None:
+def test_two_processes_draw_what_one_does(ground: Path, train_in_ranks: Call) -> None:
     cases = {"plain": DRAWN, "exact": {**DRAWN, "parallel.exact": True}}
     alone = train_in_ranks(ground, RECIPE, 1, *cases.items())
     for name in cases:
@@ -312,7 +313,7 @@ def test_two_processes_draw_what_one_does(ground: Path, train_in_ranks: Callable
     assert all(audit_run(ground / name).passed for name in cases)
 
 
-def test_what_cannot_be_drawn_is_refused(ground: Path, run_here: Callable[..., Any]) -> None:
+def test_what_cannot_be_drawn_is_refused(ground: Path, run_here: Call) -> None:
     with pytest.raises(RecipeError, match=r"data\.sampling names 'dgo', .* Did you mean 'dog'"):
         train(ground, "run", **{"data.sampling": {"dgo": 2}})
     done = run_here("train", "dlrm-synthetic", "data.sampling=balanced", "--plan-only")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -48,7 +48,7 @@ def clicks(studio: Path) -> Path:
 
 
 @pytest.fixture
-def alone(clicks: Path, run_here: Callable[..., Any], summary: Callable[[Path], Any]) -> dict[str, Any]:
+def alone(clicks: Path, run_here: Call, summary: Call) -> dict[str, Any]:
     """What an exact run by one process came to; it is trained once."""
     if not (clicks / "clicks-1").exists():
         assert run_here(*EXACT, "--run-dir", "clicks-1").code == 0
@@ -60,12 +60,7 @@ def alone(clicks: Path, run_here: Callable[..., Any], summary: Callable[[Path], 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_killed_with_two_processes_and_resumed_with_one(
-    clicks: Path,
-    start: Callable[..., Any],
-    run_here: Callable[..., Any],
-    steps_recorded: Callable[[Path], int],
-    summary: Callable[[Path], Any],
-    alone: dict[str, Any],
+    clicks: Path, start: Call, run_here: Call, steps_recorded: Call, summary: Call, alone: dict[str, Any]
 ) -> None:
     run_dir = clicks / "clicks-killed"
     launched = start(*EXACT, "train.until=14 steps", "--processes", 2, "--run-dir", run_dir, where=clicks)
@@ -87,7 +82,7 @@ def test_killed_with_two_processes_and_resumed_with_one(
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_four_processes_have_the_same_bits_and_figures(
-    clicks: Path, run: Callable[..., Any], summary: Callable[[Path], Any], alone: dict[str, Any]
+    clicks: Path, run: Call, summary: Call, alone: dict[str, Any]
 ) -> None:
     run_dir = clicks / "clicks-4"
     done = run(*EXACT, "--processes", 4, "--run-dir", run_dir, where=clicks)
@@ -99,7 +94,7 @@ def test_four_processes_have_the_same_bits_and_figures(
 @pytest.mark.slow
 @pytest.mark.world_size(3)
 def test_sparse_gradients_over_three_processes_that_score_as_one_does(
-    clicks: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
+    clicks: Path, run: Call, run_here: Call, summary: Call
 ) -> None:
     done = run(*SPARSE, "--processes", 3, "--run-dir", "sparse-3", where=clicks)
     assert done.code == 0, done.err

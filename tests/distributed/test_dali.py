@@ -6,12 +6,11 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 from PIL import Image
 
 from paceline.data.loaders.dali import why_unavailable
@@ -72,11 +71,7 @@ class Fatal(nn.Module):
 @pytest.mark.slow
 @pytest.mark.world_size(1)
 def test_killed_and_resumed_to_the_bit_with_nothing_left(
-    jpegs: Path,
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    records: Callable[..., Any],
-    summary: Callable[[Path], Any],
+    jpegs: Path, run: Call, run_here: Call, same_end: Call
 ) -> None:
     """Nineteen steps an epoch of four micro-batches each: the kill falls in step 23, in the second epoch."""
     (jpegs / "fatal.py").write_text(DEADLY)
@@ -89,16 +84,12 @@ def test_killed_and_resumed_to_the_bit_with_nothing_left(
     # Other threads and another depth of prefetching, too.
     done = run_here(*command[:-1], "data.workers=1", "data.prefetch=3", "--run-dir", run_dir)
     assert (done.code, "resumed from step" in done.out) == (0, True), done.err
-    assert summary(run_dir)["weights_sha256"] == summary(whole)["weights_sha256"]
-    assert summary(run_dir)["ema_sha256"] == summary(whole)["ema_sha256"]
-    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+    same_end(run_dir, whole)
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_an_exact_run_is_the_same_on_two_processes(
-    jpegs: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
-) -> None:
+def test_an_exact_run_is_the_same_on_two_processes(jpegs: Path, run: Call, run_here: Call, summary: Call) -> None:
     exact = ("parallel.exact=true", "parallel.logical_ranks=4", "batch.micro_size=auto", "train.duration=25 steps")
     command = ("train", "recipe.yaml", *SETTINGS, *exact, "--run-dir")
     assert run_here(*command, jpegs / "dali-alone").code == 0
@@ -111,7 +102,7 @@ def test_an_exact_run_is_the_same_on_two_processes(
 
 @pytest.mark.slow
 @pytest.mark.world_size(1)
-def test_a_model_scores_alike_whoever_reads(jpegs: Path, run_here: Callable[..., Any]) -> None:
+def test_a_model_scores_alike_whoever_reads(jpegs: Path, run_here: Call) -> None:
     """Trained on each back-end, scored on both: within 0.1 points and what chance allows of so many images."""
     learns = ("train.duration=6 epochs", "train.ema=off", "train.precision=fp32", "evaluate.every=6 epochs")
     accuracy = {}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
@@ -44,12 +43,7 @@ def recipe(studio: Path) -> Path:
 
 @pytest.mark.parametrize("several", [2, 3])
 def test_exact_runs_of_one_two_and_three_processes_are_the_same(
-    several: int,
-    recipe: Path,
-    studio: Path,
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    summary: Callable[[Path], Any],
+    several: int, recipe: Path, studio: Path, run: Call, run_here: Call, summary: Call
 ) -> None:
     exact = ("train", recipe.name, "parallel.exact=true", "parallel.logical_ranks=6")
     found = []
@@ -67,7 +61,7 @@ def test_exact_runs_of_one_two_and_three_processes_are_the_same(
 
 @pytest.mark.thorough
 def test_ddp_sees_the_same_samples_and_takes_a_step_with_an_empty_share(
-    recipe: Path, studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], summary: Callable[[Path], Any]
+    recipe: Path, studio: Path, run: Call, run_here: Call, summary: Call
 ) -> None:
     # 16 samples in batches of 5 by one each: the last step of an epoch has one sample for two processes.
     plain = ("train", recipe.name, "batch.global_size=10", "batch.micro_size=5", "data.detection.generated.samples=11")

@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 SOURCES = Path(__file__).parents[2] / "src"
 pytestmark = [
@@ -47,7 +47,7 @@ def _trials(done: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(1800)
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("processes", "only"), [(1, _OF_ONE), (2, _OF_SEVERAL)])
-def test_every_kind_of_fault_is_survived(run: Callable[..., Any], tmp_path: Path, processes: int, only: str) -> None:
+def test_every_kind_of_fault_is_survived(run: Call, tmp_path: Path, processes: int, only: str) -> None:
     asked = ("--processes", processes, "--steps", "80", "--only", only, "--json")
     done = run("drill", *DIGITS, *asked, timeout=1700)
     assert done.code == 0, done.err
@@ -70,7 +70,7 @@ def test_every_kind_of_fault_is_survived(run: Callable[..., Any], tmp_path: Path
 
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(600)
-def test_images_and_loader_processes(run: Callable[..., Any], studio: Path) -> None:
+def test_images_and_loader_processes(run: Call, studio: Path) -> None:
     before = {path: path.read_bytes() for path in (studio / "photos").rglob("*.png")}
     only = "kill-worker,half-images,broken-images"
     done = run("drill", "recipe.yaml", "--only", only, "--json", where=studio, timeout=500)
@@ -91,7 +91,7 @@ def _plant(package: Path, module: str, line: str, instead: str) -> None:
 
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(400)
-def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_that_forgets_its_optimizer_fails(run: Call, tmp_path: Path) -> None:
     _plant(
         tmp_path / "planted",
         "trainer/saving.py",
@@ -110,7 +110,7 @@ def test_a_run_that_forgets_its_optimizer_fails(run: Callable[..., Any], tmp_pat
 
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(400)
-def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Call, tmp_path: Path) -> None:
     (tmp_path / "moody.py").write_text(
         "import os\n"
         "from torch import nn\n"
@@ -132,7 +132,7 @@ def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Callable[..., An
 
 @pytest.mark.thorough
 @pytest.mark.world_size(1)
-def test_a_drill_that_is_ended_leaves_nothing(start: Callable[..., Any]) -> None:
+def test_a_drill_that_is_ended_leaves_nothing(start: Call) -> None:
     launched = start("drill", *DIGITS)
     launched.wait_for(lambda: list(launched.temporary.glob("paceline-drill-*/undisturbed/events.jsonl")))
     os.kill(launched.process.pid, signal.SIGTERM)

@@ -11,11 +11,11 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
@@ -27,9 +27,7 @@ TWO_AND_THREE_RESTARTS = ("--standalone", "--nproc-per-node=2", "--max-restarts=
 
 
 @pytest.fixture
-def ends_undisturbed(
-    studio: Path, run_here: Callable[..., Any], summary: Callable[[Path], Any], records: Callable[..., Any]
-) -> Callable[[Path], None]:
+def ends_undisturbed(studio: Path, run_here: Call, same_end: Call, audited: Call) -> Call:
     """Assert that an exact run came to what one process alone comes to, which is trained once."""
     whole = studio / "elastic-alone"
     if not (whole / "summary.json").exists():
@@ -37,18 +35,14 @@ def ends_undisturbed(
         assert done.code == 0, done.err
 
     def compare(run_dir: Path) -> None:
-        mine, theirs = summary(run_dir), summary(whole)
-        for key in ("status", "step", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger"):
-            assert mine[key] == theirs[key], key
-        assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
-        audit = run_here("audit", run_dir, "--json")
-        assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+        same_end(run_dir, whole)
+        audited(run_dir)
 
     return compare
 
 
 @pytest.fixture
-def kill_rank(steps_recorded: Callable[[Path], int], records: Callable[..., Any]) -> Callable[..., None]:
+def kill_rank(steps_recorded: Call, records: Call) -> Call:
     """``kill_rank(launched, run_dir, 1)``: SIGKILL rank 1 once the run has gone some steps further than it had been."""
     reached: dict[Path, int] = {}
     killed: Counter[Path] = Counter()
@@ -68,11 +62,7 @@ def kill_rank(steps_recorded: Callable[[Path], int], records: Callable[..., Any]
 
 @pytest.mark.slow
 def test_torchrun_starts_killed_workers_again(
-    studio: Path,
-    start: Callable[..., Any],
-    kill_rank: Callable[..., None],
-    ends_undisturbed: Callable[[Path], None],
-    summary: Callable[[Path], Any],
+    studio: Path, start: Call, kill_rank: Call, ends_undisturbed: Call, summary: Call
 ) -> None:
     run_dir = studio / "torchrun-killed"
     launched = start(*EXACT, "--run-dir", run_dir, where=studio, torchrun=TWO_AND_THREE_RESTARTS)
@@ -94,7 +84,7 @@ def test_torchrun_starts_killed_workers_again(
     ],
 )
 def test_without_a_run_directory_nothing_that_may_be_started_again_begins(
-    studio: Path, start: Callable[..., Any], option: tuple[str, ...], tmp_path: Path
+    studio: Path, start: Call, option: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Or every start would begin another run."""
     rendezvous = (
@@ -121,11 +111,7 @@ def restarts_told(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_our_launcher_starts_a_killed_rank_again(
-    studio: Path,
-    start: Callable[..., Any],
-    kill_rank: Callable[..., None],
-    ends_undisturbed: Callable[[Path], None],
-    summary: Callable[[Path], Any],
+    studio: Path, start: Call, kill_rank: Call, ends_undisturbed: Call, summary: Call
 ) -> None:
     run_dir = studio / "restarted"
     launched = start(*EXACT, "--processes", 2, "--max-restarts", 3, "--run-dir", run_dir, where=studio)
@@ -146,7 +132,7 @@ def test_our_launcher_starts_a_killed_rank_again(
 @pytest.mark.world_size(4)
 @pytest.mark.real_processes
 def test_fewer_ranks_go_on_and_all_are_tried_again(
-    studio: Path, start: Callable[..., Any], kill_rank: Callable[..., None], ends_undisturbed: Callable[[Path], None]
+    studio: Path, start: Call, kill_rank: Call, ends_undisturbed: Call
 ) -> None:
     run_dir = studio / "shrunk"
     # Eight logical ranks are no three processes' to share, so that two go on.
@@ -189,7 +175,7 @@ CRASHING = (
 )
 
 
-def test_a_failure_that_comes_again_is_reported(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_failure_that_comes_again_is_reported(studio: Path, start: Call, tmp_path: Path) -> None:
     """A fault of the program comes again at the same step: more of the same would not help."""
     (tmp_path / "crashes.py").write_text(CRASHES)
     command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", *CRASHING, "--run-dir", "crashing")
@@ -202,9 +188,7 @@ def test_a_failure_that_comes_again_is_reported(studio: Path, start: Callable[..
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
 @pytest.mark.everyday
-def test_who_asks_for_an_end_is_given_one(
-    studio: Path, start: Callable[..., Any], steps_recorded: Callable[[Path], int], number: int
-) -> None:
+def test_who_asks_for_an_end_is_given_one(studio: Path, start: Call, steps_recorded: Call, number: int) -> None:
     run_dir = studio / f"asked-{number}"
     launched = start(*EXACT, "--processes", 2, "--max-restarts", 3, "--run-dir", run_dir, where=studio)
     launched.wait_for(lambda: steps_recorded(run_dir) >= 3)
@@ -214,7 +198,7 @@ def test_who_asks_for_an_end_is_given_one(
     assert "restart" not in done.err
 
 
-def test_a_mistake_is_not_tried_again(studio: Path, start: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_mistake_is_not_tried_again(studio: Path, start: Call, tmp_path: Path) -> None:
     command = ("train", "recipe.yaml", "data.path=nowhere", "--processes", 2, "--max-restarts", 3)
     done = start(*command, "--run-dir", tmp_path / "run", where=studio).wait()
     assert (done.code, done.err.count("\n")) == (2, 1)
@@ -239,9 +223,7 @@ def test_a_mistake_is_not_tried_again(studio: Path, start: Callable[..., Any], t
         ),
     ],
 )
-def test_options_that_do_not_fit(
-    studio: Path, run_here: Callable[..., Any], options: tuple[object, ...], said: str
-) -> None:
+def test_options_that_do_not_fit(studio: Path, run_here: Call, options: tuple[object, ...], said: str) -> None:
     done = run_here(*EXACT, *options)
     assert done.code == 2
     assert said in done.err
@@ -256,12 +238,12 @@ KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=6
 @pytest.mark.world_size(3)
 def test_nodes_come_and_go(
     patient: tuple[object, ...],
-    training_world: Callable[[Path], int],
+    training_world: Call,
     tmp_path: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    summary: Callable[[Path], Any],
-    records: Callable[..., Any],
+    start: Call,
+    run: Call,
+    summary: Call,
+    same_end: Call,
 ) -> None:
     """One, two, three of which one waits, since eight parts are not three's to share, two again, and the end."""
     whole, run_dir = tmp_path / "whole", tmp_path / "elastic"
@@ -292,17 +274,14 @@ def test_nodes_come_and_go(
     for each in (first, third):
         done = each.wait()
         assert done.code == 0, done.err
-    mine, theirs = summary(run_dir), summary(whole)
-    for key in ("status", "step", "weights_sha256", "ema_sha256", "metrics", "ledger"):
-        assert mine[key] == theirs[key], key
-    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
-    assert mine["resumes"] >= 2
+    same_end(run_dir, whole)
+    assert summary(run_dir)["resumes"] >= 2
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_a_run_directory_that_not_all_see_is_refused(
-    studio: Path, start: Callable[..., Any], tmp_path: Path, is_copied: bool
+    studio: Path, start: Call, tmp_path: Path, is_copied: bool
 ) -> None:
     """Two hosts without a file system in common are two directories of one name, even if one is a copy of the other."""
     command = ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.timeout=20 seconds")
@@ -324,9 +303,7 @@ def test_a_run_directory_that_not_all_see_is_refused(
     assert not list(tmp_path.rglob("recipe.yaml"))
 
 
-def test_who_does_not_come_is_not_waited_for_longer_than_asked(
-    studio: Path, start: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_who_does_not_come_is_not_waited_for_longer_than_asked(studio: Path, start: Call, tmp_path: Path) -> None:
     meeting = {"PACELINE_RENDEZVOUS": f"file://{tmp_path}/meeting", "RANK": "0", "WORLD_SIZE": "2"}
     command = ("train", "recipe.yaml", "parallel.timeout=2 seconds", "--run-dir", tmp_path / "run")
     done = start(*command, where=studio, variables=meeting).wait(250)  # ten minutes are the default

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -20,7 +19,7 @@ SIX_PARTS = ("batch.micro_size=auto", "batch.global_size=18", "parallel.logical_
 
 
 @pytest.fixture
-def outcome(summary: Callable[[Path], Any], records: Callable[..., Any]) -> Callable[[Path], Any]:
+def outcome(summary: Call, records: Call) -> Call:
     """Everything a run came to that must not depend on who computed it."""
 
     def of(run_dir: Path) -> Any:
@@ -32,7 +31,7 @@ def outcome(summary: Callable[[Path], Any], records: Callable[..., Any]) -> Call
 
 
 @pytest.fixture
-def alone(studio: Path, run_here: Callable[..., Any], outcome: Callable[[Path], Any]) -> Callable[..., Any]:
+def alone(studio: Path, run_here: Call, outcome: Call) -> Call:
     """The outcome of an exact run by one process; each is trained once."""
 
     def train(name: str, *overrides: str) -> Any:
@@ -47,11 +46,7 @@ def alone(studio: Path, run_here: Callable[..., Any], outcome: Callable[[Path], 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_any_number_of_processes_gives_the_same_bits(
-    studio: Path,
-    run: Callable[..., Any],
-    alone: Callable[..., Any],
-    outcome: Callable[[Path], Any],
-    processes: int,
+    studio: Path, run: Call, alone: Call, outcome: Call, processes: int
 ) -> None:
     run_dir = studio / f"exact-{processes}"
     done = run(*EXACT, "--processes", processes, "--run-dir", run_dir, where=studio)
@@ -61,9 +56,7 @@ def test_any_number_of_processes_gives_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
-def test_numbers_that_are_no_power_of_two(
-    studio: Path, run: Callable[..., Any], alone: Callable[..., Any], outcome: Callable[[Path], Any]
-) -> None:
+def test_numbers_that_are_no_power_of_two(studio: Path, run: Call, alone: Call, outcome: Call) -> None:
     run_dir = studio / "exact-six-3"  # of six logical ranks each holds two: partial sums of several levels
     done = run(*EXACT, *SIX_PARTS, "--processes", 3, "--run-dir", run_dir, where=studio)
     assert done.code == 0, done.err
@@ -81,13 +74,13 @@ def test_numbers_that_are_no_power_of_two(
 )
 def test_killed_and_resumed_by_fewer_processes_and_more(
     studio: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    alone: Callable[..., Any],
-    outcome: Callable[[Path], Any],
-    steps_recorded: Callable[[Path], int],
+    start: Call,
+    run: Call,
+    alone: Call,
+    outcome: Call,
+    steps_recorded: Call,
     worlds: tuple[int, ...],
+    audited: Call,
 ) -> None:
     run_dir = studio / f"exact-chain-{'-'.join(map(str, worlds))}"
     draw = random.Random(worlds[0])
@@ -100,8 +93,7 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
     done = run(*EXACT, "--processes", worlds[-1], "--run-dir", run_dir, where=studio)
     assert done.code == 0, done.err
     assert outcome(run_dir) == alone("exact-1")
-    audit = run_here("audit", run_dir, "--json")
-    assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+    audited(run_dir)
 
 
 # 90 samples in steps of 16, then 32, then 48: micro-batches of 4, of which there are 4, 8 and 12.
@@ -113,7 +105,7 @@ GROWING_LONGER = ("batch.growth={2: 32, 4: 48}", "train.duration=6 epochs", "che
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_a_batch_that_grows_gives_the_same_bits_in_any_world(
-    studio: Path, run: Callable[..., Any], alone: Callable[..., Any], outcome: Callable[[Path], Any]
+    studio: Path, run: Call, alone: Call, outcome: Call
 ) -> None:
     run_dir = studio / "exact-growing"
     done = run(*EXACT, *GROWING, "--processes", 2, "--run-dir", run_dir, where=studio)
@@ -127,13 +119,7 @@ def test_a_batch_that_grows_gives_the_same_bits_in_any_world(
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_a_batch_that_grows_is_resumed_in_any_world(
-    studio: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    alone: Callable[..., Any],
-    outcome: Callable[[Path], Any],
-    steps_recorded: Callable[[Path], int],
+    studio: Path, start: Call, run: Call, alone: Call, outcome: Call, steps_recorded: Call, audited: Call
 ) -> None:
     """Killed in the first size by two processes and in the second by four, and ended by two."""
     run_dir = studio / "exact-growing-longer"
@@ -144,8 +130,7 @@ def test_a_batch_that_grows_is_resumed_in_any_world(
     done = run(*EXACT, *GROWING_LONGER, "--processes", 2, "--run-dir", run_dir, where=studio)
     assert done.code == 0, done.err
     assert outcome(run_dir) == alone("exact-growing-longer-1", *GROWING_LONGER)
-    audit = run_here("audit", run_dir, "--json")
-    assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+    audited(run_dir)
 
 
 # Buffers of every awkward kind: infinite, replaced by each forward pass, numbers and flags that depend on the batch.
@@ -183,7 +168,7 @@ AWKWARD_MODEL = (
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_buffers_of_every_kind_are_the_same_on_all_processes_and_after_a_resume(
-    studio: Path, run: Callable[..., Any], alone: Callable[..., Any], outcome: Callable[[Path], Any]
+    studio: Path, run: Call, alone: Call, outcome: Call
 ) -> None:
     (studio / "awkward.py").write_text(AWKWARD)
     run_dir = studio / "exact-awkward"
@@ -196,7 +181,7 @@ def test_buffers_of_every_kind_are_the_same_on_all_processes_and_after_a_resume(
         assert outcome(run_dir)[0][key] == whole[0][key]
 
 
-def test_what_the_bits_depend_on_may_not_change(studio: Path, run_here: Callable[..., Any]) -> None:
+def test_what_the_bits_depend_on_may_not_change(run_here: Call) -> None:
     short = (*EXACT, "--run-dir", "exact-short")
     assert run_here(*short, "train.duration=8 steps").code == 0
     longer = "train.duration=12 steps"
@@ -212,7 +197,7 @@ def test_what_the_bits_depend_on_may_not_change(studio: Path, run_here: Callable
     assert "parallel.exact" in loose.err
 
 
-def test_impossible_requests_are_refused(run_here: Callable[..., Any], studio: Path) -> None:
+def test_impossible_requests_are_refused(run_here: Call, studio: Path) -> None:
     for wrong, words in {
         "parallel.logical_ranks=8": "batch.micro_size=4 times parallel.logical_ranks=8 is 32",
         "parallel.strategy=ddp": "leave the strategy at auto",

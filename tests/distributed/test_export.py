@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
+from calls import Call
 from safetensors.torch import load_file
 
 from paceline.checkpoint.weights import read_weights, weights_sha256
@@ -32,9 +31,7 @@ print(json.dumps("done"))
 """
 
 
-def test_parts_are_exported_as_the_run_ended(
-    on_two_ranks: Callable[..., list[Any]], tiny_recipe: Path, tmp_path: Path
-) -> None:
+def test_parts_are_exported_as_the_run_ended(on_two_ranks: Call, tiny_recipe: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe.read_text().replace(
         "model: {name: small_resnet, channels_last: false, options: {width: 4, stages: 1, depth: 1}}",
         "model: {name: test_vit, channels_last: false, options: {img_size: 8, patch_size: 4}}",

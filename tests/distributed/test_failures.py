@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
@@ -55,7 +55,7 @@ TRAIN = ("train", "recipe.yaml", "--processes", "2", *FRAIL_MODEL, "train.durati
 
 
 @pytest.fixture
-def frail(studio: Path, start: Callable[..., Any]) -> Callable[..., Any]:
+def frail(studio: Path, start: Call) -> Call:
     """Train with a failure, which must come soon, and return how it ended."""
     (studio / "frail.py").write_text(FRAIL)
 
@@ -74,13 +74,7 @@ def frail(studio: Path, start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-def test_an_exception_on_one_rank(
-    studio: Path,
-    frail: Callable[..., Any],
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    summary: Callable[[Path], Any],
-) -> None:
+def test_an_exception_on_one_rank(studio: Path, frail: Call, run: Call, run_here: Call, summary: Call) -> None:
     run_dir = studio / "raise"
     done = frail(run_dir, 1, "raise")
     assert done.code == 1
@@ -99,7 +93,7 @@ def test_an_exception_on_one_rank(
 
 
 @pytest.mark.everyday
-def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any]) -> None:
+def test_a_rank_that_ends_without_a_word(studio: Path, frail: Call) -> None:
     done = frail(studio / "exit", 1, "exit")
     assert done.code not in (0, 2, 75)
     assert "rank 1" in done.err.splitlines()[0]
@@ -108,14 +102,14 @@ def test_a_rank_that_ends_without_a_word(studio: Path, frail: Callable[..., Any]
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_rank_that_cannot_notice_is_ended(studio: Path, frail: Callable[..., Any]) -> None:
+def test_a_rank_that_cannot_notice_is_ended(studio: Path, frail: Call) -> None:
     """Not in a collective but in code of its own, the other rank does not learn that it is alone."""
     done = frail(studio / "leave", 1, "leave the other", "data.backend=pytorch", "data.workers=1")
     assert done.code == 1
     assert done.err.splitlines() == ["paceline: rank 1 ended with exit code 3 and left no message"]
 
 
-def test_a_loss_that_is_no_number(studio: Path, frail: Callable[..., Any], summary: Callable[[Path], Any]) -> None:
+def test_a_loss_that_is_no_number(studio: Path, frail: Call, summary: Call) -> None:
     run_dir = studio / "nan"
     done = frail(run_dir, 1, "nan")
     assert done.code == 1
@@ -127,7 +121,7 @@ def test_a_loss_that_is_no_number(studio: Path, frail: Callable[..., Any], summa
 
 
 @pytest.mark.thorough
-def test_an_unused_parameter_is_named(studio: Path, run: Callable[..., Any]) -> None:
+def test_an_unused_parameter_is_named(studio: Path, run: Call) -> None:
     """DistributedDataParallel would wait for its gradient; the user learns which one, before or at step one."""
     (studio / "frail.py").write_text(FRAIL)
     done = run(*TRAIN, studio / "unused", "model.name=frail:Unused", where=studio)
@@ -144,9 +138,7 @@ def test_an_unused_parameter_is_named(studio: Path, run: Callable[..., Any]) -> 
         pytest.param(("data.path=nowhere",), "nowhere", marks=pytest.mark.thorough),
     ],
 )
-def test_a_mistake_is_told_once(
-    studio: Path, run: Callable[..., Any], changes: tuple[str, ...], named: str, tmp_path: Path
-) -> None:
+def test_a_mistake_is_told_once(studio: Path, run: Call, changes: tuple[str, ...], named: str, tmp_path: Path) -> None:
     done = run("train", "recipe.yaml", *changes, "--processes", "2", "--run-dir", tmp_path / "run", where=studio)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("paceline: ")
@@ -155,9 +147,7 @@ def test_a_mistake_is_told_once(
     assert not list(tmp_path.rglob("step-*"))
 
 
-def test_a_broken_image_is_told_once(
-    studio: Path, run: Callable[..., Any], run_here: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_broken_image_is_told_once(studio: Path, run: Call, run_here: Call, tmp_path: Path) -> None:
     broken = studio / "photos" / "train" / "green" / "007.png"
     whole = broken.read_bytes()
     try:
@@ -178,7 +168,7 @@ def test_a_broken_image_is_told_once(
 
 
 @pytest.mark.world_size(1)
-def test_a_long_temporary_directory(studio: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_long_temporary_directory(studio: Path, run: Call, tmp_path: Path) -> None:
     """Clusters name it at length, and a socket's path may have 107 characters: it works, or is refused in words."""
     long = tmp_path / ("t" * 90)
     long.mkdir()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
@@ -36,7 +35,7 @@ class Spoiled(nn.Module):
 """
 
 
-def test_two_processes_find_what_one_finds(studio: Path, run: Callable[..., Any], run_here: Callable[..., Any]) -> None:
+def test_two_processes_find_what_one_finds(studio: Path, run: Call, run_here: Call) -> None:
     """Exact, so that the numbers are those of one process to the bit."""
     exact = ("parallel.exact=true", "parallel.logical_ranks=4", "batch.micro_size=auto")
     alone = json.loads(run_here(*FIND, *exact).out)
@@ -53,9 +52,7 @@ def test_two_processes_find_what_one_finds(studio: Path, run: Callable[..., Any]
 
 @pytest.mark.parametrize(("worse", "reason"), [("1e4", "diverged"), ("float('nan')", "not_finite")])
 @pytest.mark.thorough
-def test_all_end_where_the_loss_of_one_is_spoiled(
-    studio: Path, run: Callable[..., Any], worse: str, reason: str
-) -> None:
+def test_all_end_where_the_loss_of_one_is_spoiled(studio: Path, run: Call, worse: str, reason: str) -> None:
     (studio / "spoiled.py").write_text(SPOILED.replace("WORSE", worse))
     model = ("model.name=spoiled:Spoiled", "model.options=null", "data.workers=0", "optimizer.clip_norm=off")
     done = run(*FIND, *model, "--processes", "2", "--smoothing", "0.5", where=studio)
@@ -66,9 +63,7 @@ def test_all_end_where_the_loss_of_one_is_spoiled(
 
 
 @pytest.mark.world_size(1)
-def test_the_following_training_has_the_same_bits(
-    studio: Path, run_here: Callable[..., Any], summary: Callable[[Path], Any]
-) -> None:
+def test_the_following_training_has_the_same_bits(studio: Path, run_here: Call, summary: Call) -> None:
     """Even of the same process."""
     digests = []
     for name in ("before", "after"):

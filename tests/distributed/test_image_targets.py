@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
@@ -34,11 +34,11 @@ def test_one_two_and_three_processes_and_a_killed_run_come_to_the_same(
     headline: str,
     recipe: tuple[str, ...],
     tmp_path: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    steps_recorded: Callable[[Path], int],
-    summary: Callable[[Path], Any],
+    start: Call,
+    run: Call,
+    run_here: Call,
+    steps_recorded: Call,
+    summary: Call,
 ) -> None:
     def outcome(run_dir: Path) -> tuple[Any, ...]:
         found = summary(run_dir)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calls import Call
 
 from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.store import CheckpointStore
@@ -80,7 +80,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.world_size(2)
 def test_sharding_changes_nothing(
-    ground: Path, train_together: Callable[..., Any], run_here: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ground: Path, train_together: Call, run_here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs: dict[str, dict[str, Any]] = {
         "ddp": {},

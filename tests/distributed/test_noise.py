@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 
 import paceline
 from paceline.metrics.gradient_noise import NoiseAverages, estimate
@@ -67,7 +67,7 @@ NUMBERS = ("gradient_variance", "gradient_square", "noise_scale", "noise_scale_l
 
 
 @pytest.fixture
-def together(on_two_ranks: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def together(on_two_ranks: Call, tmp_path: Path) -> Call:
     """``together("a", {...})``: what two processes print that train so in ``tmp_path/a/run``."""
 
     def train(name: str, overrides: dict[str, Any], *, known: bool = False) -> tuple[Path, list[dict[str, Any]]]:
@@ -87,7 +87,7 @@ def together(on_two_ranks: Callable[..., Any], tmp_path: Path) -> Callable[..., 
     ],
 )
 def test_each_process_gives_its_own_norm(
-    together: Callable[..., Any], events: Callable[..., Any], cut: dict[str, Any], measured: tuple[int, ...]
+    together: Call, events: Call, cut: dict[str, Any], measured: tuple[int, ...]
 ) -> None:
     table = np.random.default_rng(5).normal(0.5, 1.0, (2000, 5)).astype(np.float32)
     run, (one, other) = together("a", {**NOISE, **cut}, known=True)
@@ -104,14 +104,12 @@ def test_each_process_gives_its_own_norm(
     assert last["gradient_square"] == pytest.approx(averages.mean_square, rel=1e-4)
 
 
-def test_measuring_changes_no_weight(together: Callable[..., Any]) -> None:
+def test_measuring_changes_no_weight(together: Call) -> None:
     (_, watched), (_, alone) = together("watched", NOISE), together("alone", {})
     assert watched[0]["weights"] == alone[0]["weights"]
 
 
-def test_exact_runs_record_the_same_with_any_number_of_processes(
-    together: Callable[..., Any], tmp_path: Path, course: Callable[..., Any]
-) -> None:
+def test_exact_runs_record_the_same_with_any_number_of_processes(together: Call, tmp_path: Path, course: Call) -> None:
     exact = {**COMMON, **NOISE, "parallel.exact": True, "parallel.logical_ranks": 4}
     run, _ = together("two", exact)
     paceline.train("digits", overrides=exact, run_dir=tmp_path / "one", quiet=True)

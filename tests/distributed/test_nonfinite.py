@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 from PIL import Image
 
 pytestmark = [
@@ -61,14 +62,12 @@ def gallery(studio: Path) -> Iterator[Path]:
     photo.write_bytes(before)
 
 
-def incidents(records: Callable[..., Any], run_dir: Path) -> list[dict[str, Any]]:
+def incidents(records: Call, run_dir: Path) -> list[dict[str, Any]]:
     return [each for each in records(run_dir, "incident") if each["incident"] == "nonfinite_loss"]
 
 
 @pytest.mark.everyday
-def test_replicas_stay_replicas_and_save_together(
-    gallery: Path, run: Callable[..., Any], records: Callable[..., Any], summary: Callable[[Path], Any]
-) -> None:
+def test_replicas_stay_replicas_and_save_together(gallery: Path, run: Call, records: Call, summary: Call) -> None:
     run_dir = gallery / "poisoned"
     notes = {"NOTES": str(gallery / "weights")}
     # By the clock, of which each process has its own: they must agree on the steps after which they save.
@@ -89,11 +88,7 @@ def test_replicas_stay_replicas_and_save_together(
 
 @pytest.mark.thorough
 def test_an_exact_run_leaves_out_the_same_with_any_number_of_processes(
-    gallery: Path,
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    records: Callable[..., Any],
-    summary: Callable[[Path], Any],
+    gallery: Path, run: Call, run_here: Call, records: Call, summary: Call
 ) -> None:
     exact = (*TRAIN, "batch.micro_size=auto", "parallel.exact=true", "checkpoint.every=4 steps", "--run-dir")
     one, two = gallery / "exact-one", gallery / "exact-two"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from calls import Call
 
 RECIPE = """
 model: {name: small_resnet, options: {width: 4, stages: 1, depth: 1}}
@@ -21,7 +21,7 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-def test_all_ranks_or_the_first_write_their_own(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
+def test_all_ranks_or_the_first_write_their_own(tmp_path: Path, train_in_ranks: Call) -> None:
     asked = {"telemetry.profile.steps": 2, "telemetry.profile.after": "2 steps"}
     runs = [("plain", {}), ("first", asked), ("all", {**asked, "telemetry.profile.ranks": "all"})]
     done = train_in_ranks(tmp_path, RECIPE, 2, *runs)

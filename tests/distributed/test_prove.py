@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
@@ -70,7 +70,7 @@ def _checks(done: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.world_size(2)
-def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Call, tmp_path: Path) -> None:
     done = run("prove", *DIGITS, "--json")
     checks = _checks(done)
     assert done.code == 0, done.out
@@ -81,7 +81,7 @@ def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Callable[...
 
 
 @pytest.mark.world_size(2)
-def test_what_only_several_processes_get_wrong(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_only_several_processes_get_wrong(run: Call, tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(PLANTED)
     done = run("prove", *DIGITS, "task=planted:Shared", "--json")
     checks = _checks(done)
@@ -95,7 +95,7 @@ def test_what_only_several_processes_get_wrong(run: Callable[..., Any], tmp_path
 
 
 @pytest.mark.world_size(2)
-def test_exact_processes(run: Callable[..., Any]) -> None:
+def test_exact_processes(run: Call) -> None:
     done = run("prove", *DIGITS, "parallel.exact=true", "--processes", "2", "--json", timeout=200)
     assert done.code == 0, done.out
     assert _checks(done)["processes"]["verdict"] == "passed"
@@ -103,7 +103,7 @@ def test_exact_processes(run: Callable[..., Any]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.world_size(2)
-def test_processes_that_fail_are_told(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_processes_that_fail_are_told(run: Call, tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(
         "import os\n"
         "import paceline\n"
@@ -126,7 +126,7 @@ def test_processes_that_fail_are_told(run: Callable[..., Any], tmp_path: Path) -
     ("place", "number"),
     [("*/one-batch/run", signal.SIGTERM), ("*/2-processes", signal.SIGHUP)],
 )
-def test_a_proof_that_is_ended_leaves_nothing(start: Callable[..., Any], place: str, number: signal.Signals) -> None:
+def test_a_proof_that_is_ended_leaves_nothing(start: Call, place: str, number: signal.Signals) -> None:
     launched = start("prove", *DIGITS)
     launched.wait_for(lambda: list(launched.temporary.glob(f"paceline-prove-{place}")))
     os.kill(launched.process.pid, number)

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
+import shaped
 
 from paceline_advisor.formulas.scaling import Fabric
-
-_module = importlib.util.spec_from_file_location("paceline_test_shaped", Path(__file__).with_name("shaped.py"))
-assert _module is not None
-assert _module.loader is not None
-shaped = importlib.util.module_from_spec(_module)
-sys.modules[_module.name] = shaped
-_module.loader.exec_module(shaped)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.world_size(4)]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calls import Call
 
 from paceline.checkpoint.reading import read_components, read_manifest, verify
 from paceline.checkpoint.store import CheckpointStore
@@ -95,13 +95,13 @@ def ground(studio: Path) -> Path:
 
 
 @pytest.fixture
-def together(ground: Path, train_together: Callable[..., Any]) -> Callable[..., Any]:
+def together(ground: Path, train_together: Call) -> Call:
     """Train several runs, one after another, by the same processes."""
     return partial(train_together, "recipe.yaml", where=ground)
 
 
 @pytest.fixture
-def alone(ground: Path, run_here: Callable[..., Any]) -> Callable[..., None]:
+def alone(ground: Path, run_here: Call) -> Call:
     """Train a run in this process."""
 
     def trainer(name: str, overrides: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def is_in_parts(path: Path) -> bool:
 
 @pytest.mark.world_size(2)
 @pytest.mark.everyday
-def test_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) -> None:
+def test_sharding_changes_no_bit(ground: Path, together: Call) -> None:
     # BatchNorm, dropout, a moving average, clipping and augmentation.
     together({"short-ddp": SHORT, "short-fsdp": SHORT | FSDP})
     assert difference(state(ground / "short-fsdp"), state(ground / "short-ddp")) == 0
@@ -153,7 +153,7 @@ def test_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) ->
 
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # what no_dist asks for
-def test_going_on_with_other_sharding_changes_no_bit(ground: Path, together: Callable[..., None]) -> None:
+def test_going_on_with_other_sharding_changes_no_bit(ground: Path, together: Call) -> None:
     # BatchNorm, dropout, a moving average, clipping and augmentation: two processes, with and without sharding; and
     # from the middle on in another way than before.
     half, until = {"train.until": "6 steps"}, {"train.until": "off"}
@@ -189,9 +189,7 @@ def read_by_torch(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.world_size(2)
-def test_sharded_micro_batches_are_one_big_batch(
-    ground: Path, together: Callable[..., None], alone: Callable[..., None]
-) -> None:
+def test_sharded_micro_batches_are_one_big_batch(ground: Path, together: Call, alone: Call) -> None:
     runs: dict[str, dict[str, Any]] = {}
     for name, changes in OPTIMIZERS.items():
         whole = DOUBLE | changes
@@ -221,7 +219,7 @@ def test_sharded_micro_batches_are_one_big_batch(
 
 
 @pytest.mark.world_size(2)
-def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., None]) -> None:
+def test_votes_count_for_their_own_step(ground: Path, together: Call) -> None:
     # A loss that is no number, and saves by the clock; views, with more batches for one process than for the other.
     votes = DOUBLE | {"train.nonfinite": "skip", "checkpoint.every": "1 hours", "evaluate.every": "off"}
     votes |= {"checkpoint.keep_best": False, "model.name": "models:spoiled"}
@@ -255,7 +253,7 @@ def test_votes_count_for_their_own_step(ground: Path, together: Callable[..., No
 
 
 @pytest.mark.world_size(4)
-def test_copies_in_groups(ground: Path, together: Callable[..., None], alone: Callable[..., None]) -> None:
+def test_copies_in_groups(ground: Path, together: Call, alone: Call) -> None:
     # Hybrid: two groups of two; more processes than validation batches and than a last step's samples, too.
     alone("hybrid-alone", DOUBLE | {"batch.micro_size": 16})
     groups = DOUBLE | FSDP | {"parallel.shard_size": 2, "batch.micro_size": 4, "evaluate.batch_size": 16}
@@ -272,7 +270,7 @@ def test_copies_in_groups(ground: Path, together: Callable[..., None], alone: Ca
 
 
 @pytest.mark.world_size(2)
-def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) -> None:
+def test_a_damaged_part_is_found(ground: Path, together: Call) -> None:
     together({"damaged": DOUBLE | FSDP | {"train.until": "8 steps"}})
     store = CheckpointStore(ground / "damaged" / "checkpoints")
     part = store.path(8) / "ema" / "part-00001.safetensors"
@@ -290,11 +288,7 @@ def test_a_damaged_part_is_found(ground: Path, together: Callable[..., None]) ->
 
 @pytest.mark.world_size(2)
 def test_killed_while_parts_are_written(
-    ground: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    steps_recorded: Callable[[Path], int],
+    ground: Path, start: Call, run: Call, run_here: Call, steps_recorded: Call
 ) -> None:
     longer = {"train.duration": "40 steps", "checkpoint.every": "2 steps"}
     changes = [f"{key}={value}" for key, value in (SHORT | FSDP | longer).items()]

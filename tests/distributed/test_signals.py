@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline.records.ledger import read_ledger
 
@@ -44,13 +45,7 @@ def to_a_rank_and_its_workers(launched: Any, number: int) -> None:
 
 
 @pytest.fixture
-def stop(
-    start: Callable[..., Any],
-    steps_recorded: Callable[[Path], int],
-    summary: Callable[[Path], Any],
-    same_so_far: Callable[[Path], int],
-    studio: Path,
-) -> Callable[..., int]:
+def stop(start: Call, steps_recorded: Call, summary: Call, same_so_far: Call, studio: Path) -> Call:
     """Start, wait for a step, send a signal, and check everything that must be true of the stop."""
 
     def stopper(
@@ -113,13 +108,7 @@ OUR_LAUNCHER = (
 
 @pytest.mark.real_processes
 def test_stopped_again_and_again(
-    studio: Path,
-    stop: Callable[..., int],
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    steps_recorded: Callable[[Path], int],
-    same_so_far: Callable[[Path], int],
-    same_outcome: Callable[[Path], None],
+    studio: Path, stop: Call, start: Call, run: Call, steps_recorded: Call, same_so_far: Call, same_outcome: Call
 ) -> None:
     """By every signal and, last of all, by the death of the launcher."""
     run_dir = studio / "stopped"
@@ -147,11 +136,7 @@ def test_stopped_again_and_again(
 @pytest.mark.real_processes
 @pytest.mark.world_size(1)
 def test_a_single_process_with_its_workers(
-    studio: Path,
-    stop: Callable[..., int],
-    run_here: Callable[..., Any],
-    summary: Callable[[Path], Any],
-    records: Callable[..., Any],
+    studio: Path, stop: Call, run_here: Call, summary: Call, same_end: Call
 ) -> None:
     changes = ("train.duration=40 steps",)
     whole, run_dir = studio / "alone-whole", studio / "alone-stopped"
@@ -162,19 +147,12 @@ def test_a_single_process_with_its_workers(
         reached = stop(send, number, command, run_dir, after=reached + 3, comparable=False)
     assert run_here(*command).code == 0
     assert summary(run_dir)["resumes"] == 2
-    for key in ("weights_sha256", "ema_sha256", "metrics"):
-        assert summary(run_dir)[key] == summary(whole)[key]
-    assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
+    same_end(run_dir, whole)
 
 
 @pytest.mark.real_processes
 def test_under_torchrun(
-    studio: Path,
-    stop: Callable[..., int],
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    steps_recorded: Callable[[Path], int],
-    same_outcome: Callable[[Path], None],
+    studio: Path, stop: Call, start: Call, run: Call, steps_recorded: Call, same_outcome: Call
 ) -> None:
     """torchrun's own exit code tells a stop from a failure by no means; what lies in the run directory does.
 
@@ -219,12 +197,7 @@ class Slow(nn.Module):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.everyday
 def test_a_second_signal_ends_at_once(
-    studio: Path,
-    tmp_path: Path,
-    start: Callable[..., Any],
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    processes: int,
+    studio: Path, tmp_path: Path, start: Call, run: Call, run_here: Call, processes: int
 ) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     changes = ("model.name=slow:Slow", "model.options=null", "data.workers=0", "train.duration=6 steps")
@@ -252,7 +225,7 @@ def test_a_second_signal_ends_at_once(
 
 @pytest.mark.real_processes
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
-def test_stopped_before_it_has_begun(studio: Path, start: Callable[..., Any], number: int) -> None:
+def test_stopped_before_it_has_begun(studio: Path, start: Call, number: int) -> None:
     """Nothing is lost yet, so nothing need be saved; but nobody stays, and nobody complains at length."""
     run_dir = studio / f"too-early-{number}"
     launched = start(*TRAIN, run_dir, where=studio)
@@ -279,7 +252,7 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
 @pytest.mark.parametrize("peer", ["never comes", "hangs"])
 def test_a_rank_that_waits_for_another_can_be_stopped(
-    studio: Path, tmp_path: Path, start: Callable[..., Any], number: int, peer: str
+    studio: Path, tmp_path: Path, start: Call, number: int, peer: str
 ) -> None:
     """Within seconds, not after parallel.timeout, which is ten minutes."""
     meeting = tmp_path / "meeting"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
@@ -38,7 +37,7 @@ TRAIN = (
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("rank", "exact"), [pytest.param(0, "true", marks=pytest.mark.thorough), (1, "false")])
-def test_a_slow_rank_is_named(studio: Path, run: Callable[..., Any], rank: int, exact: str) -> None:
+def test_a_slow_rank_is_named(studio: Path, run: Call, rank: int, exact: str) -> None:
     (studio / "sluggish.py").write_text(SLUGGISH)
     run_dir = studio / f"slow-{rank}"
     more = (f"parallel.exact={exact}", *(["parallel.logical_ranks=2"] if exact == "true" else []))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import Call
 
 from paceline.cli.main import run as run_command_line
 
@@ -61,11 +62,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def paceline_in(
-    library: Path,
-    run: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> Iterator[Callable[..., str]]:
+    library: Path, run: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Call]:
     """Run a command in the library, alone in this process or in several others; returns what it prints."""
     import torch
 
@@ -90,7 +88,7 @@ def paceline_in(
 
 
 @pytest.fixture
-def train(library: Path, paceline_in: Callable[..., str]) -> Callable[..., Path]:
+def train(library: Path, paceline_in: Call) -> Call:
     def trainer(name: str, *overrides: str, processes: int = 1) -> Path:
         paceline_in("train", "recipe.yaml", *overrides, "--run-dir", name, processes=processes)
         return library / name
@@ -100,9 +98,7 @@ def train(library: Path, paceline_in: Callable[..., str]) -> Callable[..., Path]
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("objective", [(), pytest.param(CAUSAL, marks=pytest.mark.thorough)])
-def test_parts_of_different_weight_add_up_to_one_big_batch(
-    train: Callable[..., Path], objective: tuple[str, ...]
-) -> None:
+def test_parts_of_different_weight_add_up_to_one_big_batch(train: Call, objective: tuple[str, ...]) -> None:
     """Plain SGD with a rate of 1: two steps' weights are the gradients. Two processes of three micro-batches each."""
     import torch
 
@@ -120,9 +116,7 @@ def test_parts_of_different_weight_add_up_to_one_big_batch(
 
 @pytest.mark.thorough
 @pytest.mark.world_size(3)
-def test_an_evaluation_is_the_same_by_any_number_of_processes(
-    train: Callable[..., Path], paceline_in: Callable[..., str]
-) -> None:
+def test_an_evaluation_is_the_same_by_any_number_of_processes(train: Call, paceline_in: Call) -> None:
     run_dir = train("scored", *CAUSAL)
     answers = []
     for processes in (1, 2, 3):
@@ -133,7 +127,7 @@ def test_an_evaluation_is_the_same_by_any_number_of_processes(
 
 @pytest.mark.world_size(2)
 @pytest.mark.everyday
-def test_exact_runs_have_the_same_bits_in_any_world(train: Callable[..., Path], summary: Callable[[Path], Any]) -> None:
+def test_exact_runs_have_the_same_bits_in_any_world(train: Call, summary: Call) -> None:
     asked = ("parallel.exact=true", "batch.global_size=16", "model.options.dropout=0.1", "train.duration=6 steps")
     alone, together = train("one", *asked), train("two", *asked, processes=2)
     assert summary(together)["weights_sha256"] == summary(alone)["weights_sha256"]
@@ -142,11 +136,7 @@ def test_exact_runs_have_the_same_bits_in_any_world(train: Callable[..., Path], 
 
 @pytest.mark.world_size(2)
 def test_killed_and_resumed_it_ends_with_the_same_bits(
-    library: Path,
-    train: Callable[..., Path],
-    start: Callable[..., Any],
-    summary: Callable[[Path], Any],
-    steps_recorded: Callable[[Path], int],
+    library: Path, train: Call, start: Call, summary: Call, steps_recorded: Call
 ) -> None:
     asked = ("train.duration=40 steps", "optimizer.lr=0.1", "model.options.dropout=0.1", "parallel.exact=true")
     asked = (*asked, "batch.global_size=16")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from calls import Call
 
 from paceline.checkpoint.weights import read_weights
 from paceline.report.audit import audit_run
@@ -66,7 +66,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [event for line in lines if (event := json.loads(line))["event"] == "step"]
 
 
-def test_two_processes_compute_what_one_does(ground: Path, train_in_ranks: Callable[..., dict[str, list[Any]]]) -> None:
+def test_two_processes_compute_what_one_does(ground: Path, train_in_ranks: Call) -> None:
     recipe = RECIPE.replace("PATH", str(ground / "texts"))
     cases: dict[str, dict[str, Any]] = {"plain": {}, "exact": EXACT, "packed": PACKED}
     alone = train_in_ranks(ground, recipe, 1, *cases.items())

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = pytest.mark.needs("optuna")
 
 
 def test_killed_it_goes_on_with_the_run_that_was_under_way(
-    start: Callable[..., Any], run: Callable[..., Any], summary: Callable[[Path], Any], tmp_path: Path
+    start: Call, run: Call, summary: Call, tmp_path: Path
 ) -> None:
     (tmp_path / "search.yaml").write_text("optimizer.lr: {low: 0.001, high: 0.1, log: true}\n")
     short = ("train.duration=8 epochs", "evaluate.every=2 epochs", "checkpoint.every=20 steps")

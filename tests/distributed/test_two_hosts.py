@@ -6,22 +6,15 @@ sockets between them are real. Every run is exact, so that it must end like one 
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import hosts
 import pytest
-
-_module = importlib.util.spec_from_file_location("paceline_test_hosts", Path(__file__).with_name("hosts.py"))
-assert _module is not None
-assert _module.loader is not None
-hosts = importlib.util.module_from_spec(_module)
-sys.modules[_module.name] = hosts
-_module.loader.exec_module(hosts)
+from calls import Call
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.world_size(2)]
 
@@ -45,7 +38,7 @@ PATIENCE_SECONDS = 200
 class TwoHosts:
     """A run that two hosts train, and what becomes of it."""
 
-    def __init__(self, network: Any, run_dir: Path, start: Callable[..., Any], train: tuple[object, ...]) -> None:
+    def __init__(self, network: Any, run_dir: Path, start: Call, train: tuple[object, ...]) -> None:
         self.network, self.run_dir = network, run_dir
         self._start, self._train = start, (*train, f"parallel.timeout={TIMEOUT_SECONDS} seconds", "--run-dir", run_dir)
         self._seen = 0
@@ -93,7 +86,7 @@ class TwoHosts:
 
 
 @pytest.fixture
-def two_hosts(patient: tuple[object, ...], tmp_path: Path, start: Callable[..., Any]) -> Iterator[TwoHosts]:
+def two_hosts(patient: tuple[object, ...], tmp_path: Path, start: Call) -> Iterator[TwoHosts]:
     if (reason := hosts.why_not()) is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
     with hosts.network("host1", "host2", "store") as made:
@@ -102,14 +95,8 @@ def two_hosts(patient: tuple[object, ...], tmp_path: Path, start: Callable[..., 
 
 @pytest.fixture
 def ends_like_one(
-    studio: Path,
-    patient: tuple[object, ...],
-    tmp_path: Path,
-    run: Callable[..., Any],
-    run_here: Callable[..., Any],
-    summary: Callable[[Path], Any],
-    records: Callable[..., Any],
-) -> Callable[[Path], None]:
+    studio: Path, patient: tuple[object, ...], tmp_path: Path, run: Call, same_end: Call, audited: Call
+) -> Call:
     """Assert that a run came to what one process alone comes to, which is trained once."""
     whole = studio / "patient-alone"
     if not (whole / "summary.json").exists():
@@ -119,12 +106,8 @@ def ends_like_one(
         (tmp_path / "fast").unlink()
 
     def compare(run_dir: Path) -> None:
-        mine, theirs = summary(run_dir), summary(whole)
-        for key in ("status", "step", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger"):
-            assert mine[key] == theirs[key], key
-        assert records(run_dir, "step", "evaluation") == records(whole, "step", "evaluation")
-        audit = run_here("audit", run_dir, "--json")
-        assert (audit.code, json.loads(audit.out)["passed"]) == (0, True), audit.out
+        same_end(run_dir, whole)
+        audited(run_dir)
 
     return compare
 
@@ -137,7 +120,7 @@ def end_well(*launches: Any) -> None:
         each.seconds_until_alone()
 
 
-def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]) -> None:
+def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: Call) -> None:
     """Names that the hosts find one another by are all that torchrun and gloo need."""
     two_hosts.hurry()
     end_well(two_hosts.start("host1", nodes="2"), two_hosts.start("host2", nodes="2"))
@@ -152,7 +135,7 @@ def test_two_hosts_come_to_the_bits_of_one(two_hosts: TwoHosts, ends_like_one: C
     ],
 )
 def test_a_link_that_is_cut_costs_some_steps(
-    two_hosts: TwoHosts, ends_like_one: Callable[[Path], None], nodes: str, store: str, lost: str
+    two_hosts: TwoHosts, ends_like_one: Call, nodes: str, store: str, lost: str
 ) -> None:
     """No packet says that it is cut: it is noticed by waiting, on both sides."""
     if store == "store":
@@ -174,7 +157,7 @@ def test_a_link_that_is_cut_costs_some_steps(
     ends_like_one(two_hosts.run_dir)
 
 
-def test_a_host_that_dies_may_come_back(two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]) -> None:
+def test_a_host_that_dies_may_come_back(two_hosts: TwoHosts, ends_like_one: Call) -> None:
     first, second = two_hosts.start("host1"), two_hosts.start("host2")
     two_hosts.wait_until_trained_by(2, first)
     two_hosts.wait_for_checkpoint(first)
@@ -188,7 +171,7 @@ def test_a_host_that_dies_may_come_back(two_hosts: TwoHosts, ends_like_one: Call
 
 
 def test_all_end_with_the_host_of_the_store_and_the_same_commands_go_on(
-    two_hosts: TwoHosts, ends_like_one: Callable[[Path], None]
+    two_hosts: TwoHosts, ends_like_one: Call
 ) -> None:
     first, second = two_hosts.start("host1"), two_hosts.start("host2")
     two_hosts.wait_until_trained_by(2, first)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from calls import Call
 
 # Two launches one after the other, each with the time that the fixture gives it.
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -29,25 +28,6 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-def test_a_resume_around_the_step_gives_the_same_bits(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
-    """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
-    pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3)]
-    done = train_in_ranks(tmp_path, RECIPE, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
-    assert done["whole"][2] == 6
-    assert {name: found for name, found in done.items() if found != done["whole"]} == {}
-
-
-@pytest.mark.parametrize("processes", [2])
-def test_an_exact_run_does_not_depend_on_the_processes(
-    tmp_path: Path, processes: int, train_in_ranks: Callable[..., Any]
-) -> None:
-    exact = {"parallel.exact": True, "parallel.logical_ranks": 4, "batch.micro_size": "auto"}
-    (tmp_path / "alone").mkdir()
-    (tmp_path / "together").mkdir()
-    alone = train_in_ranks(tmp_path / "alone", RECIPE, 1, ("run", exact))
-    assert train_in_ranks(tmp_path / "together", RECIPE, processes, ("run", exact)) == alone
-
-
 # The speed runs' network and update rule, which begin from the images, and a bias that is trained for a while.
 SPEED = """
 model:
@@ -67,18 +47,21 @@ telemetry: {log_every: 1 steps, trackers: [], report: off}
 """
 
 
-def test_a_speed_run_goes_on_in_three_processes_to_the_bit(tmp_path: Path, train_in_ranks: Callable[..., Any]) -> None:
-    pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in (2, 3, 4)]
-    done = train_in_ranks(tmp_path, SPEED, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
+@pytest.mark.parametrize(("recipe", "stops"), [(RECIPE, (2, 3)), (SPEED, (2, 3, 4))], ids=["unfreezing", "speed"])
+def test_a_resume_around_the_step_gives_the_same_bits(
+    tmp_path: Path, train_in_ranks: Call, recipe: str, stops: tuple[int, ...]
+) -> None:
+    """Three processes: with fewer, the order in which DDP's buckets are added up does not show."""
+    pieces = [(f"until-{step}", {"train.until": f"{step} steps"}) for step in stops]
+    done = train_in_ranks(tmp_path, recipe, 3, ("whole", {}), *pieces, *((name, {}) for name, _ in pieces))
     assert done["whole"][2] == 6
     assert {name: found for name, found in done.items() if found != done["whole"]} == {}
 
 
-def test_an_exact_speed_run_has_the_same_bits_from_one_process_and_two(
-    tmp_path: Path, train_in_ranks: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("recipe", [RECIPE, SPEED], ids=["unfreezing", "speed"])
+def test_an_exact_run_does_not_depend_on_the_processes(tmp_path: Path, train_in_ranks: Call, recipe: str) -> None:
     exact = {"parallel.exact": True, "parallel.logical_ranks": 4, "batch.micro_size": "auto"}
     (tmp_path / "alone").mkdir()
     (tmp_path / "together").mkdir()
-    alone = train_in_ranks(tmp_path / "alone", SPEED, 1, ("run", exact))
-    assert train_in_ranks(tmp_path / "together", SPEED, 2, ("run", exact)) == alone
+    alone = train_in_ranks(tmp_path / "alone", recipe, 1, ("run", exact))
+    assert train_in_ranks(tmp_path / "together", recipe, 2, ("run", exact)) == alone

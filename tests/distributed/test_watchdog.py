@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 
 from paceline.records.ledger import ledger_path, read_ledger
 
@@ -96,7 +97,7 @@ HOST = socket.gethostname()
 
 
 @pytest.fixture
-def faulty(studio: Path, start: Callable[..., Any], run: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def faulty(studio: Path, start: Call, run: Call, tmp_path: Path) -> Call:
     """Train with a fault, and return how it ended, and how long after the fault; without it, it goes on."""
     (studio / "faulty.py").write_text(FAULTY)
     run_dir, trace = tmp_path / "run", tmp_path / "trace"
@@ -148,7 +149,7 @@ def _tells(done: Any, phase: str, culprit: str, *, step: int = 5) -> None:
     ],
 )
 @pytest.mark.everyday
-def test_a_rank_that_hangs_is_named(faulty: Callable[..., Any], how: str, phase: str, culprit: str) -> None:
+def test_a_rank_that_hangs_is_named(faulty: Call, how: str, phase: str, culprit: str) -> None:
     done, seconds = faulty(how)
     _tells(done, phase, culprit)
     # Before the exchange in which the other one waits gives up, which would tell nothing.
@@ -156,7 +157,7 @@ def test_a_rank_that_hangs_is_named(faulty: Callable[..., Any], how: str, phase:
     assert seconds > 0.5 * TIMEOUT_SECONDS
 
 
-def test_torchrun_ends_with_it(faulty: Callable[..., Any]) -> None:
+def test_torchrun_ends_with_it(faulty: Call) -> None:
     done, _ = faulty("forward", launcher=(), torchrun=2)
     assert done.code != 0
     for rank in (0, 1):
@@ -166,7 +167,7 @@ def test_torchrun_ends_with_it(faulty: Callable[..., Any]) -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_that_is_stopped_for_good_is_named(faulty: Callable[..., Any]) -> None:
+def test_a_rank_that_is_stopped_for_good_is_named(faulty: Call) -> None:
     done, _ = faulty("stopped", goes_on=False)
     assert done.code == 1
     assert re.search(rf"\nrank 1 on {HOST}, last seen in .+, has not been heard of for \d\.\d s: it was", done.err)
@@ -174,7 +175,7 @@ def test_a_rank_that_is_stopped_for_good_is_named(faulty: Callable[..., Any]) ->
     assert "Timed out" not in done.err
 
 
-def _trap(studio: Path, run: Callable[..., Any]) -> Path:
+def _trap(studio: Path, run: Call) -> Path:
     """The image that rank 1 reads in step 5 and nobody before, as an undisturbed run tells."""
     (studio / "faulty.py").write_text(FAULTY)
     before = studio / "before-the-trap"
@@ -188,9 +189,7 @@ def _trap(studio: Path, run: Callable[..., Any]) -> Path:
 
 
 @pytest.fixture
-def trapped(
-    studio: Path, start: Callable[..., Any], run: Callable[..., Any], tmp_path: Path
-) -> Iterator[Callable[[int], tuple[Any, Path]]]:
+def trapped(studio: Path, start: Call, run: Call, tmp_path: Path) -> Iterator[Callable[[int], tuple[Any, Path]]]:
     """Start a run in which rank 1 comes to an image that never comes: a pipe that nobody writes to.
 
     Afterwards, with the image in its place, it must go on.
@@ -262,7 +261,7 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 @pytest.mark.thorough
-def test_an_error_says_on_which_host_and_in_which_step_with_which_samples(faulty: Callable[..., Any]) -> None:
+def test_an_error_says_on_which_host_and_in_which_step_with_which_samples(faulty: Call) -> None:
     done, _ = faulty("raise", goes_on=False)
     assert done.code == 1
     assert done.err.startswith("paceline: rank 1 failed first:\nTraceback")
@@ -277,7 +276,7 @@ def test_an_error_says_on_which_host_and_in_which_step_with_which_samples(faulty
 
 
 @pytest.mark.thorough
-def test_all_that_stand_still_are_shown(faulty: Callable[..., Any]) -> None:
+def test_all_that_stand_still_are_shown(faulty: Call) -> None:
     done, _ = faulty("forward", on="0,1", goes_on=False)
     assert done.code == 1
     for rank in (0, 1):
@@ -310,7 +309,7 @@ def test_all_that_stand_still_are_shown(faulty: Callable[..., Any]) -> None:
     ],
 )
 def test_is_waited_for(
-    studio: Path, run: Callable[..., Any], tmp_path: Path, how: str, more: tuple[str, ...], variables: dict[str, str]
+    studio: Path, run: Call, tmp_path: Path, how: str, more: tuple[str, ...], variables: dict[str, str]
 ) -> None:
     (studio / "faulty.py").write_text(FAULTY)
     variables = {"HOW": how, "TRACE": str(tmp_path / "trace"), **variables}
@@ -326,9 +325,7 @@ def test_is_waited_for(
 
 
 @pytest.mark.thorough
-def test_a_first_rank_that_is_stopped_and_keeps_the_store_is_named(
-    studio: Path, start: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_first_rank_that_is_stopped_and_keeps_the_store_is_named(studio: Path, start: Call, tmp_path: Path) -> None:
     """Without a launcher the store is in the first rank's process, and does not answer either."""
     (studio / "faulty.py").write_text(FAULTY)
     port = random.SystemRandom().randrange(20_000, 32_000)  # below those that a socket gets which asks for any

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from calls import Call
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow, pytest.mark.thorough]
 
@@ -83,7 +83,7 @@ class Spare(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def told(on_two_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(on_two_ranks: Call, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the first of the two has to say, by the name of the way; both must say the same."""
     directory = tmp_path_factory.mktemp("ways")
     (directory / "spare.py").write_text(SPARE)
@@ -95,7 +95,7 @@ def told(on_two_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def ways(told: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
+def ways(told: dict[str, Any]) -> Call:
     """What came of a way that must have succeeded."""
 
     def way(name: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def ways(told: dict[str, Any]) -> Callable[[str], dict[str, Any]]:
     return way
 
 
-def test_a_compiled_run_is_the_same_run(ways: Callable[[str], dict[str, Any]]) -> None:
+def test_a_compiled_run_is_the_same_run(ways: Call) -> None:
     """Cut at DDP's buckets, and traced without inductor: the same operations, and so the same bits."""
     plain, compiled = ways("plain"), ways("compiled")
     assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-5)
@@ -115,7 +115,7 @@ def test_a_compiled_run_is_the_same_run(ways: Callable[[str], dict[str, Any]]) -
 
 
 @pytest.mark.parametrize("way", ["static", "static and compiled"])
-def test_a_static_graph_changes_nothing(ways: Callable[[str], dict[str, Any]], way: str) -> None:
+def test_a_static_graph_changes_nothing(ways: Call, way: str) -> None:
     assert ways(way)["loss"] == pytest.approx(ways("plain")["loss"], rel=1e-5)
 
 
@@ -124,5 +124,5 @@ def test_unused_parameters_are_named_by_both(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["unused, allowed", "unused, static"])
-def test_allowed_unused_parameters_change_nothing_else(ways: Callable[[str], dict[str, Any]], way: str) -> None:
+def test_allowed_unused_parameters_change_nothing_else(ways: Call, way: str) -> None:
     assert ways(way)["loss"] == pytest.approx(ways("body")["loss"], rel=1e-6)

@@ -5,7 +5,6 @@ The loop below shares nothing with the trainer but the samples, their order and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import Call
 
 import paceline
 from paceline.data.clicks.datasets import open_clicks
@@ -61,9 +61,7 @@ def plain_loop(recipe: Any, *, sparse: bool, micro: int) -> dict[str, torch.Tens
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("micro", [16, 4])
 @pytest.mark.everyday
-def test_the_same_bits_as_a_plain_loop(
-    runs: Path, tmp_path: Path, weights: Callable[..., Any], sparse: bool, micro: int
-) -> None:
+def test_the_same_bits_as_a_plain_loop(runs: Path, tmp_path: Path, weights: Call, sparse: bool, micro: int) -> None:
     path = tmp_path / "clicks.yaml"
     path.write_text(RECIPE.replace("SPARSE", str(sparse).lower()).replace("MICRO", str(micro)))
     threads = torch.get_num_threads()

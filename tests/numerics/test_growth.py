@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import Call
 from torch import nn
 
 from paceline.data.order import epoch_order
@@ -49,11 +50,7 @@ def scaling(rule: str) -> dict[str, Any]:
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 @pytest.mark.everyday
 def test_the_same_bits_as_a_plain_loop(
-    rule: str,
-    train_tiny: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    weights: Callable[..., dict[str, torch.Tensor]],
-    events: Callable[..., Any],
+    rule: str, train_tiny: Call, tiny_task: Call, weights: Call, events: Call
 ) -> None:
     result = train_tiny("run", {**GROWTH, **scaling(rule)})
     source = tiny_task()(None).dataset.train
@@ -81,7 +78,7 @@ def test_the_same_bits_as_a_plain_loop(
         assert torch.equal(ours[key], value), key
 
 
-def test_the_ledger_holds_the_slices_of_the_order(train_tiny: Callable[..., Any]) -> None:
+def test_the_ledger_holds_the_slices_of_the_order(train_tiny: Call) -> None:
     result = train_tiny("run", GROWTH)
     entries = list(read_ledger(result.run_dir / "ledger" / "rank-00000.ids"))
     for number, (epoch, ids) in enumerate(steps(), 1):
@@ -92,7 +89,7 @@ def test_the_ledger_holds_the_slices_of_the_order(train_tiny: Callable[..., Any]
     assert result.summary.ledger.epochs_complete == 4
 
 
-def test_the_audit_sees_steps_of_another_size(train_tiny: Callable[..., Any]) -> None:
+def test_the_audit_sees_steps_of_another_size(train_tiny: Call) -> None:
     run_dir: Path = train_tiny("run", GROWTH).run_dir
     plan = json.loads((run_dir / "plan.json").read_text())
     plan["batch_phases"][1]["global_batch_size"] = 26
@@ -100,9 +97,7 @@ def test_the_audit_sees_steps_of_another_size(train_tiny: Callable[..., Any]) ->
     assert any("step 5" in each for each in audit_run(run_dir).objections)
 
 
-def test_what_is_done_every_epoch_is_done_at_its_end(
-    train_tiny: Callable[..., Any], events: Callable[..., Any]
-) -> None:
+def test_what_is_done_every_epoch_is_done_at_its_end(train_tiny: Call, events: Call) -> None:
     often = {"evaluate.every": "1 epochs", "checkpoint.every": "2 epochs", "checkpoint.keep_best": False}
     result = train_tiny("run", {**GROWTH, **often})
     evaluations = [(event["step"], event["epoch"]) for event in events(result.run_dir, "evaluation")]
@@ -110,7 +105,7 @@ def test_what_is_done_every_epoch_is_done_at_its_end(
     assert [event["step"] for event in events(result.run_dir, "checkpoint")] == [6, 12]
 
 
-def test_another_growth_is_another_run(train_tiny: Callable[..., Any]) -> None:
+def test_another_growth_is_another_run(train_tiny: Call) -> None:
     train_tiny("run", {**GROWTH, "train.until": "1 epochs"})
     with pytest.raises(PacelineError, match=r"another recipe: .*batch\.growth\.2 was 48 and is now 32"):
         train_tiny("run", {**GROWTH, "batch.growth": {1: 48, 2: 32, 3: 16}})
@@ -120,9 +115,7 @@ def flat_with_batchnorm() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-def test_a_tail_of_single_samples_is_found_in_every_size(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_a_tail_of_single_samples_is_found_in_every_size(train_tiny: Call, tiny_task: Call) -> None:
     """35 samples in steps of 16 end with three; in steps of 32 with three over two micro-batches, one of one sample."""
     task = tiny_task(train_images=35, make_network=flat_with_batchnorm)
     assert train_tiny("even", {"train.duration": "2 epochs"}, task=task).status == "completed"
@@ -132,7 +125,7 @@ def test_a_tail_of_single_samples_is_found_in_every_size(
     assert train_tiny("cut", {"train.duration": "4 steps", "batch.growth": {1: 32}}, task=task).status == "completed"
 
 
-def test_a_run_in_its_second_size_knows_which_epochs_are_over(train_tiny: Callable[..., Any]) -> None:
+def test_a_run_in_its_second_size_knows_which_epochs_are_over(train_tiny: Call) -> None:
     """One step of all samples, and then two of four: one epoch is over, and the next one lacks nothing yet."""
     sizes = {"batch.global_size": 64, "batch.growth": {1: 16}, "train.duration": "3 epochs", "train.until": "3 steps"}
     result = train_tiny("run", sizes)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call
 from PIL import Image
 
 import paceline
@@ -59,7 +59,7 @@ def packed(source: Path, destination: Path, **options: Any) -> Path:
 
 
 @pytest.fixture
-def train(tmp_path: Path, runs: Path) -> Callable[..., Any]:
+def train(tmp_path: Path, runs: Path) -> Call:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
 
@@ -72,7 +72,7 @@ def train(tmp_path: Path, runs: Path) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_folder_and_its_packed_originals_give_the_same_weights(
-    photos: Path, tmp_path: Path, runs: Path, train: Callable[..., Any], workers: int
+    photos: Path, tmp_path: Path, runs: Path, train: Call, workers: int
 ) -> None:
     root = packed(photos, tmp_path / "packed", shard_bytes=4000)
     folder = train("folder", "image_folder", photos, **CROPS, **{"data.workers": workers})
@@ -81,9 +81,7 @@ def test_a_folder_and_its_packed_originals_give_the_same_weights(
     assert ours.summary.metrics == folder.summary.metrics
 
 
-def test_a_packed_run_goes_on_with_the_same_bits(
-    photos: Path, tmp_path: Path, runs: Path, train: Callable[..., Any]
-) -> None:
+def test_a_packed_run_goes_on_with_the_same_bits(photos: Path, tmp_path: Path, runs: Path, train: Call) -> None:
     root = packed(photos, tmp_path / "packed", shard_bytes=4000)
     whole = train("whole", "packed", root, **CROPS, **{"data.workers": 0})
     # At an epoch's end, and in the midst of one.
@@ -96,9 +94,7 @@ def test_a_packed_run_goes_on_with_the_same_bits(
     assert audit_run(runs / name).passed
 
 
-def test_what_was_packed_otherwise_is_no_continuation(
-    photos: Path, tmp_path: Path, runs: Path, train: Callable[..., Any]
-) -> None:
+def test_what_was_packed_otherwise_is_no_continuation(photos: Path, tmp_path: Path, runs: Path, train: Call) -> None:
     root = packed(photos, tmp_path / "packed", shard_bytes=4000)
     whole = train("whole", "packed", root, **CROPS)
     # Other shards hold the same images; other pixels are other data.
@@ -114,7 +110,7 @@ def test_what_was_packed_otherwise_is_no_continuation(
 
 
 def test_small_pixels_are_held_in_memory_and_learned_alike(
-    photos: Path, tmp_path: Path, runs: Path, train: Callable[..., Any]
+    photos: Path, tmp_path: Path, runs: Path, train: Call
 ) -> None:
     root = packed(photos, tmp_path / "packed", mode="raw", size=16)
     small = {"data.augment.crop": "pad", "data.augment.padding": 2, "data.augment.flip": 0.5}
@@ -124,7 +120,7 @@ def test_small_pixels_are_held_in_memory_and_learned_alike(
     assert in_memory.summary.weights_sha256 == by_workers.summary.weights_sha256
 
 
-def test_shapes_come_from_the_index(photos: Path, tmp_path: Path, runs: Path, train: Callable[..., Any]) -> None:
+def test_shapes_come_from_the_index(photos: Path, tmp_path: Path, runs: Path, train: Call) -> None:
     root = packed(photos, tmp_path / "packed")
     shown = {**CROPS, "data.evaluation_shape": "rectangular", "data.evaluation_multiple": 4}
     folder = train("folder", "image_folder", photos, **shown)

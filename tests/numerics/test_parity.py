@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import Call
 from torch import nn
 
 from paceline.data.order import epoch_order
@@ -37,7 +38,7 @@ class Pixels:
 
 
 @pytest.fixture
-def pixels(tiny_task: Callable[..., Any]) -> Pixels:
+def pixels(tiny_task: Call) -> Pixels:
     source = tiny_task()(None).dataset.train
     return Pixels(source.images, source.labels)
 
@@ -126,9 +127,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.optim.Optimiz
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.everyday
-def test_the_same_bits_as_a_plain_loop(
-    case: str, train_tiny: Callable[..., Any], weights: Callable[..., dict[str, torch.Tensor]], pixels: Pixels
-) -> None:
+def test_the_same_bits_as_a_plain_loop(case: str, train_tiny: Call, weights: Call, pixels: Pixels) -> None:
     overrides, optimize, options = CASES[case]
     result = train_tiny(
         "run", {"seed": SEED, "train.duration": f"{STEPS} steps", "evaluate.every": "7 steps", **overrides}
@@ -141,7 +140,7 @@ def test_the_same_bits_as_a_plain_loop(
 
 
 def test_the_recorded_loss_is_the_mean_over_the_samples_since_the_last_record(
-    train_tiny: Callable[..., Any], events: Callable[..., Any], pixels: Pixels
+    train_tiny: Call, events: Call, pixels: Pixels
 ) -> None:
     result = train_tiny("run", {"seed": SEED, "optimizer.lr": 1e-30, "telemetry.log_every": "3 steps"})
     torch.manual_seed(SEED)
@@ -156,7 +155,7 @@ def test_the_recorded_loss_is_the_mean_over_the_samples_since_the_last_record(
 
 
 def test_the_recorded_gradient_norm_is_of_the_whole_gradient_before_clipping(
-    train_tiny: Callable[..., Any], events: Callable[..., Any], pixels: Pixels
+    train_tiny: Call, events: Call, pixels: Pixels
 ) -> None:
     torch.manual_seed(SEED)
     model = resnet()
@@ -201,11 +200,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 @pytest.mark.parametrize("case", ACCUMULATED)
 @pytest.mark.everyday
 def test_micro_batches_are_one_big_batch(
-    case: str,
-    train_tiny: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    weights: Callable[..., dict[str, torch.Tensor]],
-    events: Callable[..., Any],
+    case: str, train_tiny: Call, tiny_task: Call, weights: Call, events: Call
 ) -> None:
     # 53 samples: an epoch's last step has 5 of them, so 4, 8 and 16 micro-batches are ragged, or have none at all.
     task = tiny_task(train_images=53, make_network=Double)
@@ -231,9 +226,7 @@ def test_micro_batches_are_one_big_batch(
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-10)
 
 
-def test_micro_batches_in_float32(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any], weights: Callable[..., dict[str, torch.Tensor]]
-) -> None:
+def test_micro_batches_in_float32(train_tiny: Call, tiny_task: Call, weights: Call) -> None:
     task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.GELU(), nn.Linear(8, 3)))
     whole = train_tiny("whole", {"train.duration": "12 steps"}, task=task)
     for micro in (8, 4):
@@ -241,9 +234,7 @@ def test_micro_batches_in_float32(
         assert largest_difference(weights(parts), weights(whole)) <= 1e-6
 
 
-def test_dropout_differs_between_steps_and_micro_batches(
-    train_tiny: Callable[..., Any], tiny_task: Callable[..., Any]
-) -> None:
+def test_dropout_differs_between_steps_and_micro_batches(train_tiny: Call, tiny_task: Call) -> None:
     class Spy(nn.Dropout):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.training:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import Call
 
 from paceline.data.batch import Batch
 from paceline.recipe.load import load_recipe
@@ -87,7 +88,7 @@ def cut_off_in(step: int) -> Callable[[Batch, torch.Tensor], None]:
     return on_loss
 
 
-def same_end(whole: Any, pieces: Any, course: Callable[[Path], Any]) -> None:
+def same_end(whole: Any, pieces: Any, course: Call) -> None:
     assert pieces.status == "completed"
     assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
     assert pieces.summary.ema_sha256 == whole.summary.ema_sha256
@@ -101,11 +102,7 @@ def same_end(whole: Any, pieces: Any, course: Callable[[Path], Any]) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.everyday
 def test_stopped_after_any_step(
-    variant: str,
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
+    variant: str, train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call
 ) -> None:
     overrides = VARIANTS[variant]
     whole = train_shared(overrides)
@@ -120,12 +117,7 @@ def test_stopped_after_any_step(
 
 
 @pytest.mark.everyday
-def test_cut_off_in_any_step(
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
-) -> None:
+def test_cut_off_in_any_step(train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call) -> None:
     # Saved every third step only, so that there is always something to be done, and written, again.
     overrides = {**EVERYTHING, "checkpoint.keep_best": False}
     whole = train_shared(overrides)
@@ -167,11 +159,7 @@ class Brier:
 
 
 def test_cut_off_with_one_s_own_parts(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    train_tiny: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_tiny: Call, tiny_task: Call, course: Call
 ) -> None:
     (tmp_path / "parts.py").write_text(PARTS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -188,12 +176,7 @@ def test_cut_off_with_one_s_own_parts(
     assert (stored.optimizer.options, stored.train.loss_options) == ({"keep": 0.9}, {"power": 1.5})
 
 
-def test_stopped_after_every_step(
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
-) -> None:
+def test_stopped_after_every_step(train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call) -> None:
     whole = train_shared(EVERYTHING)
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     for step in range(1, STEPS):
@@ -205,10 +188,7 @@ def test_stopped_after_every_step(
 
 
 def test_cut_off_twice_in_one_epoch_and_stopped_between(
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
+    train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call
 ) -> None:
     whole = train_shared(EVERYTHING)
     for step in (5, 6):
@@ -222,12 +202,7 @@ def test_cut_off_twice_in_one_epoch_and_stopped_between(
     same_end(whole, last, course)
 
 
-def test_cut_off_in_an_evaluation(
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
-) -> None:
+def test_cut_off_in_an_evaluation(train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call) -> None:
     def fail(*_: Any) -> None:
         raise PowerCutError
 
@@ -238,23 +213,7 @@ def test_cut_off_in_an_evaluation(
     same_end(whole, train_tiny("pieces", EVERYTHING), course)
 
 
-def test_going_back_to_an_earlier_checkpoint(
-    train_tiny: Callable[..., Any], train_shared: Callable[..., Any], course: Callable[[Path], Any]
-) -> None:
-    overrides = {**EVERYTHING, "checkpoint.keep": 9}
-    whole = train_shared(overrides)
-    checkpoint = train_tiny("back", overrides).run_dir / "checkpoints" / "step-00000003"
-    back = train_tiny("back", overrides, resume=str(checkpoint))
-    assert not back.was_complete
-    same_end(whole, back, course)
-
-
-def test_cut_off_after_going_back(
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
-) -> None:
+def test_cut_off_after_going_back(train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call) -> None:
     """The later checkpoints of the first time are gone: to resume from one of them would leave a gap in the records."""
     overrides = {**EVERYTHING, "checkpoint.keep": 9}
     whole = train_shared(overrides)
@@ -281,11 +240,8 @@ OVERFLOWING = {
 }
 
 
-def test_stopped_among_overflowing_steps(
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
+def test_stopped_or_cut_off_among_overflowing_steps(
+    train_tiny: Call, train_shared: Call, tiny_task: Call, course: Call
 ) -> None:
     whole = train_shared(OVERFLOWING)
     assert 0 < whole.summary.step < 13
@@ -293,15 +249,6 @@ def test_stopped_among_overflowing_steps(
         name = f"stopped-{position}"
         train_tiny(name, OVERFLOWING, task=tiny_task(on_loss=asked_to_stop_in(position)))
         same_end(whole, train_tiny(name, OVERFLOWING), course)
-
-
-def test_cut_off_among_overflowing_steps(
-    train_tiny: Callable[..., Any],
-    train_shared: Callable[..., Any],
-    tiny_task: Callable[..., Any],
-    course: Callable[[Path], Any],
-) -> None:
-    whole = train_shared(OVERFLOWING)
     for position in (2, 8, 14):
         name = f"cut-{position}"
         with pytest.raises(PowerCutError):

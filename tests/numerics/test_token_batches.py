@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import Call
 
 import paceline
 from paceline.checkpoint.weights import read_weights
@@ -66,7 +67,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(recipe: Path, runs: Path) -> Iterator[Callable[..., Any]]:
+def train(recipe: Path, runs: Path) -> Iterator[Call]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # what the recipe asks for, and the plain loop beside it
 
@@ -124,9 +125,7 @@ def one_by_one(recipe: Path, rows: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rows", ["single", "packed"])
-def test_any_number_of_micro_batches_is_one_document_after_the_other(
-    rows: str, recipe: Path, train: Callable[..., Any]
-) -> None:
+def test_any_number_of_micro_batches_is_one_document_after_the_other(rows: str, recipe: Path, train: Call) -> None:
     expected = one_by_one(recipe, rows, 6)  # the fifth is the tail
     losses, overrides = [], {"data.text.rows": rows, "train.duration": "6 steps"}
     for micro in (16, 4, 1):
@@ -138,7 +137,7 @@ def test_any_number_of_micro_batches_is_one_document_after_the_other(
     assert losses[0] == pytest.approx(losses[2], rel=1e-10)
 
 
-def test_records_say_what_was_computed(train: Callable[..., Any]) -> None:
+def test_records_say_what_was_computed(train: Call) -> None:
     computed: dict[int, list[int]] = {}
     shown: list[Batch] = []
 
@@ -168,7 +167,7 @@ def test_records_say_what_was_computed(train: Callable[..., Any]) -> None:
     )
 
 
-def test_the_largest_micro_batch_comes_first_and_leaves_no_trace(train: Callable[..., Any]) -> None:
+def test_the_largest_micro_batch_comes_first_and_leaves_no_trace(train: Call) -> None:
     shown: list[Batch] = []
     overrides = {
         "data.text.rows": "single",
@@ -195,7 +194,7 @@ def test_the_largest_micro_batch_comes_first_and_leaves_no_trace(train: Callable
 
 
 @pytest.mark.parametrize("rows", ["single", "packed"])
-def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(rows: str, train: Callable[..., Any]) -> None:
+def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(rows: str, train: Call) -> None:
     class PowerCutError(Exception):
         pass
 
@@ -214,7 +213,7 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(rows: str, train: Cal
     assert audit_run(resumed.run_dir).passed
 
 
-def test_an_audit_needs_the_lengths_for_the_order_alone(train: Callable[..., Any]) -> None:
+def test_an_audit_needs_the_lengths_for_the_order_alone(train: Call) -> None:
     result = train("run", {"data.text.rows": "single"}, asked=task(double=False))
     path = result.run_dir / "sample_lengths.npy"
     lengths = np.load(path)
@@ -233,7 +232,7 @@ def test_an_audit_needs_the_lengths_for_the_order_alone(train: Callable[..., Any
     assert any("out of order" in each for each in audit_run(result.run_dir).objections), "the order is another"
 
 
-def test_with_balance_off_samples_come_as_they_are_drawn(train: Callable[..., Any]) -> None:
+def test_with_balance_off_samples_come_as_they_are_drawn(train: Call) -> None:
     overrides = {"data.text.rows": "single", "batch.balance": False, "batch.micro_size": 4}
     sizes: list[int] = []
     result = train("run", overrides, asked=task(seen=lambda batch: sizes.append(len(batch.ids)), double=False))

@@ -16,6 +16,7 @@ from typing import Any
 import fork_server
 import pytest
 import torch
+from calls import Call
 
 from paceline.checkpoint.mirror import Found, Mirror, Sendable, read_commits
 from paceline.checkpoint.store import CheckpointStore
@@ -34,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def copying(s3: Any, quick: None, tmp_path: Path) -> Iterator[Callable[..., Mirroring]]:
+def copying(s3: Any, quick: None, tmp_path: Path) -> Iterator[Call]:
     begun: list[Mirroring] = []
 
     def begin(address: str, **keys: Any) -> Mirroring:
@@ -65,7 +66,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def test_an_address_that_fails_is_told_and_the_newest_is_copied_when_it_is_back(
-    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path
+    s3: Any, copying: Call, tmp_path: Path
 ) -> None:
     copy = copying("s3://bucket/away")
     s3.down()
@@ -85,18 +86,14 @@ def test_an_address_that_fails_is_told_and_the_newest_is_copied_when_it_is_back(
     assert read_commits(Remote("s3://bucket/away")).commits[0].step == 3
 
 
-def test_patience_comes_to_an_end_if_the_recipe_says_so(
-    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path
-) -> None:
+def test_patience_comes_to_an_end_if_the_recipe_says_so(s3: Any, copying: Call, tmp_path: Path) -> None:
     copy = copying("s3://bucket/impatient", mirror_patience=TimeSpan(1, "seconds"))
     s3.share = 1.0
     copy.offer(saved(tmp_path, 1))
     wait_until(lambda: copy.has_failed)
 
 
-def test_what_went_and_cannot_be_copied_has_not_failed(
-    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path
-) -> None:
+def test_what_went_and_cannot_be_copied_has_not_failed(s3: Any, copying: Call, tmp_path: Path) -> None:
     """Between that and the next checkpoint nothing is tried: the address is given its patience anew."""
     copy = copying("s3://bucket/gone", mirror_patience=TimeSpan(2, "seconds"))
     s3.share = 1.0
@@ -116,7 +113,7 @@ def test_what_went_and_cannot_be_copied_has_not_failed(
     wait_until(lambda: copy.has_failed)
 
 
-def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Callable[..., Mirroring], tmp_path: Path) -> None:
+def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Call, tmp_path: Path) -> None:
     copy = copying("s3://bucket/needed")
     s3.down()
     copy.offer(saved(tmp_path, 1))
@@ -127,7 +124,7 @@ def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Callable[..., Mi
 
 
 def test_a_server_that_says_nothing_is_told_and_holds_up_nobody(
-    s3: Any, copying: Callable[..., Mirroring], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: Any, copying: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.storage.remote._SHORTEST_SILENCE", 1.0)
     s3.share, s3.only, s3.fates = 1.0, "PUT .*/checkpoints/", ("silent",)

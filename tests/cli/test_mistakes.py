@@ -1,0 +1,174 @@
+"""A mistake in any command costs one sentence that names it, before anything is trained, measured or written."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from calls import Call
+
+READERS = (
+    "report --timing",
+    "audit",
+    "export --output w.safetensors",
+    "landscape",
+    "mlperf",
+    "report",
+    "serve",
+    "watch",
+)
+SCALE = "scale digits"
+GIVEN = f"{SCALE} --throughput 1000 --cluster dgx-a100"
+PLAN = "plan digits --cluster dgx-a100 --throughput 1 --one-gpu-batch 64 --most-gpus 16"
+# What is typed, RUN for a run that is there, and what the sentence says of it.
+MISTAKES = [
+    # Words that no command has, and names of nothing.
+    ("trian digits", "Did you mean 'train'?"),
+    ("train", "RECIPE"),
+    ("train digits --run-dri x", "--run-dir"),
+    ("train digits --lr 0.3", "optimizer.lr=0.3"),
+    ("train digits --batch-size=32", "batch.global_size=32"),
+    ("train digits --epochs 3", 'train.duration="3 epochs"'),
+    ("train digits --opt", "optimizer.name="),
+    ("train digits -b 64", "batch.global_size="),
+    ("train digits batch.size=32", "Did you mean 'batch.global_size' or 'batch.micro_size'"),
+    ("train digits 'optimizer.options={foo: 1}' --plan-only", "name=sgd"),
+    ("train digits data.mix.mixup=1 data.mix.epochs=99 --plan-only", "all are mixed"),
+    ("""train digits 'optimizer.groups={"*": {weight_decay: off}}'""", "found off"),
+    ("train digits --processes 0", "--processes"),
+    ("train digits --processes two", "two"),
+    (f"train {'a' * 300}", "File name too long. Correct the path."),
+    ("recipes show", "digits"),
+    ("recipes list", "show"),
+    ("recipes show digit", "Did you mean 'digits'? `paceline recipes` lists all."),
+    ("recipes show nothing", "`paceline recipes` lists all."),
+    ("models resnet5O", "Did you mean 'resnet50'"),
+    # What was trained.
+    ("evaluate x --batch-size 64", "batch.global_size="),
+    ("evaluate x optimizer.lr=1", "not trained"),
+    ("evaluate x --weights average", "ema"),
+    ("evaluate nowhere.safetensors", "there is no file 'nowhere.safetensors'; give a run directory"),
+    ("evaluate run/checkpoints/step-00000009", "there is no checkpoint 'run/checkpoints/step-00000009'"),
+    (f"evaluate {'a' * 300}", "File name too long"),
+    ("evaluate RUN --predictions p.txt", ".jsonl"),
+    ("evaluate RUN --predictions no/p.csv", "directory"),
+    ("predict x y --batch 64", "predict --help"),
+    ("predict x", "--prompt"),
+    ("predict nowhere .", "no image"),
+    ("predict RUN nowhere.png", "nowhere.png"),
+    ("predict RUN", "a language model takes --prompt"),
+    ("predict RUN picture.png --prompt x", "give one of them"),
+    ("predict RUN picture.png --tokens 3", "--tokens has no effect here: it is for --prompt"),
+    ("predict RUN --prompt x", "are no language model's"),
+    *(
+        pair
+        for command in READERS
+        for pair in (
+            (f"{command} nowhere", "there is no run directory 'nowhere'; give "),
+            (f"{command} empty", "'empty' holds no run (no recipe.yaml); give "),
+        )
+    ),
+    ("landscape RUN --measure everything", "'everything' is not one of 'curve'"),
+    ("landscape RUN --measure line", "give two"),
+    ("landscape RUN --measure curve --grid 5", "--grid has no effect on --measure curve"),
+    ("landscape RUN --samples 1", "'1' is not a number of samples"),
+    ("landscape RUN --epsilon big", "'big' is not a valid float"),
+    ("landscape RUN optimizer.lr=1", "override 'optimizer.lr' has no effect"),
+    ("landscape optimizer.lr=1", "no run was named"),
+    ("landscape RUN --output RUN/seen", "is inside the run"),
+    ("landscape nowhere --output /dev/null/seen", "/dev/null/seen"),  # before anything is opened, let alone measured
+    # What is measured.
+    ("bench digits --batch-sizes big", "32,64,128"),
+    ("bench digits --batch-sizes 8,8", "twice"),
+    ("bench digits --parts all", "'together', 'compute', 'data'"),
+    ("bench digits --to loss=1e400", "METRIC=VALUE"),
+    ("bench digits --to 94", "top1_accuracy=94"),
+    ("bench digits --inference --to loss=1", "--inference"),
+    ("bench digits --runs 3", "--to"),
+    ("bench digits --inference --rounds 3", "no effect"),
+    ("bench digits --to loss=1 --batch-sizes 8", "no effect"),
+    ("bench digits evaluate.every=off --to loss=1", "evaluate.every"),
+    ("bench compare a b", "--output"),
+    ("bench compare a", "B"),
+    ("bench digits --output there.yaml", "folder"),
+    ("find-lr digits --lowest 1 --highest 0.1", "a range test from 1 to 0.1 cannot be"),
+    ("find-lr digits --steps 3", "3 steps says nothing"),
+    ("find-lr digits --suggestion vally", "'vally' is not one of"),
+    ("find-lr digits --apply there.yaml", "there is a file of that name already"),
+    ("find-lr digits --output there.yaml", "is a file; name a folder"),
+    ("find-lr digits --lr 0.1", "optimizer.lr=0.1"),
+    ("find-batch digits --memory 4", "a size has a unit: 512MiB, 4GiB or 16GB"),
+    ("find-batch digits --memory '4 lots'", "a size has a unit"),
+    ("find-batch digits --memory 0GiB", "a size has a unit"),
+    ("sweep-batch digits --batch-sizes 16,x --to loss=1", "'x' is not a valid integer"),
+    ("sweep-batch digits --batch-sizes 16,16 --to loss=1", "names 16 twice"),
+    ("sweep-batch digits --batch-sizes 16 --to 94", "METRIC=VALUE"),
+    ("sweep-batch digits --batch-sizes 16 --to top1_acuracy=94", "Did you mean 'top1_accuracy'"),
+    ("sweep-batch digits --batch-sizes 16 --to loss=1 --lr-rules cubic", "'cubic' is not one of"),
+    ("sweep-batch digits --batch-sizes 16 --to loss=1 --max 3", "found '3'"),
+    ("doctor image_folder data.path=nowhere", "has no 'nowhere': correct the path."),
+    ("doctor runs/nowhere", "there is no file or run directory 'runs/nowhere'"),
+    ("doctor digits --device a1000", "'a1000' is not known. Did you mean 'a100'"),
+    ("doctor digits --measure --rounds 1", "1 is not in the range"),
+    ("doctor digits --rounds 5", "--rounds has no effect here: it is for --measure"),
+    ("doctor digits --apply there.yaml", "there is a file of that name already"),
+    ("doctor digits --apply nowhere/better.yaml", "there is no folder"),
+    ("doctor digits --device a100 --measure", "measures on the device that is here"),
+    ("drill image_folder data.path=nowhere", "has no 'nowhere': correct the path."),
+    ("drill digits --only kill-al", "Did you mean 'kill-all'"),
+    ("prove digits --processes 0", "0 is not in the range"),
+    ("prove synthetic data.samples=7 data.classes=2", "there are 7 training samples"),
+    ("prove digits evaluate.metric=f1", "evaluate.metric=f1 is not measured"),
+    ("prove digits task=nowhere:Task", "there is no module 'nowhere'"),
+    # What is predicted.
+    ("estimate digits --device h10", "device: 'h10' is not known. Did you mean 'h100'"),
+    ("formulas zero_byte", "Did you mean 'zero_bytes'"),
+    ("formulas zero_bytes stage=1", "zero_bytes needs parameters"),
+    ("formulas zero_bytes parameters=nan stage=1", "parameters=nan: 'nan' is no finite number"),
+    ("formulas zero_bytes parameters=1e400 stage=1", "'1e400' is no finite number"),
+    ("formulas olympic_mean values=1,inf,3", "'inf' is no finite number"),
+    ("formulas zero_bytes parameters=1e308 stage=1", "the result is too large"),
+    ("formulas zero_bytes parameters=-1 stage=1", "parameters=-1: give a number of at least 0"),
+    ("formulas zero_bytes parameters=1 stage=1 devices=0", "devices=0: give a whole number of at"),
+    ("roofline synthetic --device a10", "device: 'a10' is not known"),
+    (f"{SCALE} --world-sizes 1,two", "'two'"),
+    (f"{SCALE} --world-sizes 0,1", "0 is not in the range"),
+    (f"{SCALE} --cluster dgx-a10 --throughput 1", "Did you mean 'dgx-a100'"),
+    (f"{SCALE} --cluster no.yaml --throughput 1", "cannot be read"),
+    (f"{SCALE} --throughput 1 --step-seconds 1", "--throughput and --step-seconds"),
+    (f"{SCALE} --step-seconds 0.1 --cluster dgx-a100", "--one-gpu-batch"),
+    (f"{SCALE} --one-gpu-batch 8", "--one-gpu-batch belongs to"),
+    (f"{SCALE} --throughput -1", "--throughput"),
+    (f"{SCALE} --throughput nan", "nan is no finite number"),
+    (f"{SCALE} --cluster ethernet-10g parallel.device=cpu", "give --throughput"),
+    # Said before anything is run: one sentence, and no line of a measurement before it.
+    (f"{SCALE} --world-sizes 1,32 --measure parallel.device=cpu", "16 at the most"),
+    (f"{GIVEN} --price-per-gpu-hour inf", "inf is no finite number"),
+    (f"{GIVEN} --rounds 3", "--rounds has no effect here"),
+    (f"{GIVEN} --world-sizes 7", "7 processes"),
+    (f"{GIVEN} --measure", "--measure runs on this machine"),
+    (f"{GIVEN} parallel.exact=true", "parallel.exact=true is not predicted"),
+    (PLAN, "Give --deadline"),
+    (f"{PLAN} --deadline 8", "2 hours"),
+    (f"{PLAN} --budget 10", "--price-per-gpu-hour"),
+    (f"{PLAN} --deadline 8h --lr-rule linear", "--batch-per-gpu"),
+    (f"{PLAN} --budget 0", "--budget"),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), MISTAKES)
+def test_a_mistake_is_one_sentence_and_changes_nothing(
+    paceline_here: Call, finished: Path, tmp_path: Path, typed: str, said: str
+) -> None:
+    (tmp_path / "there.yaml").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    before = sorted(finished.rglob("*"))
+    done = paceline_here(*shlex.split(typed.replace("RUN", str(finished))))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("paceline: ")
+    assert done.err.count("\n") == 1, done.err
+    assert said in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"there.yaml", "empty"}
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+    assert sorted(finished.rglob("*")) == before
