@@ -188,7 +188,7 @@ class SingleProcess(Replicas):
         self._unchecked: nn.Module | None = None if allows_unused else network
 
     def combine(self) -> None:
-        """Gradients are the step's as they are; of the first step, that none is missing is made sure of."""
+        """Combine nothing; after the first step, check that every parameter has a gradient."""
         if self._unchecked is not None:
             refuse_unused(self._unchecked, allowed=False)
             self._unchecked = None

@@ -50,8 +50,8 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
     def make(recipe: Recipe) -> Task:
         tree, where = saved.described("recipe"), str(saved.path)
         trained = saved.described("data").get("task")
+        # A task that was given in Python is in the data's description, and the recipe does not name it.
         if recipe.task in built_in("tasks") and trained not in (None, task_name(build_task(recipe))):
-            # Given in Python, so that the recipe does not name it.
             if not is_reference(trained):
                 raise RecipeError(
                     f"the weights in {where} were trained with the task {trained}, which cannot be imported; make it "

@@ -133,6 +133,7 @@ def _used_with(section: type[Any], name: str, path: str) -> str:
     """Say under which other key's values a key has an effect, and which other keys it needs."""
     found = []
     for needs in marks(section, name, Needs):
+        # Conditions without a dot, as "warm-up", are the plan's and no keys.
         conditions = [f"`{each.replace('!=', '` other than `')}`" for each in needs.any_of if "." in each]
         found += [" or ".join(conditions)] if conditions else []
     if applies := mark(section, name, Applies):

@@ -236,7 +236,7 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
-    # What feeds the model best is for the run itself to find out.
+    # A task that is given is not measured for its feeding: that is for the run itself to find out.
     options = replace(options, task=options.task or build_task)
     loaded = replace(loaded, recipe=preparation.without_mirror(loaded.recipe))
     with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opened):
@@ -336,6 +336,8 @@ def _check_restarts(launch: Launch, options: Options) -> None:
     Raises:
         LaunchError: If they would not, since every start would choose a run directory of its own, or go back.
     """
+    if launch.comes_again is None:
+        return
     said = ""
     if options.resume != "auto":
         said = (
@@ -344,7 +346,7 @@ def _check_restarts(launch: Launch, options: Options) -> None:
         )
     elif options.run_dir is None:
         said = "but they would begin a new run each time; name a directory with --run-dir."
-    if said and launch.comes_again is not None:
+    if said:
         raise LaunchError(f"torchrun was started with {launch.comes_again} and may start these processes again, {said}")
 
 
@@ -615,8 +617,8 @@ def wait_for_training(run_dir: Path, *, poll_seconds: float = 1, patience_second
     Args:
         run_dir: The directory that all hosts share.
         poll_seconds: How often to look.
-        patience_seconds: A summary that was there before, and stays so long, is not an earlier launch's: nothing is
-            left to do. One that is to be trained longer loses its summary before.
+        patience_seconds: A summary that stays unchanged for so long is final: a run that is trained longer deletes it
+            first.
     """
     directory = RunDirectory(run_dir)
     begun = time.monotonic()

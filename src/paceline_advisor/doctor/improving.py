@@ -124,10 +124,12 @@ def measure(
     variants: dict[str, Recipe] = {_NOW: diagnosis.loaded.recipe}
     plans = Plans(diagnosis)
     for name, overrides in changes.items():
-        if overrides and not (refusal := plans.refusal(overrides)):
-            variants[name] = changed(diagnosis.loaded.recipe, overrides)
-        elif overrides:
+        if not overrides:
+            continue
+        if refusal := plans.refusal(overrides):
             tell(f"{name}: not measured: {refusal}")
+        else:
+            variants[name] = changed(diagnosis.loaded.recipe, overrides)
     if len(variants) == 1 or not diagnosis.is_here:
         return diagnosis
     found = run_bursts(variants, rounds=rounds, block_seconds=block_seconds, processes=diagnosis.processes, say=tell)
