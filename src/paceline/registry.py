@@ -12,6 +12,8 @@ What is called, and with what, is the same for both kinds of names, and for a ``
   ``torch.optim.Optimizer``
 * losses: ``factory(**train.loss_options)``; gives ``loss(logits, targets)``, called with scores and probabilities of
   shape [N, classes], which gives the loss of each sample, [N]
+* augmentations: ``factory(**data.augment.policy_options)``; gives ``vary(image)``, called with a uint8 image [C, H, W],
+  which gives one of the same shape; it may draw from torch, NumPy's or Python's global generator
 * schedules: ``shape(rate, step)`` with a :class:`paceline.plan.rates.LearningRate`; gives the learning rate of a
   step after the warm-up
 * tasks: ``task(recipe)``; gives a :class:`paceline.tasks.task.Task`
@@ -31,7 +33,7 @@ from paceline.optimizers import OF_LIBRARIES, RULES
 from paceline.references import call_reference, is_reference, load_reference
 
 _T = TypeVar("_T")
-Kind = Literal["optimizers", "schedules", "losses", "tasks", "datasets", "commands"]
+Kind = Literal["optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "commands"]
 
 _SHAPES = "paceline.optim.schedules"
 _BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -49,6 +51,13 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "l1": "torch.nn:L1Loss",
         "huber": "torch.nn:HuberLoss",
         "cross_entropy_dice": "paceline.tasks.segmentation:pixel_losses",
+    },
+    "augmentations": {
+        "none": "torch.nn:Identity",
+        "randaugment": "torchvision.transforms.v2:RandAugment",
+        "trivialaugment": "torchvision.transforms.v2:TrivialAugmentWide",
+        "autoaugment": "torchvision.transforms.v2:AutoAugment",
+        "augmix": "torchvision.transforms.v2:AugMix",
     },
     "tasks": {
         "image_classification": "paceline.tasks.image_classification:ImageClassification",

@@ -168,15 +168,18 @@ def test_wherever_the_recipe_lies(paceline_here: Call, here: Path, where: str, m
     assert (done.code, "model.name=naming:make" in done.err) == (2, True)
     assert not (here / "ran").exists()
     for key in TRAINING_CODE_KEYS:
-        section, name = key.split(".")
-        (folder / ("other.yaml" if where == "checkpoint" else "recipe.yaml")).write_text(
-            f"{section}: {{{name}: 'naming:make'}}\ndata: {{dataset: digits}}\n"
-        )
+        tree: dict[str, Any] = {"data": {"dataset": "digits"}}
+        *sections, name = key.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = "naming:make"
+        (folder / ("other.yaml" if where == "checkpoint" else "recipe.yaml")).write_text(yaml.safe_dump(tree))
         done = paceline_here("estimate", source)
         assert (done.code, f"{key}=naming:make" in done.err) == (2, True)
         assert not (here / "ran").exists()
     # What an override names is the user's own.
-    assert paceline_here("train", source, "--plan-only", "train.loss=focal").code == 0
+    assert paceline_here("train", source, "--plan-only", f"{key}=none").code == 0
 
 
 def test_code_that_is_trusted_or_trained_is_run(paceline_here: Call, here: Path, tiny: tuple[str, ...]) -> None:

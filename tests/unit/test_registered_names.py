@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import paceline
 from paceline import dataset_registry, registry
 from paceline.cli.main import run
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.transforms import Variation
 from paceline.dataset_registry import DatasetsUsing, dataset_names, find_dataset
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.optim.build import build_optimizer, build_schedules
@@ -24,10 +28,14 @@ from paceline.tasks.image_classification import ClassificationLoss
 from paceline.tasks.task import build_task
 
 CODE = '''
+import random
+
+import numpy as np
 import torch
 from dataclasses import dataclass
 from paceline.command import command
 from paceline.pages.shown import Shown
+from paceline.metrics.accumulator import Metric
 from paceline.tasks.image_classification import ImageClassification
 
 class Nudge(torch.optim.SGD):
@@ -38,7 +46,24 @@ def sawtooth(rate, step):
     return rate.peak / (1 + step % 2)
 
 class Pictures(ImageClassification):
-    pass
+    metrics = (*ImageClassification.metrics, Metric(name="certainty"))
+
+    def score(self, model, batch):
+        scores = super().score(model, batch)
+        return {**scores, "certainty": torch.full((len(batch.ids),), 0.25)}
+
+def flicker(share=0.5):
+    """Draws from three generators."""
+    def vary(image):
+        image = 255 - image if random.random() < share else image
+        return image.roll((int(np.random.randint(5)), int(torch.randint(5, ()))), (1, 2))
+    return vary
+
+def floats():
+    return lambda image: image.float()
+
+def torn():
+    return lambda image: image[9]
 
 class Power:
     def __init__(self, power=2.0):
@@ -115,6 +140,8 @@ sgd = stranger:Nudge
 sawtooth = stranger:sawtooth
 [paceline.losses]
 power = stranger:Power
+[paceline.augmentations]
+flicker = stranger:flicker
 [paceline.commands]
 greet = stranger:Greet
 train = stranger:Greet
@@ -179,6 +206,43 @@ def test_a_schedule_and_a_task_of_another_package() -> None:
 
 
 @pytest.mark.usefixtures("stranger")
+def test_a_metric_of_another_package(tmp_path: Path) -> None:
+    short = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
+    run = paceline.train("digits", overrides={"task": "pictures", **short}, run_dir=tmp_path / "run", quiet=True)
+    assert run.history("evaluation")[-1]["certainty"] == 0.25
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize("name", ["flicker", "stranger:flicker"])
+def test_an_augmentation_of_another_package(name: str) -> None:
+    """What it does depends on seed, epoch and sample alone, whichever generator it draws from."""
+    asked = recipe(data__augment__policy=name, data__augment__policy_options={"share": 0.4}).data.augment
+    vary = Variation(asked, (0.5,), seed=3)
+    images = torch.randint(0, 255, (40, 1, 8, 8), dtype=torch.uint8)
+    before = random.getstate(), torch.get_rng_state()
+    whole = vary(images.clone(), np.arange(40), 1)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert torch.equal(whole[20:], Variation(asked, (0.5,), seed=3)(images[20:].clone(), np.arange(20, 40), 1))
+    assert not torch.equal(whole, vary(images.clone(), np.arange(40), 2))
+
+
+@pytest.mark.usefixtures("stranger")
+@pytest.mark.parametrize(
+    ("name", "options", "wrong"),
+    [
+        ("stranger:floats", {}, r"gave torch\.float32 \[3, 32, 32\]"),
+        ("stranger:torn", {}, "failed on a black image"),
+        ("flicker", {"shar": 1}, "do not fit"),
+    ],
+)
+def test_what_is_not_an_augmentation_is_refused(name: str, options: dict[str, Any], wrong: str) -> None:
+    asked = recipe(data__augment__policy=name, data__augment__policy_options=options).data.augment
+    with pytest.raises(RecipeError, match=wrong):
+        Variation(asked, (0.5, 0.5, 0.5), seed=0)
+
+
+@pytest.mark.usefixtures("stranger")
 def test_weight_decay_that_an_optimizer_lacks_is_refused() -> None:
     asked = recipe(optimizer__name="stranger:Plain", optimizer__weight_decay=0.1).optimizer
     with pytest.raises(RecipeError, match=r"optimizer\.weight_decay=0\.1 has no effect"):
@@ -237,7 +301,7 @@ def test_our_names_cannot_be_replaced_and_one_name_is_one_object(stranger: Path)
         registry.installed("optimizers")
 
 
-@pytest.mark.parametrize("kind", ["optimizers", "schedules", "losses", "tasks"])
+@pytest.mark.parametrize("kind", ["optimizers", "schedules", "losses", "augmentations", "tasks"])
 def test_every_one_of_ours_is_there(kind: registry.Kind) -> None:
     assert all(callable(registry.load(kind, name, RecipeError)) for name in registry.built_in(kind))
 
@@ -248,6 +312,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         "optimizer.name=nudgd": r"unknown optimizer 'nudgd'\. Did you mean 'nudge'",
         "schedule.name=sawtoth": r"unknown schedule 'sawtoth'\. Did you mean 'sawtooth'",
         "train.loss=powr": r"unknown loss 'powr'\. Did you mean 'power'",
+        "data.augment.policy=flickr": r"unknown augmentation 'flickr'\. Did you mean 'flicker'",
     }.items():
         with pytest.raises(RecipeError, match=nearest):
             load_recipe("digits", [said])

@@ -14,10 +14,12 @@ from paceline.recipe.fields import (
     STRICT,
     Applies,
     Auto,
+    Belongs,
     ByClass,
     FiniteFloat,
     Fraction,
     LocalPath,
+    Names,
     Needs,
     NonNegativeFloat,
     NonNegativeInt,
@@ -30,6 +32,7 @@ from paceline.recipe.fields import (
     Switch,
     whole,
 )
+from paceline.registry import built_in
 
 
 def ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -159,9 +162,14 @@ class Augment:
     epochs always show both (Jordan 2024, arXiv:2404.00498); goes with `flip` 0.5."""
     vertical_flip: Fraction = 0.0
     """Probability of a vertical flip."""
-    policy: Literal["none", "randaugment", "trivialaugment", "autoaugment", "augmix"] = "none"
+    policy: Annotated[str, Names(tuple(built_in("augmentations")), "augmentations")] = "none"
     """`randaugment` (Cubuk et al. 2019), `trivialaugment` (Müller and Hutter 2021), `autoaugment` (Cubuk et al. 2018)
-    or `augmix` (Hendrycks et al. 2019), as torchvision has them."""
+    or `augmix` (Hendrycks et al. 2019), as torchvision has them; a name that an installed package registers, or
+    `package.module:factory` of your own."""
+    policy_options: Annotated[Options, Applies("policy", ("package.module:factory",)), Belongs("policy")] = Field(
+        default_factory=dict
+    )
+    """Keyword arguments of your own factory."""
     operations: Annotated[PositiveInt, Field(le=100), Applies("policy", ("randaugment",))] = 2
     """Operations on each image, one after the other."""
     magnitude: Annotated[NonNegativeInt, Field(le=30), Applies("policy", ("randaugment",))] = 9

@@ -105,7 +105,7 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     recipe = _validate(tree, "the defaults" if source is None else str(source))
     for where, foreign in stored.items():
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
-    kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses")
+    kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses", "augmentations")
     for kind, key in zip(kinds, TRAINING_CODE_KEYS, strict=True):
         if why := why_unknown(kind, value_of(recipe, key)):
             raise RecipeError(f"{source}: {key}: {why}.")

@@ -17,7 +17,7 @@ from paceline.references import is_code_trusted, is_reference
 
 CODE_KEYS = ("task", "model.name", "data.dataset")
 """The keys that take ``package.module:name``."""
-TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss")
+TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss", "data.augment.policy")
 """Those of them that only training imports."""
 
 _RECORDS = ("plan.json", "environment.json", "events.jsonl", "summary.json", "manifest.json")
@@ -55,9 +55,9 @@ def refuse_foreign_code(
     if trusted or is_code_trusted():
         return
     for key in keys:
-        section, _, name = key.rpartition(".")
-        inner = tree.get(section) if section else tree
-        stored = inner.get(name) if isinstance(inner, Mapping) else None
+        stored: Any = tree
+        for name in key.split("."):
+            stored = stored.get(name) if isinstance(stored, Mapping) else None
         if isinstance(stored, str) and is_reference(stored) and stored == value_of(recipe, key):
             raise RecipeError(
                 f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "

@@ -300,15 +300,16 @@ class ClassTask(ImageTask):
 class ImageClassification(ClassTask):
     """Assigns one of several classes to an image.
 
-    Subclass it and override :meth:`build_model` for your own network, or :meth:`loss` for another loss.
+    Subclass it and override :meth:`build_model` for your own network, :meth:`loss` for another loss, or ``metrics`` and
+    :meth:`score` for more metrics.
     """
 
     headline = "top1_accuracy"
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
-        self._top_k: Metric | None = None
+    metrics: tuple[Metric, ...] = (
+        Metric(name="loss"),
+        Metric(name="top1_accuracy", scale=100.0, higher_is_better=True),
+    )
+    _top_k: Metric | None = None
 
     def sample_classes(self) -> SampleClasses:
         """The images' labels, as often as each image is repeated."""

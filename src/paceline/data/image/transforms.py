@@ -12,6 +12,7 @@ in its micro-batch, or before its own repeats there.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,9 @@ from paceline.data.batch import Batch
 from paceline.data.image.source import BrokenImageError, SampleSource
 from paceline.data.random_draws import seed_of, uniforms
 from paceline.data.slices import SampleIds
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe.data import Augment, Mix, Progressive
+from paceline.registry import built_in, load
 
 Image = NDArray[np.uint8]
 Shape = tuple[int, int]
@@ -204,21 +206,30 @@ class Variation:
         """
         self._seed = seed
         self._transforms = _transforms(augment, [round(255 * each) for each in mean])
+        # Code of the user's own may draw from other generators than torch's.
+        self._draws_elsewhere = augment.policy not in built_in("augmentations")
 
     def __call__(self, images: Tensor, ids: SampleIds, epoch: int) -> Tensor:
         """Vary a batch, uint8 [N, C, H, W], in place; row *n* is sample ``ids[n]``."""
         if not self._transforms:
             return images
-        before = torch.get_rng_state()
+        before, elsewhere = torch.get_rng_state(), (random.getstate(), np.random.get_state())  # noqa: NPY002  # the user's code decides
         try:
             for row, sample in enumerate(ids.tolist()):
-                torch.default_generator.manual_seed(seed_of(self._seed, _PURPOSE, epoch, sample))
+                seed = seed_of(self._seed, _PURPOSE, epoch, sample)
+                torch.default_generator.manual_seed(seed)
+                if self._draws_elsewhere:
+                    random.seed(seed)
+                    np.random.seed(seed % 2**32)  # noqa: NPY002
                 image = images[row]
                 for transform in self._transforms:
                     image = transform(image)
                 images[row] = image
         finally:
             torch.set_rng_state(before)
+            if self._draws_elsewhere:
+                random.setstate(elsewhere[0])
+                np.random.set_state(elsewhere[1])  # noqa: NPY002
         return images
 
 
@@ -271,7 +282,42 @@ def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
         case "autoaugment":
             name = {"imagenet": "IMAGENET", "cifar10": "CIFAR10", "svhn": "SVHN"}[augment.policy_dataset]
             return v2.AutoAugment(v2.AutoAugmentPolicy[name], **shared)
-    return v2.AugMix(augment.severity, **shared)
+        case "augmix":
+            return v2.AugMix(augment.severity, **shared)
+    return _own_policy(augment, channels=len(fill))
+
+
+def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor]:
+    """Make the augmentation that a user or another package gives, and try it on a black image."""
+    name = f"data.augment.policy={augment.policy}"
+    make = load("augmentations", augment.policy, RecipeError)
+    try:
+        vary = make(**augment.policy_options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"data.augment.policy_options {augment.policy_options} do not fit {name}: {error}. Name a factory: called "
+            "with them, it gives what is called with an image."
+        ) from error
+
+    def checked(image: Tensor) -> Tensor:
+        varied: Any = vary(image)
+        if not isinstance(varied, Tensor) or (varied.shape, varied.dtype) != (image.shape, image.dtype):
+            is_tensor = isinstance(varied, Tensor)
+            found = f"{varied.dtype} {list(varied.shape)}" if is_tensor else type(varied).__name__
+            raise RecipeError(
+                f"{name} gave {found} for an image, torch.uint8 {list(image.shape)}: return a tensor of the same type "
+                "and shape."
+            )
+        return varied
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            checked(torch.zeros((channels, 32, 32), dtype=torch.uint8))
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise RecipeError(f"{name} failed on a black image ({type(error).__name__}: {error}): correct it.") from error
+    return checked
 
 
 # Sets these draws apart from others that are keyed by numbers of the same kind.
