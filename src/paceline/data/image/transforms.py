@@ -213,23 +213,25 @@ class Variation:
         """Vary a batch, uint8 [N, C, H, W], in place; row *n* is sample ``ids[n]``."""
         if not self._transforms:
             return images
-        before, elsewhere = torch.get_rng_state(), (random.getstate(), np.random.get_state())  # noqa: NPY002  # the user's code decides
+        before, elsewhere = torch.get_rng_state(), None
+        if self._draws_elsewhere:
+            elsewhere = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's code may draw from it
         try:
             for row, sample in enumerate(ids.tolist()):
                 seed = seed_of(self._seed, _PURPOSE, epoch, sample)
                 torch.default_generator.manual_seed(seed)
-                if self._draws_elsewhere:
+                if elsewhere is not None:
                     random.seed(seed)
-                    np.random.seed(seed % 2**32)  # noqa: NPY002
+                    np.random.seed(seed % 2**32)  # noqa: NPY002  # as above
                 image = images[row]
                 for transform in self._transforms:
                     image = transform(image)
                 images[row] = image
         finally:
             torch.set_rng_state(before)
-            if self._draws_elsewhere:
+            if elsewhere is not None:
                 random.setstate(elsewhere[0])
-                np.random.set_state(elsewhere[1])  # noqa: NPY002
+                np.random.set_state(elsewhere[1])  # noqa: NPY002  # as above
         return images
 
 
