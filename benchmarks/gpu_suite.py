@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DONE = "\n== done in "
 # Tests of time run alone: pytest-benchmark, where it is installed, warns of workers, and warnings are errors.
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--timeout=240")
-TIMED = tuple(f"tests/gpu/test_cuda_{name}.py" for name in ("clock", "attribution", "bench"))
+TIMED = tuple(f"tests/gpu/test_cuda_{name}.py" for name in ("forecast", "clock", "attribution", "bench"))
 
 
 def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]]]:
@@ -37,7 +37,10 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
     forecast = ("--only", "digits", "--dry-run") if options.tiny else ("--only", *runs)
     found: dict[str, tuple[float, tuple[str, ...]]] = {
         "tests-of-time": (90, (*PYTEST, *TIMED)),
-        "tests": (240, (*PYTEST, "tests/gpu", *(f"--ignore={each}" for each in TIMED), "-m", "not slow", "-n", "6")),
+        "tests": (
+            240,
+            (*PYTEST, "-vv", "tests/gpu", *(f"--ignore={each}" for each in TIMED), "-m", "not slow", "-n", "12"),
+        ),
         "forecast": (120, ("benchmarks/forecast.py", *forecast)),
         "throughput": (120, ("benchmarks/gpu_throughput.py", *tiny)),
         "compiled": (150, ("benchmarks/gpu_throughput.py", "resnet50", "gpt-124m", "--compile", *tiny)),

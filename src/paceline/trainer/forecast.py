@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -146,6 +147,7 @@ class _Costs:
     evaluation: float = 0.0
     memory: int | None = None
     _slow_seconds: float = _SLOW_SECONDS
+    _shapes: set[tuple[Any, ...]] = field(default_factory=set)
 
     def measure(self, *, cautious: bool) -> None:
         """Measure all of it."""
@@ -184,7 +186,8 @@ class _Costs:
 
     def _time_passes(self) -> None:
         run = self.probe.run
-        passes = [(self._passed(), len(self.probe.batch.ids))]
+        self._is_new("training", self.probe.batch)
+        first = passes = [(self._passed(), len(self.probe.batch.ids))]
         if run.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(run.device)
             self.ahead.most_bytes = min(_HELD_BYTES, _HELD_PART * free)
@@ -192,14 +195,16 @@ class _Costs:
         is_alone = run.world.world_size == 1
         if passes[0][0] < self._slow_seconds or not is_alone:
             passes, begun = [], time.perf_counter()
-            while len(passes) < (_PASSES if is_alone else _PASSES_OF_A_RANK) and not (is_alone and run.stop.requested):
+            for _ in range(_PASSES if is_alone else _PASSES_OF_A_RANK):
                 read_from = time.perf_counter()
                 self.probe.batch = self.ahead.read() or self.probe.batch
                 self._passed()
                 now = time.perf_counter()
-                passes.append((now - read_from, len(self.probe.batch.ids)))
-                if is_alone and now - begun > _SECONDS:
+                of_its_kind = first if self._is_new("training", self.probe.batch) else passes
+                of_its_kind.append((now - read_from, len(self.probe.batch.ids)))
+                if is_alone and (now - begun > _SECONDS or run.stop.requested):
                     break
+            passes = passes or first
         # What loader processes had ready when the first batches were asked for does not show how fast they read.
         late = passes[len(passes) // 2 :]
         self.sample = sum(seconds for seconds, _ in late) / (sum(rows for _, rows in late) or 1)
@@ -214,6 +219,13 @@ class _Costs:
         seconds = time.perf_counter() - begun
         self.probe.batch = batch
         return seconds
+
+    def _is_new(self, use: str, batch: Batch) -> bool:
+        """Whether no batch of its shapes was used so before: for a new one a GPU looks for the fastest kernels."""
+        shapes = (use, *(each.shape for each in tensors_in(batch.inputs)))
+        is_new = shapes not in self._shapes
+        self._shapes.add(shapes)
+        return is_new
 
     def _set_copy(self) -> Batch:
         """Have the probe use a copy, and return the batch: a loss may write into inputs that a step is still to see."""
@@ -232,7 +244,7 @@ class _Costs:
                 reading = time.perf_counter() - begun
                 scoring = self._scored(batch)
                 # The first time sets up what the others are measured with, and the first batch the reading.
-                if not number and scoring < self._slow_seconds:
+                if self._is_new("scoring", batch) and scoring < self._slow_seconds:
                     scoring = self._scored(batch)
                 if number == 1 and seconds < self._slow_seconds:
                     rows, seconds = 0, 0.0

@@ -60,19 +60,23 @@ def test_it_counts_samples_steps_and_evaluations(timed_task: Make, train_tiny: M
     assert "48 steps and 5 evaluations" in expected["message"]
 
 
-def test_what_a_gpu_sets_up_the_first_time_is_not_counted(
+def test_what_a_gpu_sets_up_for_a_new_shape_is_not_counted(
     clock: SimpleNamespace, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = {"loss": 0, "score": 0}
+    seen = set()
 
-    def take(kind: str) -> None:
-        calls[kind] += 1
-        clock.now += 8.0 if calls[kind] == 1 else 0.01
+    def take(kind: str, batch: Batch) -> None:
+        clock.now += 0.01 if (kind, len(batch.ids)) in seen else 8.0
+        seen.add((kind, len(batch.ids)))
 
     monkeypatch.setattr(module, "_SLOW_SECONDS", module._SLOW_SECONDS_OF_A_GPU)
     result = train_tiny(
-        "run", LONG | {"train.ema": "off"}, on_loss=lambda *_: take("loss"), on_score=lambda *_: take("score")
+        "run",
+        LONG | {"train.ema": "off"},
+        on_loss=lambda batch, _: take("loss", batch),
+        on_score=lambda _, batch, __: take("score", batch),
     )
+    assert len(seen) == 4, "the last batches of an epoch and of an evaluation are smaller"
     expected = forecast_of(events(result.run_dir, "measurement"))
     assert expected["expected_seconds"] < 2
 
