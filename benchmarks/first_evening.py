@@ -71,7 +71,7 @@ def once(name: str, photos: Path, weights: Path, size: int, epochs: int) -> tupl
         seconds = time.perf_counter() - begun
         if who == "paceline":
             summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
-            return seconds, float(summary["top1_accuracy"])
+            return seconds, float(summary["metrics"]["top1_accuracy"])
         return seconds, float(json.loads(out.read_text())["top1_accuracy"])
 
 
