@@ -1,8 +1,8 @@
 """What do a folder of photos and a few minutes on a CPU come to, with Paceline, fastai and Ultralytics?
 
 Each contender is used as its first page says, on the same folder (PHOTOS/train/CLASS and PHOTOS/val/CLASS), by a
-process of its own; fastai's and Ultralytics' programs are peers/evening_NAME.py. A short run of one epoch and one of
-three find out how many epochs the budget of seconds holds, imports and scoring included. The contenders that can take
+process of its own; fastai's and Ultralytics' programs are peers/evening_NAME.py. A short run of one epoch and a
+longer one find out how many epochs the budget of seconds holds, imports and scoring included. The contenders that can take
 one start from the same local weights file, of timm's tf_efficientnet_lite0; nothing is downloaded.
 
     python benchmarks/first_evening.py PHOTOS WEIGHTS.safetensors [--seconds 180] [--rounds 3] [--size 96] [--dry-run]
@@ -113,8 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     found: dict[str, Any] = {}
     for name in CONTENDERS:
-        one, three = (once(name, photos, weights, options.size, epochs)[0] for epochs in (1, 3))
-        each = max((three - one) / 2, 0.1)
+        one = once(name, photos, weights, options.size, 1)[0]
+        for epochs in (3, 13, 43):  # enough of them to be told from the time of imports
+            more = once(name, photos, weights, options.size, epochs)[0] - one
+            if more > 10:
+                break
+        each = more / (epochs - 1)
         found[name] = {"epochs": max(1, int((options.seconds - one) / each) + 1), "seconds": [], "top1_accuracy": []}
         print(f"{name}: {each:.1f} s an epoch, {found[name]['epochs']} epochs", flush=True)
     for _ in range(options.rounds):
