@@ -1,9 +1,9 @@
 """What do a folder of photos and a few minutes on a CPU come to, with Paceline, fastai and Ultralytics?
 
 Each contender is used as its first page says, on the same folder (PHOTOS/train/CLASS and PHOTOS/val/CLASS), by a
-process of its own; fastai's and Ultralytics' programs are peers/evening_NAME.py. A short run of one epoch and a
-longer one find out how many epochs the budget of seconds holds, imports and scoring included. The contenders that can take
-one start from the same local weights file, of timm's tf_efficientnet_lite0; nothing is downloaded.
+process of its own; fastai's and Ultralytics' programs are peers/evening_NAME.py. A run of one epoch and a longer one
+find out how many epochs the budget of seconds holds, imports and scoring included. The contenders that can take one
+start from the same local weights file, of timm's tf_efficientnet_lite0; nothing is downloaded.
 
     python benchmarks/first_evening.py PHOTOS WEIGHTS.safetensors [--seconds 180] [--rounds 3] [--size 96] [--dry-run]
 
@@ -75,6 +75,16 @@ def once(name: str, photos: Path, weights: Path, size: int, epochs: int) -> tupl
         return seconds, float(json.loads(out.read_text())["top1_accuracy"])
 
 
+def epochs_in(options: argparse.Namespace, name: str) -> int:
+    """How many epochs the budget holds."""
+    one = once(name, options.photos, options.weights, options.size, 1)[0]
+    for epochs in (3, 13, 43):  # until their time stands out from that of imports
+        more = once(name, options.photos, options.weights, options.size, epochs)[0] - one
+        if more > 10:
+            break
+    return max(1, int((options.seconds - one) / (more / (epochs - 1))) + 1)
+
+
 def with_junk(photos: Path, into: Path) -> Path:
     """A copy of the photos, with what people's folders hold besides."""
     shutil.copytree(photos, into)
@@ -100,30 +110,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
     known = facts()
-    photos, weights = options.photos.absolute(), options.weights.absolute()
+    options.photos, options.weights = options.photos.absolute(), options.weights.absolute()
     if options.junk:
         with tempfile.TemporaryDirectory() as scratch:
-            junk = with_junk(photos, Path(scratch) / "photos")
+            junk = with_junk(options.photos, Path(scratch) / "photos")
             for name in ("Paceline, from scratch", "fastai, from scratch", "Ultralytics, from scratch"):
                 try:
-                    print(f"{name}: trained, {once(name, junk, weights, 32, 1)}")
+                    print(f"{name}: trained, {once(name, junk, options.weights, 32, 1)}")
                 except subprocess.CalledProcessError as error:
                     last = "\n".join((error.stdout + error.stderr).strip().splitlines()[-12:])
                     print(f"{name}: exit {error.returncode}\n{last}")
         return
     found: dict[str, Any] = {}
     for name in CONTENDERS:
-        one = once(name, photos, weights, options.size, 1)[0]
-        for epochs in (3, 13, 43):  # enough of them to be told from the time of imports
-            more = once(name, photos, weights, options.size, epochs)[0] - one
-            if more > 10:
-                break
-        each = more / (epochs - 1)
-        found[name] = {"epochs": max(1, int((options.seconds - one) / each) + 1), "seconds": [], "top1_accuracy": []}
-        print(f"{name}: {each:.1f} s an epoch, {found[name]['epochs']} epochs", flush=True)
+        found[name] = {"epochs": epochs_in(options, name), "seconds": [], "top1_accuracy": []}
+        print(f"{name}: {found[name]['epochs']} epochs", flush=True)
     for _ in range(options.rounds):
         for name, seen in found.items():
-            seconds, accuracy = once(name, photos, weights, options.size, seen["epochs"])
+            seconds, accuracy = once(name, options.photos, options.weights, options.size, seen["epochs"])
             seen["seconds"].append(seconds)
             seen["top1_accuracy"].append(accuracy)
             print(f"{name}: {accuracy:.1f} % in {seconds:.0f} s", flush=True)
