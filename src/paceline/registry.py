@@ -58,6 +58,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "trivialaugment": "torchvision.transforms.v2:TrivialAugmentWide",
         "autoaugment": "torchvision.transforms.v2:AutoAugment",
         "augmix": "torchvision.transforms.v2:AugMix",
+        "timm": "paceline.data.image.transforms:timm_policy",
     },
     "tasks": {
         "image_classification": "paceline.tasks.image_classification:ImageClassification",

@@ -257,6 +257,7 @@ class Scale(Cluster):
     strategy: Annotated[Literal["both", "ddp", "fsdp"], "Which to predict."] = "both"
     measure: Annotated[bool, "Run the recipe here in these sizes too, and print what was predicted."] = False
     rounds: Annotated[int | None, Ge(1), "Turns of each measurement (default: 5)."] = None
+    output: Output = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -796,3 +797,4 @@ class Roofline:
         "A device by name (h100, a100, v100, t4, …), present or not; cpu measures this one (default: the one here).",
     ] = None
     top: Annotated[int, Ge(1), "Number of layers to show."] = 15
+    output: Output = None

@@ -5,6 +5,8 @@ The samples are chosen on the device, and are the same for any number of process
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from paceline.metrics.confusion import BINS, Reliability, Triples
@@ -242,3 +245,10 @@ def thumbnails(pictures: Tensor) -> Tensor:
     size = (max(1, round(height * shrink)), max(1, round(width * shrink)))
     small = F.interpolate(pictures.float(), size=size, mode="bilinear", antialias=True)
     return small.round_().clamp_(0, 255).to(torch.uint8)
+
+
+def as_png(pixels: NDArray[np.uint8]) -> str:
+    """A picture [H, W, C] as a page can hold it; of other than 3 channels the first 3, or the first."""
+    shown, file = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0], io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(shown)).save(file, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -164,12 +164,13 @@ class Augment:
     """Probability of a vertical flip."""
     policy: Annotated[str, Names(tuple(built_in("augmentations")), "augmentations")] = "none"
     """`randaugment` (Cubuk et al. 2019), `trivialaugment` (Müller and Hutter 2021), `autoaugment` (Cubuk et al. 2018)
-    or `augmix` (Hendrycks et al. 2019), as torchvision has them; a name that an installed package registers, or
+    or `augmix` (Hendrycks et al. 2019), as torchvision has them; `timm`, as timm does, by its own configuration string
+    in `policy_options.config` (`rand-m9-mstd0.5-inc1`); a name that an installed package registers, or
     `package.module:factory` of your own."""
-    policy_options: Annotated[Options, Applies("policy", ("package.module:factory",)), Belongs("policy")] = Field(
-        default_factory=dict
+    policy_options: Annotated[Options, Applies("policy", ("timm", "package.module:factory")), Belongs("policy")] = (
+        Field(default_factory=dict)
     )
-    """Keyword arguments of your own factory."""
+    """Keyword arguments of the factory."""
     operations: Annotated[PositiveInt, Field(le=100), Applies("policy", ("randaugment",))] = 2
     """Operations on each image, one after the other."""
     magnitude: Annotated[NonNegativeInt, Field(le=30), Applies("policy", ("randaugment",))] = 9
@@ -185,7 +186,11 @@ class Augment:
     blur: Fraction = 0.0
     """Probability of a Gaussian blur, of up to 2 pixels."""
     erase: Fraction = 0.0
-    """Probability that a rectangle is erased: it becomes the mean (Zhong et al. 2017)."""
+    """Probability that a rectangle is erased (Zhong et al. 2017)."""
+    erase_with: Annotated[Literal["mean", "color", "noise"], _ERASED] = "mean"
+    """What it becomes: the mean color, a random one, or noise, both as wide as ImageNet's pixels vary."""
+    erase_count: Annotated[PositiveInt, Field(le=100), _ERASED] = 1
+    """Most rectangles of an image; together they are as large as one."""
     erase_scale: Annotated[Range, _ERASED] = (0.02, 0.33)
     """Range of its area, as a share of the image."""
     erase_ratio: Annotated[Range, _ERASED] = (0.3, 3.3)

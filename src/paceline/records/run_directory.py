@@ -66,6 +66,7 @@ class RunDirectory:
         confusion: Which classes the last evaluation took for which.
         examples: Some samples of the last evaluation, with what was answered to them.
         details: What the last evaluation's answers come to, where samples do not have one label each.
+        first_batch: Samples of the first training batch as the network saw them.
         tensorboard: The folder of TensorBoard files.
         report: The page to look at.
         mlperf_log: The log in MLPerf's format.
@@ -87,6 +88,7 @@ class RunDirectory:
     confusion = _Place("evaluation/confusion.json")
     examples = _Place("evaluation/examples.json")
     details = _Place("evaluation/details.json")
+    first_batch = _Place("first_batch.json")
     tensorboard = _Place("tensorboard")
     report = _Place("report.html")
     mlperf_log = _Place("mlperf/result_0.txt")

@@ -29,6 +29,7 @@ from paceline.recipe.data import Data, GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.registry import open_dataset
+from paceline.tasks.drawing import drawn
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -192,6 +193,17 @@ class Detection(Task):
             "labels": [each["labels"] - 1 for each in found],
             "scores": [each["scores"] for each in found],
         }
+
+    def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
+        """The pictures with boxes and masks, each with the names of its classes."""
+        names, found = self.dataset.classes, []
+        for image, target in zip(batch.inputs, batch.targets, strict=True):
+            picture = (255 * image.cpu()).round().clamp(0, 255).to(torch.uint8)
+            objects = {name: each.cpu() for name, each in learned_from(target).items()}
+            classes = [each - 1 for each in objects["labels"].tolist()]
+            picture = drawn(picture, classes, masks=objects.get("masks"), boxes=objects["boxes"])
+            found.append((picture, ", ".join(names[each] for each in sorted(set(classes)))))
+        return found
 
     def collectors(self) -> tuple[Collector, ...]:
         """Mean average precision."""

@@ -296,6 +296,16 @@ class ClassTask(ImageTask):
         """The recipe's loss."""
         return self._loss(model(batch.inputs), batch.targets, batch.slice.mean_class_weight)
 
+    def shown(self, batch: Batch) -> list[tuple[torch.Tensor, str]]:
+        """The images, each with its class, its classes, or the shares of those that it is mixed of."""
+        names, found = self.dataset.classes, []
+        for picture, target in zip(self.pictures(batch.inputs), batch.targets.cpu(), strict=True):
+            shares = {int(target): 1.0} if not target.ndim else dict(enumerate(target.tolist()))
+            told = [(share, names[at]) for at, share in shares.items() if share >= 0.005]
+            caption = ", ".join(name if share >= 0.995 else f"{name} {share:.0%}" for share, name in told)
+            found.append((picture, caption))
+        return found
+
 
 class ImageClassification(ClassTask):
     """Assigns one of several classes to an image.

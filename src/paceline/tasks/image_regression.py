@@ -102,6 +102,15 @@ class ImageRegression(ImageTask):
         losses = _LOSSES[self.recipe.train.loss](found, targets, reduction="none")
         return {"loss": losses.mean(dim=1), "error": found - targets, "target": targets}
 
+    def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
+        """The images, each with its numbers in the user's units."""
+        found = self.dataset
+        numbers = in_units(batch.targets, found.target_mean, found.target_std).tolist()
+        captions = (
+            ", ".join(f"{name} {value:.4g}" for name, value in zip(found.classes, row, strict=True)) for row in numbers
+        )
+        return list(zip(self.pictures(batch.inputs), captions, strict=True))
+
     def collectors(self) -> tuple[Collector, ...]:
         """Mean absolute and root mean squared error, in the user's units, and R²."""
         found = self.dataset

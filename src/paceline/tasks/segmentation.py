@@ -28,6 +28,7 @@ from paceline.recipe.data import Data, GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.registry import open_dataset
+from paceline.tasks.drawing import drawn
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -203,6 +204,18 @@ class Segmentation(Task):
         known = (found[labels != IGNORED] for found, labels in zip(logits.argmax(dim=1), batch.targets, strict=True))
         counts = torch.stack([torch.bincount(each, minlength=logits.shape[1]) for each in known])
         return {"shares": counts / counts.sum(dim=1, keepdim=True).clamp(min=1)}
+
+    def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
+        """The images under their masks, the first class left clear, each with the names of its classes."""
+        mean, std = (torch.tensor(each)[:, None, None] for each in self.scale)
+        names, found = self.dataset.classes, []
+        for image, labels in zip(batch.inputs.cpu(), batch.targets.cpu(), strict=True):
+            picture = (255 * (image * std + mean)).round().clamp(0, 255).to(torch.uint8)
+            there = [int(each) for each in labels.unique() if each != IGNORED]
+            coloured = [each for each in there if each]
+            picture = drawn(picture, coloured, masks=labels == torch.tensor(coloured)[:, None, None])
+            found.append((picture, ", ".join(names[each] for each in there)))
+        return found
 
     def collectors(self) -> tuple[Collector, ...]:
         """Intersection over union and pixel accuracy."""

@@ -241,6 +241,14 @@ class Task(ABC):
         """A batch's inputs, of N samples, as pictures for people, uint8 [N, C, H, W]; by default none."""
         return None
 
+    def shown(self, batch: Batch) -> list[tuple[torch.Tensor, str]]:
+        """A training batch as the network sees it, for the report: each picture, uint8 [C, H, W], with a caption.
+
+        By default what :meth:`pictures` makes of the inputs, without captions.
+        """
+        found = self.pictures(batch.inputs)
+        return [] if found is None else [(each, "") for each in found]
+
 
 def build_task(recipe: Recipe) -> Task:
     """Make the task a recipe names; data at an address are copied to this host first.

@@ -5,8 +5,6 @@ Along the pass, the mean and spread of the inputs, the confusion matrix and exam
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from paceline.data.batch import Batch, BrokenSample, Nested, tensors_in
@@ -27,7 +23,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.watchdog import Heartbeat
 from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
-from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, choose
+from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
 from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merged
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
@@ -206,12 +202,8 @@ class KeptAnswers:
     def _as_shown(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, Any]:
         fields = asdict(candidate)
         del fields["score"], fields["is_mistake"]
-        picture = {}
-        if (pixels := self._examples.picture(candidate)) is not None:
-            # A PNG that a page can hold; of other than 3 channels the first 3, or the first.
-            shown, file = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0], io.BytesIO()
-            Image.fromarray(np.ascontiguousarray(shown)).save(file, format="PNG")
-            picture["image"] = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        pixels = self._examples.picture(candidate)
+        picture = {} if pixels is None else {"image": as_png(pixels)}
         # A file's name may hold bytes that are no text.
         return {**picture, **fields, "name": utf8(pipeline.sample_name(candidate.sample, training=False))}
 

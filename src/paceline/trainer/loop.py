@@ -11,7 +11,7 @@ from paceline.distributed.strategy import ControlFlags
 from paceline.trainer.forecast import forecast
 from paceline.trainer.nonfinite import check_results
 from paceline.trainer.run import Run
-from paceline.trainer.run_records import write_evaluation, write_step
+from paceline.trainer.run_records import keep_first_batch, write_evaluation, write_step
 from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
 from paceline.trainer.warmup import check_first_batch, warm_up
@@ -24,7 +24,7 @@ def fit(run: Run, *, forecasts: bool = True) -> str:
     """
     with run.watchdog.watching(), worker_deaths_told():
         batches = check_first_batch(run, warm_up(run, run.train_batches()))
-        return _fit(run, forecast(run, batches) if forecasts else batches)
+        return _fit(run, forecast(run, keep_first_batch(run, batches)) if forecasts else batches)
 
 
 def _fit(run: Run, batches: Iterator[Batch]) -> str:

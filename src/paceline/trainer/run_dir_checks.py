@@ -460,7 +460,7 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
         raise RunDirectoryError(f"--resume={request.resume}: there is no run in '{root}' to go on with.{meant}")
     tracked = [directory.tracked(name) for name in TRACKERS]
-    outdated = (directory.events, *directory.evaluation_files, *tracked)
+    outdated = (directory.events, directory.first_batch, *directory.evaluation_files, *tracked)
     return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from paceline.checkpoint.weights import weights_sha256
-from paceline.data.batch import BrokenSample
+from paceline.data.batch import Batch, BrokenSample, chosen
 from paceline.errors import DataError, RunDirectoryError
+from paceline.escaping import utf8
+from paceline.metrics.answers import as_png, thumbnails
 from paceline.records.events import EvaluationEvent, Status, StepEvent
 from paceline.records.ledger import count_epochs
 from paceline.records.reader import Summary
+from paceline.records.run_directory import encode_json, write_text
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.evaluate import Evaluation, write_kept
+from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.recorder import find_slowest, over_ranks
 from paceline.trainer.run import Run
 from paceline.units import counted
+
+# Samples of the first batch that the report shows.
+_SHOWN = 12
 
 
 def write_step(run: Run) -> None:
@@ -210,3 +218,28 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         resumes=progress.resumes,
         details=details,
     )
+
+
+def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Keep the first samples of a run's very first batch for the report, and return the stream untouched."""
+    ahead = ReadAhead(batches)
+    if run.progress.position or run.world.rank or not run.recipe.evaluate.keep_examples or not (first := ahead.read()):
+        return ahead.again()
+    rows = range(min(_SHOWN, of := len(first.ids)))
+    inputs, targets = (chosen(each, rows, of=of) for each in (first.inputs, first.targets))
+    try:
+        shown = run.task.shown(replace(first, inputs=inputs, targets=targets, ids=first.ids[: len(rows)]))
+        pictures = [
+            {
+                "image": as_png(thumbnails(picture[None])[0].permute(1, 2, 0).cpu().numpy()),
+                "caption": caption,
+                "name": utf8(run.pipeline.sample_name(sample, training=True)),
+            }
+            for (picture, caption), sample in zip(shown, first.ids.tolist(), strict=False)
+        ]
+    except Exception as error:  # noqa: BLE001  # a run must not fail of being looked at
+        run.display.message(f"The first batch is not shown in the report ({type(error).__name__}: {error}).")
+        return ahead.again()
+    if pictures:
+        write_text(run.directory.first_batch, encode_json({"examples": pictures}) + "\n")
+    return ahead.again()

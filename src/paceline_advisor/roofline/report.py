@@ -10,7 +10,7 @@ from paceline.devices import Device
 from paceline.models.ceilings import Ceilings
 from paceline.models.flops import PHASES, StepWork, Work
 from paceline.models.operator_work import Product
-from paceline.pages.page import Table
+from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
 
@@ -377,6 +377,49 @@ class RooflineReport:
             title="Roofline",
             subtitle=f"{self.model} on {self.device.title}",
             blocks=[*self.headline(), *tables, *self.remarks()],
+            on_page=[self._chart()],
+        )
+
+    def _chart(self) -> Chart:
+        """The device's roof, and the layers beneath it, each by its least time."""
+        layers = [each for each in self.layers if each.flops and each.intensity and each.seconds]
+        ends = [
+            min(self.ridge, *(each.intensity for each in layers)) / 2,
+            max(self.ridge, *(each.intensity for each in layers)) * 2,
+        ]
+        peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
+        roof = [ends[0], self.ridge, ends[1]]
+        traces: list[dict[str, Any]] = [
+            {"mode": "lines", "name": "roof", "x": roof, "y": [min(peak, each * rate) / 1e12 for each in roof]}
+            | {"line": {"color": "var(--muted)", "width": 1.5}}
+        ]
+        for phase in dict.fromkeys(each.phase for each in layers):
+            of_phase = [each for each in layers if each.phase == phase]
+            traces.append(
+                {
+                    "mode": "markers",
+                    "name": phase,
+                    "x": [each.intensity for each in of_phase],
+                    "y": [each.flops / each.seconds / 1e12 for each in of_phase],
+                    "customdata": [[each.layer or f"({each.phase})", each.share] for each in of_phase],
+                    "hovertemplate": (
+                        "%{customdata[0]}: %{x:.3g} FLOP/byte, %{customdata[1]:.1%} of the step<extra></extra>"
+                    ),
+                    "marker": {"size": [6 + 30 * each.share**0.5 for each in of_phase], "opacity": 0.7},
+                }
+            )
+        return Chart(
+            title="Layers under the roof",
+            traces=traces,
+            layout={
+                "height": 460,
+                "xaxis": {"title": "FLOP/byte", "type": "log"},
+                "yaxis": {"title": "TFLOP/s at most", "type": "log"},
+            },
+            description=(
+                "The most that the device can do at each arithmetic intensity, and each layer's phases at their least "
+                "times; larger points take more of the step."
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:

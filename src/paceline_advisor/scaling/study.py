@@ -14,7 +14,7 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores, busy_in_words
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
-from paceline.pages.page import Table
+from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plan.compute import WITH_GRAPHS
 from paceline.recipe.load import LoadedRecipe, load_recipe
@@ -240,6 +240,39 @@ class ScaleReport:
                 Table(columns=columns, rows=rows, caption=""),
                 meaning,
             ],
+            on_page=[self._chart(columns[0])],
+        )
+
+    def _chart(self, devices: str) -> Chart:
+        """Throughput by size: what is predicted, its range, what was measured, and an equal share of each device."""
+        traces: list[dict[str, Any]] = []
+        shared = dict.fromkeys(row.strategy for row in self.rows if row.prediction.devices > 1)
+        for strategy in shared or {"single": None}:
+            rows = [row for row in self.rows if row.strategy in (strategy, "single")]
+            found = [row.prediction for row in rows]
+            bars = {
+                "array": [each.samples / each.low_seconds - each.rate for each in found],
+                "arrayminus": [each.rate - each.samples / each.high_seconds for each in found],
+            }
+            sizes, rates = [each.devices for each in found], [each.rate for each in found]
+            traces.append({"mode": "lines+markers", "name": strategy, "x": sizes, "y": rates, "error_y": bars})
+            if told := [(row.prediction.devices, row.measured.middle) for row in rows if row.measured]:
+                x, y = zip(*told, strict=True)
+                marker = {"symbol": "x", "size": 9}
+                traces.append({"mode": "markers", "name": f"{strategy}, measured", "x": x, "y": y, "marker": marker})
+        one, sizes = self.rows[0].prediction, sorted({row.prediction.devices for row in self.rows})
+        line = {"color": "var(--muted)", "dash": "dot", "width": 1.5}
+        ideal = [one.rate / one.devices * each for each in sizes]
+        traces.append({"mode": "lines", "name": "linear", "x": sizes, "y": ideal, "line": line})
+        ticks = {"tickmode": "array", "tickvals": sizes, "ticktext": [str(each) for each in sizes]}
+        return Chart(
+            title="Throughput",
+            traces=traces,
+            layout={
+                "xaxis": {"title": devices, "type": "log", **ticks},
+                "yaxis": {"title": "samples/s", "type": "log"},
+            },
+            description=f"Samples per second by the number of {devices}; bars show the range of the prediction.",
         )
 
 

@@ -87,6 +87,23 @@ def batches(
     return found
 
 
+def test_a_batch_is_shown_with_its_boxes_and_masks(task: Make) -> None:
+    made = task()
+    batch = batches(made, training=True)[0]
+    for (picture, caption), image, target in zip(made.shown(batch), batch.inputs, batch.targets, strict=True):
+        plain = (255 * image).round().to(torch.uint8)
+        assert (picture.dtype, picture.shape) == (torch.uint8, plain.shape)
+        changed = (picture != plain).any(dim=0)
+        assert changed[target["masks"].any(dim=0).bool()].float().mean() > 0.9
+        left, top, right, bottom = (
+            target["boxes"].amin(0)[:2].int().tolist() + target["boxes"].amax(0)[2:].int().tolist()
+        )
+        outside = torch.ones_like(changed)
+        outside[top : bottom + 1, left : right + 1] = False
+        assert not (changed & outside).any()
+        assert set(caption.split(", ")) == {made.dataset.classes[each - 1] for each in target["labels"].tolist()}
+
+
 def test_what_is_found_is_written_for_each_picture(train: Make, runs: Path) -> None:
     train("run", {"model.options": {"width": 8, "levels": 2, "channels": 8, "box_score_thresh": 0.0}})
     path = runs / "found.jsonl"

@@ -229,6 +229,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_first_batch_is_shown_with_its_labels(trained: Path) -> None:
+    captions = [each["caption"] for each in json.loads((trained / "first_batch.json").read_text())["examples"]]
+    assert {told.split(" ")[0] for caption in captions for told in caption.split(", ")} <= {*FIGURES, ""}
+    assert any(", " in caption for caption in captions)
+
+
 def run(command: Callable[..., Any], *arguments: object) -> Result:
     return CliRunner().invoke(click_command(command), [str(each) for each in arguments])
 

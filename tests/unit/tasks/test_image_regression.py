@@ -168,6 +168,15 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_first_batch_is_shown_with_its_numbers(trained: Path) -> None:
+    data = json.loads((trained / "plan.json").read_text())["data"]
+    for each in json.loads((trained / "first_batch.json").read_text())["examples"]:
+        names, numbers = zip(*(told.rsplit(" ", 1) for told in each["caption"].split(", ")), strict=True)
+        assert list(names) == data["targets"]
+        scaled = (np.array(numbers, dtype=float) - data["target_mean"]) / data["target_std"]
+        assert np.abs(scaled).max() < 5
+
+
 def test_evaluation_is_in_the_users_units_and_repeats(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "answers.csv"
     report = evaluate_target(EvaluationRequest(target=trained, predictions=out))

@@ -289,6 +289,19 @@ def command(*arguments: Any) -> Result:
     return CliRunner().invoke(click_command(Predict), [str(each) for each in arguments])
 
 
+def test_the_first_batch_is_shown_under_its_masks(trained: Path) -> None:
+    task = made()
+    images, targets = torch.rand(2, 3, 16, 16), torch.zeros(2, 16, 16, dtype=torch.long)
+    targets[0, :, :8], targets[0, 0] = 2, IGNORED
+    mean, std = (torch.tensor(each)[:, None, None] for each in task.scale)
+    (masked, caption), (clear, alone) = task.shown(replace(of(targets), inputs=(images - mean) / std))
+    plain = (255 * images).round().to(torch.uint8)
+    assert (caption, alone) == ("background, rectangle", "background")
+    assert ((masked != plain[0]).any(dim=0) == (targets[0] == 2)).float().mean() > 0.95
+    assert (clear.int() - plain[1].int()).abs().max() <= 1
+    assert "The first training batch, as the network sees it" in (trained / "report.html").read_text()
+
+
 def test_each_class_s_iou_is_in_the_report(trained: Path) -> None:
     details = json.loads((trained / "evaluation/details.json").read_text())
     assert {row["class"] for row in details["class_iou"]} == {"background", "disc", "rectangle", "triangle"}

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from paceline.data.random_draws import seed_of, uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe.data import Augment, Mix, Progressive
-from paceline.registry import built_in, load
+from paceline.registry import load
 
 Image = NDArray[np.uint8]
 Shape = tuple[int, int]
@@ -187,6 +187,9 @@ def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.
 
 # Sets these draws apart from others that are keyed by numbers of the same kind.
 _PURPOSE = 0x5641_5259
+_TORCHVISION_POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix")
+# In steps of 255, as timm takes the mean; the deviation is the mean over its channels.
+_IMAGENET_MEAN, _IMAGENET_STD = (124, 116, 104), 57.6
 
 
 class Variation:
@@ -206,33 +209,39 @@ class Variation:
         """
         self._seed = seed
         self._transforms = _transforms(augment, [round(255 * each) for each in mean])
-        # Code of the user's own may draw from other generators than torch's.
-        self._draws_elsewhere = augment.policy not in built_in("augmentations")
+        # timm's operations, and code of the user's own, draw from other generators than torch's.
+        self._draws_elsewhere = bool(self._transforms) and (
+            augment.policy not in _TORCHVISION_POLICIES or _is_erased_by_timm(augment)
+        )
 
     def __call__(self, images: Tensor, ids: SampleIds, epoch: int) -> Tensor:
         """Vary a batch, uint8 [N, C, H, W], in place; row *n* is sample ``ids[n]``."""
         if not self._transforms:
             return images
-        before, elsewhere = torch.get_rng_state(), None
-        if self._draws_elsewhere:
-            elsewhere = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's code may draw from it
-        try:
+        with _generators_restored():
             for row, sample in enumerate(ids.tolist()):
                 seed = seed_of(self._seed, _PURPOSE, epoch, sample)
                 torch.default_generator.manual_seed(seed)
-                if elsewhere is not None:
+                if self._draws_elsewhere:
                     random.seed(seed)
-                    np.random.seed(seed % 2**32)  # noqa: NPY002  # as above
+                    np.random.seed(seed % 2**32)  # noqa: NPY002  # other code draws from it
                 image = images[row]
                 for transform in self._transforms:
                     image = transform(image)
                 images[row] = image
-        finally:
-            torch.set_rng_state(before)
-            if elsewhere is not None:
-                random.setstate(elsewhere[0])
-                np.random.set_state(elsewhere[1])  # noqa: NPY002  # as above
         return images
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    """Put torch's, Python's and NumPy's global generators back to where they are."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # other code draws from it
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])  # noqa: NPY002  # as above
 
 
 def asks_for_variation(augment: Augment) -> bool:
@@ -258,10 +267,7 @@ def _operations(augment: Augment, fill: list[int]) -> dict[str, tuple[bool, Call
             augment.blur > 0,
             lambda v2: v2.RandomApply([v2.GaussianBlur(kernel_size=9, sigma=(0.1, 2.0))], augment.blur),
         ),
-        "erase": (
-            augment.erase > 0,
-            lambda v2: v2.RandomErasing(augment.erase, augment.erase_scale, augment.erase_ratio, fill),
-        ),
+        "erase": (augment.erase > 0, lambda v2: _erasing(v2, augment, fill)),
     }
 
 
@@ -289,16 +295,68 @@ def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
     return _own_policy(augment, channels=len(fill))
 
 
+def timm_policy(config: str) -> Callable[[Tensor], Tensor]:
+    """timm's augmentation of that configuration string, as its train.py has it; what it uncovers becomes the mean."""
+    from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
+    from torchvision.transforms.v2 import functional
+
+    shared: dict[str, Any] = {"img_mean": _IMAGENET_MEAN}
+    if config.startswith("rand"):
+        vary = rand_augment_transform(config, shared)
+    elif config.startswith("augmix"):
+        vary = augment_and_mix_transform(config, shared | {"translate_pct": 0.3})
+    else:
+        vary = auto_augment_transform(config, shared)
+
+    def varied(image: Tensor) -> Tensor:
+        # timm fills with a color, which a grey image of Pillow does not take.
+        found: Tensor = functional.pil_to_tensor(vary(functional.to_pil_image(image.expand(3, -1, -1))))
+        return found[: len(image)]
+
+    return varied
+
+
+def _is_erased_by_timm(augment: Augment) -> bool:
+    return augment.erase > 0 and (augment.erase_with, augment.erase_count) != ("mean", 1)
+
+
+def _erasing(v2: Any, augment: Augment, fill: list[int]) -> Callable[[Tensor], Tensor]:
+    if not _is_erased_by_timm(augment):
+        erasing: Callable[[Tensor], Tensor] = v2.RandomErasing(
+            augment.erase, augment.erase_scale, augment.erase_ratio, fill
+        )
+        return erasing
+    from timm.data.random_erasing import RandomErasing
+
+    erase: Callable[[Tensor], Tensor] = RandomErasing(  # type: ignore[no-untyped-call]
+        augment.erase,
+        *augment.erase_scale,
+        *augment.erase_ratio,
+        mode={"mean": "const", "color": "rand", "noise": "pixel"}[augment.erase_with],
+        max_count=augment.erase_count,
+        device="cpu",
+    )
+    mean = torch.tensor(fill)[:, None, None]
+
+    def erased(image: Tensor) -> Tensor:  # timm erases normalised images
+        pixels = erase((image - mean) / _IMAGENET_STD) * _IMAGENET_STD + mean
+        return pixels.round().clamp(0, 255).to(torch.uint8)
+
+    return erased
+
+
 def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor]:
     """Make the augmentation that a user or another package gives, and try it on a black image."""
     name = f"data.augment.policy={augment.policy}"
     make = load("augmentations", augment.policy, RecipeError)
     try:
         vary = make(**augment.policy_options)
-    except (TypeError, ValueError) as error:
+    except (AssertionError, TypeError, ValueError) as error:
+        fix = "Name a factory: called with them, it gives what is called with an image."
+        if augment.policy == "timm":
+            fix = "Give what timm's --aa takes: data.augment.policy_options={config: rand-m9-mstd0.5-inc1}."
         raise RecipeError(
-            f"data.augment.policy_options {augment.policy_options} do not fit {name}: {error}. Name a factory: called "
-            "with them, it gives what is called with an image."
+            f"data.augment.policy_options {augment.policy_options} do not fit {name}: {error}. {fix}"
         ) from error
 
     def checked(image: Tensor) -> Tensor:
@@ -313,7 +371,7 @@ def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor
         return varied
 
     try:
-        with torch.random.fork_rng(devices=[]):
+        with _generators_restored():
             checked(torch.zeros((channels, 32, 32), dtype=torch.uint8))
     except PacelineError:
         raise

@@ -7,7 +7,6 @@ What changes speed, place or records only is stated where it was given.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,6 @@ _DATASETS = {"": "image_folder", "image_folder": "image_folder", "folder": "imag
 _DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
 _WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
 _OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
-_STRENGTH = 3  # strengths of RandAugment go to 10 in timm, and to 30 in torchvision's, which is ours
 _OWN_CLIP = 1.0  # timm's LAMB clips the whole gradient to this norm by itself
 _LONGEST = 20  # cycles of a schedule, and the factor on the length of each
 _MILESTONES = 1000  # falls of a schedule
@@ -171,7 +169,8 @@ def _put_augmentation(draft: Conversion) -> None:
         draft.refuse("train_interpolation", "images are resized bilinear or bicubic")
     strengths = list(draft["color_jitter"] or [])
     if draft["aa"]:
-        _put_policy(draft, str(draft["aa"]))
+        draft.put("data.augment.policy", "timm", "aa")
+        draft.put("data.augment.policy_options", {"config": str(draft["aa"])}, "aa")
     elif len(strengths) not in (0, 1, 3, 4):
         draft.refuse("color_jitter", "it is one strength, or those of brightness, contrast, saturation and hue")
     elif any(strengths):
@@ -181,44 +180,11 @@ def _put_augmentation(draft: Conversion) -> None:
         if draft["color_jitter_prob"] is not None:
             draft.put("data.augment.jitter.probability", draft["color_jitter_prob"], "color_jitter_prob")
     if draft["reprob"]:
-        draft.put("data.augment.erase", draft["reprob"], "reprob", "remode")
+        draft.put("data.augment.erase", draft["reprob"], "reprob")
         draft.put("data.augment.erase_scale", [0.02, 1 / 3], note="as timm erases")
         draft.put("data.augment.erase_ratio", [0.3, 10 / 3], note="as timm erases")
-        if draft["remode"] != "const":
-            draft.differ("remode", "an erased rectangle becomes the mean instead of noise")
-
-
-def _put_policy(draft: Conversion, policy: str) -> None:
-    kind, *parts = policy.split("-")
-    said = {match[1]: match[2] for part in parts if (match := re.match(r"([a-z]+)(.*)", part))}
-
-    def number(key: str, otherwise: float) -> float:
-        try:
-            found = float(said.get(key) or otherwise)
-        except ValueError:
-            return otherwise
-        return found if math.isfinite(found) else otherwise
-
-    if kind == "rand" and not any(key.startswith("t") or key == "w" for key in said):
-        strength = min(number("m", 10), number("mmax", 10))
-        draft.put("data.augment.policy", "randaugment", "aa")
-        draft.put("data.augment.operations", max(1, int(number("n", 2))), "aa")
-        thirtieths = min(30, round(_STRENGTH * strength))
-        draft.put("data.augment.magnitude", thirtieths, "aa", note=f"{strength:g} of 10, in 30ths")
-        spread = f" and a strength with a spread of {said['mstd']}" if "mstd" in said else ""
-        chance = f"a probability of {number('p', 0.5):g}"
-        draft.differ("aa", f"torchvision's operations, always applied; timm's have {chance}{spread}")
-    elif kind in ("original", "originalr", "v0", "v0r") and not parts:
-        draft.put("data.augment.policy", "autoaugment", "aa")
-        draft.put("data.augment.policy_dataset", "imagenet", "aa")
-        if kind != "original":
-            draft.differ("aa", "the policy published for ImageNet, which is `original`")
-    elif kind == "augmix" and said.keys() <= {"m", "mstd"}:
-        draft.put("data.augment.policy", "augmix", "aa")
-        draft.put("data.augment.severity", min(max(int(number("m", 3)), 1), 10), "aa")
-        draft.differ("aa", "torchvision's AugMix, which draws the strengths of its operations differently")
-    else:
-        draft.refuse("aa", "supported: rand-m…, original, v0 and augmix-m…, without sets, widths or depths")
+        draft.put("data.augment.erase_with", {"rand": "color", "pixel": "noise"}.get(draft["remode"], "mean"), "remode")
+        draft.put("data.augment.erase_count", draft["recount"], "recount")
 
 
 def _put_mixing(draft: Conversion) -> None:

@@ -34,6 +34,8 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
             yield _thresholds(details, whose)
         if details is not None and "class_iou" in details:
             yield _overlaps(details, whose)
+        if first := run.extra("first_batch.json"):
+            yield _first_batch(first, whose)
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
 
@@ -59,6 +61,15 @@ def _examples(examples: Mapping[str, Any], whose: str) -> Iterator[Block]:
         yield Gallery(pictures=wrong, caption=caption)
     if right:
         yield Gallery(pictures=right, caption=f"{whose}{len(right)} right answers", folded=True)
+
+
+def _first_batch(first: Mapping[str, Any], whose: str) -> Gallery:
+    """What the network was shown: resized, cropped, flipped, mixed."""
+    pictures = [
+        Picture(data=each["image"], caption=each["caption"], alternative=f"{each['name']}: {each['caption']}")
+        for each in first["examples"]
+    ]
+    return Gallery(pictures=pictures, caption=f"{whose}The first training batch, as the network sees it")
 
 
 def _confusion(confusion: Mapping[str, Any], whose: str) -> Iterator[Block]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
+from timm.data import auto_augment
 
 from paceline.data.image.transforms import Variation, asks_for_variation
 from paceline.data.random_draws import seed_of
@@ -16,6 +19,7 @@ from paceline.recipe.data import Augment, Jitter
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
 MEAN, FILL = (0.2, 0.4, 0.6), [51, 102, 153]
+IMAGENET = (124, 116, 104)
 BILINEAR = v2.InterpolationMode.BILINEAR
 ASKED: dict[str, tuple[Augment, Any]] = {
     "randaugment": (
@@ -40,6 +44,21 @@ ASKED: dict[str, tuple[Augment, Any]] = {
         v2.RandomErasing(0.6, (0.1, 0.2), (0.5, 2.0), FILL),
     ),
 }
+TIMMS: dict[str, tuple[Augment, Any]] = {
+    config: (Augment(policy="timm", policy_options={"config": config}), partial(make, config, {"img_mean": IMAGENET}))
+    for config, make in {
+        "rand-m9-mstd0.5-inc1-p0.3": auto_augment.rand_augment_transform,
+        "original-mstd0.5": auto_augment.auto_augment_transform,
+        "3a": auto_augment.auto_augment_transform,
+    }.items()
+}
+# What is erased by timm, and whether so many colors of so many pixels are what was asked for.
+ERASED: dict[str, tuple[Augment, Any]] = {
+    "noise": (Augment(erase=0.7, erase_with="noise"), lambda colors, pixels: colors > 0.9 * pixels),
+    "color": (Augment(erase=0.7, erase_with="color"), lambda colors, _: colors == 1),
+    "colors": (Augment(erase=0.7, erase_with="color", erase_count=3), lambda colors, _: 1 <= colors <= 3),
+    "means": (Augment(erase=0.7, erase_count=3), lambda colors, _: colors == 1),
+}
 IDS = np.arange(40, dtype=np.int64)
 
 
@@ -61,27 +80,50 @@ def test_it_is_torchvisions_own(name: str) -> None:
     assert changed >= 10
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", TIMMS)
+def test_it_is_timms_own(name: str) -> None:
+    augment, make = TIMMS[name]
+    vary = make()
+    found = Variation(augment, MEAN, seed=3)(pictures(), IDS, epoch=2)
+    for sample, (image, plain) in enumerate(zip(found, pictures(), strict=True)):
+        seed = seed_of(3, 0x56415259, 2, sample)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002  # which timm draws from
+        assert torch.equal(image, v2.functional.pil_to_tensor(vary(v2.functional.to_pil_image(plain))))
+    assert (found != pictures()).flatten(1).any(dim=1).sum() >= 10
+
+
+@pytest.mark.parametrize("name", [*ASKED, *TIMMS, *ERASED])
 def test_draws_depend_on_seed_epoch_and_sample_alone(name: str) -> None:
-    variation = Variation(ASKED[name][0], MEAN, seed=3)
+    augment = (ASKED | TIMMS | ERASED)[name][0]
+    variation = Variation(augment, MEAN, seed=3)
     together = variation(pictures(), IDS, 1)
     torch.manual_seed(11)
     some = np.array([17, 4, 30], dtype=np.int64)
     assert torch.equal(variation(pictures()[some], some, 1), together[some])
     assert not torch.equal(variation(pictures(), IDS, 2), together)
-    assert not torch.equal(Variation(ASKED[name][0], MEAN, seed=4)(pictures(), IDS, 1), together)
+    assert not torch.equal(Variation(augment, MEAN, seed=4)(pictures(), IDS, 1), together)
 
 
-def test_it_leaves_torchs_generator_where_it_was() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    Variation(ASKED["randaugment"][0], MEAN, seed=3)(pictures(), IDS, 0)
-    assert torch.equal(torch.rand(3), expected)
+@pytest.mark.parametrize("name", ["randaugment", "rand-m9-mstd0.5-inc1-p0.3", "noise"])
+def test_it_leaves_all_generators_where_they_were(name: str) -> None:
+    def drawn() -> Any:
+        return torch.rand(3).tolist(), random.random(), np.random.rand()  # noqa: NPY002  # the global one is meant
+
+    def seed() -> None:
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)  # noqa: NPY002  # as above
+
+    seed()
+    expected = drawn()
+    seed()
+    Variation((ASKED | TIMMS | ERASED)[name][0], MEAN, seed=3)(pictures(), IDS, 0)
+    assert drawn() == expected
 
 
 def test_grey_images_are_varied_too() -> None:
-    for augment, _ in ASKED.values():
+    for augment, _ in (ASKED | TIMMS | ERASED).values():
         assert Variation(augment, (0.5,), seed=0)(pictures(channels=1), IDS, 0).shape == (40, 1, 32, 32)
 
 
@@ -103,6 +145,18 @@ def test_rectangles_are_erased_to_the_mean_as_often_as_asked() -> None:
     share = hit.flatten(1).float().mean(dim=1)
     assert share[share > 0].min() > 0.005
     assert share.max() < 0.4
+
+
+@pytest.mark.parametrize("name", ERASED)
+def test_rectangles_become_what_is_asked(name: str) -> None:
+    augment, kinds = ERASED[name]
+    images = torch.full((40, 3, 64, 64), 7, dtype=torch.uint8)
+    varied = Variation(augment, MEAN, seed=0)(images, IDS, 0)
+    hit = (varied != 7).any(dim=1)
+    assert int(hit.flatten(1).any(dim=1).sum()) > 10
+    for image, where in zip(varied, hit, strict=True):
+        colors = {tuple(pixel) for pixel in image.permute(1, 2, 0)[where].tolist()}
+        assert not colors or kinds(len(colors), int(where.sum()))
 
 
 def test_operations_are_equally_likely() -> None:

@@ -244,8 +244,6 @@ def test_a_config_lies_below_the_command(tmp_path: Path) -> None:
         ("--cooldown-epochs 10", "--cooldown-epochs"),
         ("--lr-cycle-limit 3", "--lr-cycle-limit"),
         ("--mixup 0.2 --mixup-mode elem", "--mixup-mode"),
-        ("--aa rand-m9-tweights", "--aa"),
-        ("--aa 3a", "--aa"),
         ("--train-crop-mode rkrc", "--train-crop-mode"),
         ("--dataset tfds/imagenet2012", "--dataset"),
         ("--resume last.pth.tar", "--resume"),
@@ -329,9 +327,9 @@ def test_what_is_left_out_must_be_an_option() -> None:
         ("--no-aug", {"data.augment.crop": "none", "data.augment.flip": 0.0}),
         ("--aug-repeats 3 --mixup 0.1 --mixup-off-epoch 270", {"train.duration": "100 epochs", "data.mix.epochs": 90}),
         ("--hflip 0 --vflip 0.5", {"data.augment.flip": 0.0, "data.augment.vertical_flip": 0.5}),
-        ("--aa original", {"data.augment.policy": "autoaugment", "data.augment.policy_dataset": "imagenet"}),
-        ("--aa augmix-m5", {"data.augment.policy": "augmix", "data.augment.severity": 5}),
-        ("--aa rand-m9-n3-mstd0.5", {"data.augment.operations": 3, "data.augment.magnitude": 27}),
+        ("--aa 3a", {"data.augment.policy": "timm", "data.augment.policy_options": {"config": "3a"}}),
+        ("--reprob 0.2 --recount 3", {"data.augment.erase_with": "noise", "data.augment.erase_count": 3}),
+        ("--reprob 0.2 --remode const", {"data.augment.erase_with": "mean", "data.augment.erase_count": 1}),
         ("--color-jitter 0", {"data.augment.jitter.brightness": None}),
         ("--bce-loss --smoothing 0", {"train.loss": "cross_entropy"}),
         ("--bce-loss", {"train.loss": "bce", "train.label_smoothing": 0.1}),
@@ -387,5 +385,5 @@ def test_the_file_says_where_each_value_came_from() -> None:
     assert lines["lr"].endswith("# --lr 0.001")
     assert lines["weight_decay"].endswith("# --weight-decay 2e-05 (default)")
     assert "27 " not in lines["seed"]
-    assert "# Differs: --aa:" in text
+    assert "# Differs: --train-interpolation:" in text
     assert text.startswith("# Converted from: train.py /d --opt adamw")

@@ -1,0 +1,36 @@
+"""Objects drawn into pictures, for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+# Okabe and Ito's, which the colour-blind can tell apart.
+_COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
+_PICTURE_PIXELS = 96
+
+
+def drawn(
+    picture: Tensor, classes: Sequence[int], *, masks: Tensor | None = None, boxes: Tensor | None = None
+) -> Tensor:
+    """A picture, uint8 [3, H, W], with its M objects in the colours of their classes.
+
+    Args:
+        picture: Where they are drawn.
+        classes: The class of each object.
+        masks: Pixels of the objects, [M, H, W].
+        boxes: Left, top, right and bottom of each, [M, 4].
+    """
+    from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
+
+    if not classes:
+        return picture
+    colours: list[str | tuple[int, int, int]] = [_COLOURS[each % len(_COLOURS)] for each in classes]
+    if masks is not None:
+        picture = draw_segmentation_masks(picture, masks.bool(), alpha=0.5, colors=colours)
+    if boxes is not None:
+        # As wide as a pixel is after the picture was made small.
+        width = max(1, round(max(picture.shape[1:]) / _PICTURE_PIXELS))
+        picture = draw_bounding_boxes(picture, boxes, colors=colours, width=width)
+    return picture

@@ -1,0 +1,71 @@
+"""Pictures of the first training batch are kept for the report, and keeping them changes nothing."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from paceline.tasks.image_classification import ImageClassification
+
+Make = Callable[..., Any]
+
+
+def kept(run_dir: Path) -> list[dict[str, str]]:
+    examples: list[dict[str, str]] = json.loads((run_dir / "first_batch.json").read_text())["examples"]
+    return examples
+
+
+def pixels(example: dict[str, str]) -> Any:
+    packed = base64.b64decode(example["image"].removeprefix("data:image/png;base64,"))
+    return np.asarray(Image.open(io.BytesIO(packed)))
+
+
+def test_each_has_its_class_and_is_what_the_network_saw(train_tiny: Make) -> None:
+    seen: list[Any] = []
+    run = train_tiny("run", {"data.augment.flip": 1.0}, on_loss=lambda batch, _: seen.append(batch.inputs.clone()))
+    examples = kept(run.run_dir)
+    assert len(examples) == min(12, len(seen[0]))
+    assert all(each["caption"] in list("0123456789") for each in examples)
+    for example, image in zip(examples, seen[0], strict=False):
+        shown, fed = pixels(example).astype(float), image[0].numpy()
+        assert np.corrcoef(shown.ravel(), fed.ravel())[0, 1] > 0.999
+
+
+def test_a_mixed_image_has_the_shares_of_its_classes(train_tiny: Make) -> None:
+    captions = [each["caption"] for each in kept(train_tiny("run", {"data.mix.mixup": 1.0}).run_dir)]
+    shares = [[int(each) for each in re.findall(r"(\d+)%", caption)] for caption in captions]
+    assert any(shares)
+    assert all(99 <= sum(each) <= 101 for each in shares if each)
+
+
+def test_a_run_that_goes_on_keeps_those_of_its_beginning(train_tiny: Make, runs: Path) -> None:
+    train_tiny("run", {"train.until": "4 steps"})
+    first = (runs / "run" / "first_batch.json").read_bytes()
+    train_tiny("run")
+    assert (runs / "run" / "first_batch.json").read_bytes() == first
+
+
+def test_none_are_kept_where_no_examples_are_asked_for(train_tiny: Make) -> None:
+    run = train_tiny("run", {"evaluate.keep_examples": 0})
+    assert not (run.run_dir / "first_batch.json").exists()
+
+
+def test_a_task_that_cannot_show_them_trains_as_before(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = train_tiny("plain").summary.weights_sha256
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("no pictures")
+
+    monkeypatch.setattr(ImageClassification, "shown", fail)
+    run = train_tiny("failing")
+    assert run.summary.weights_sha256 == plain
+    assert not (run.run_dir / "first_batch.json").exists()
