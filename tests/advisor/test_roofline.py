@@ -15,6 +15,8 @@ from paceline.machine import cache_folder
 from paceline.models.ceilings import Ceilings
 from paceline.models.flops import StepWork, Work
 from paceline.models.operator_work import Product
+from paceline.pages.page import Chart
+from paceline.pages.shown import write_result
 from paceline_advisor.commands import Roofline
 from paceline_advisor.roofline.report import layer_bounds, shape_findings
 from paceline_advisor.roofline.study import choose, roofline, this_cpu
@@ -163,3 +165,17 @@ def test_this_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     kept.write_text("torn")
     assert this_cpu().bytes_per_second > 0
     assert choose("CPU").name == "cpu"
+
+
+def test_the_page_has_every_layer_under_the_roof(tmp_path: Path) -> None:
+    report = roofline(Roofline(recipe="digits", device="a100"), print)
+    (chart,) = report.__paceline__().on_page
+    assert isinstance(chart, Chart)
+    roof, *phases = chart.traces
+    at = dict(zip(roof["x"], roof["y"], strict=True))
+    assert at[report.ridge] == max(at.values())
+    rate, peak = report.device.bytes_per_second / 1e12, max(at.values())
+    points = [(x, y) for each in phases for x, y in zip(each["x"], each["y"], strict=True)]
+    assert len(points) > 10
+    assert all(y <= min(x * rate, peak) * (1 + 1e-6) for x, y in points)
+    assert "Layers under the roof" in write_result(tmp_path, "roofline", report)[1].read_text()

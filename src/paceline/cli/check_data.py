@@ -38,8 +38,8 @@ class CheckData:
     or two classes (spoils), what makes reading slow (costs) and what may not be meant (notice), each with file names
     and what to do. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
-    Nothing in SOURCE is changed, unless --quarantine moves what breaks a run out of it. Nothing is deleted:
-    sh DIR/undo.sh moves everything back.
+    Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images,
+    out of it. Nothing is deleted: sh DIR/undo.sh moves everything back.
 
     Exit code 1 if anything breaks or spoils a run, 0 if not.
 
@@ -55,7 +55,9 @@ class CheckData:
     workers: Annotated[int | None, Ge(1), "Processes that read (default: one per core)."] = None
     limit: Annotated[int | None, Ge(1), "Look at N images only, spread over all of them."] = None
     quarantine: Annotated[
-        Path | None, Shape(metavar="DIR"), "Move files and folders that break a run to DIR, next to the data."
+        Path | None,
+        Shape(metavar="DIR"),
+        "Move what breaks a run, and held-out copies of training images, to DIR, next to the data.",
     ] = None
 
     def run(self, _: Log) -> Result:
@@ -131,9 +133,10 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
         if report.unusable:
             yield one_line(f"but what is left cannot be trained on: {report.unusable}")
     found = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
-    breaking = {each.kind.name for each in report.findings if each.kind.severity == "breaks"}
-    if report.quarantine is not None and breaking <= report.quarantine.kinds:
-        found = found.replace(" breaks", " breaks, moved away")
+    for severity in ("breaks", "spoils"):
+        kinds = {each.kind.name for each in report.findings if each.kind.severity == severity}
+        if report.quarantine is not None and kinds <= report.quarantine.kinds:
+            found = found.replace(f" {severity}", f" {severity}, moved away")
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
     processes = f"{report.workers} process{'es' * (report.workers != 1)}"
     yield Text.from_markup(verdict).append(f": {found}; {report.seconds:.1f} s with {processes}.")

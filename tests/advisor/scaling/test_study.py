@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.errors import RecipeError
+from paceline.pages.page import Chart
+from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Scale
 from paceline_advisor.scaling.study import Row, ScaleReport, Scaling
@@ -65,3 +68,24 @@ def test_a_detector_is_predicted_without_what_it_refuses() -> None:
     assert any("FSDP does not go with task=detection" in each for each in report.notices)
     with pytest.raises(RecipeError, match="--strategy fsdp does not go with task=detection"):
         Scaling(loaded, replace(asked, strategy="fsdp"), print, subject=scaling.subject)
+
+
+def test_the_page_has_each_strategy_beside_an_even_share(tmp_path: Path) -> None:
+    asked = Scale(
+        recipe="digits",
+        overrides=(SMALL,),
+        world_sizes=(1, 2, 8),
+        cluster="dgx-a100",
+        throughput=1000,
+        one_gpu_batch=64,
+    )
+    report = Scaling(load_recipe("digits", (SMALL,)), asked, print).report()
+    (chart,) = report.__paceline__().on_page
+    assert isinstance(chart, Chart)
+    traces = {each["name"]: each for each in chart.traces}
+    assert list(traces) == ["ddp", "fsdp", "linear"]
+    assert all(list(each["x"]) == [1, 2, 8] for each in traces.values())
+    assert traces["linear"]["y"] == pytest.approx([1000, 2000, 8000])
+    rates = {row.strategy: row.prediction.rate for row in report.rows if row.prediction.devices == 8}
+    assert {name: traces[name]["y"][-1] for name in ("ddp", "fsdp")} == rates
+    assert "samples/s" in write_result(tmp_path, "scale", report)[1].read_text()

@@ -1,4 +1,4 @@
-"""Move what breaks a run out of a folder of images; nothing is deleted, and a script moves it back.
+"""Move what breaks a run, and what leaks, out of a folder of images; nothing is deleted, and a script moves it back.
 
 Each file or folder is moved by one rename, after the script that moves it back is on the disk: whenever the process is
 killed, everything is at its old place or at the one that the script names.
@@ -75,13 +75,18 @@ def check_place(root: Path, folder: Path) -> None:
 def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quarantine:
     """Move what findings call broken from ``root`` to ``folder``, under the names that it has in ``root``.
 
+    Of images that are in two splits, the held-out copies are moved.
     The folder of a class of which nothing would be left is moved as a whole.
 
     Raises:
         DataError: If something cannot be moved; of names that are taken in ``folder``, before anything is.
     """
-    broken = [each for each in findings if each.kind.severity == "breaks" and each.kind.name != "layout"]
-    asked = {Path(entry.name) for each in broken for entry in each.entries}
+    moving = [
+        each
+        for each in findings
+        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name == "leak"
+    ]
+    asked = {Path(entry.name) for each in moving for entry in each.entries}
     train = root / "train" if (root / "train").is_dir() else root
     for splits in ((train,), (root / "val", root / "test")):
         for parent in {path.parent for path in asked if path.parent.parent in splits}:
@@ -108,7 +113,7 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; what was moved before it is "
                 f"moved back by: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
-    whole = frozenset(each.kind.name for each in broken if each.count == len(each.entries))
+    whole = frozenset(each.kind.name for each in moving if each.count == len(each.entries))
     return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=whole)
 
 

@@ -66,6 +66,18 @@ def test_everything_that_breaks_is_moved_and_can_be_moved_back(clean: Path, brok
     assert (clean / "train" / "eel").is_dir()
 
 
+def test_the_held_out_copies_of_training_images_are_moved(clean: Path, tmp_path: Path) -> None:
+    image = next((clean / "train" / "cat").iterdir())
+    copies = {clean / "val" / "cat" / "seen.jpg", clean / "val" / "dog" / "seen too.jpg"}
+    for each in copies:
+        shutil.copy(image, each)
+    report = check(clean, tmp_path / "aside")
+    assert report.quarantine is not None
+    assert {Path(old) for old, _ in report.quarantine.moved} == copies
+    assert image.exists()
+    assert check(clean, None).count == {**report.count, "spoils": 0}
+
+
 def test_a_class_that_is_gone_is_told(tmp_path: Path, clean: Path) -> None:
     for name in [path.name for path in (clean / "train").iterdir()][1:]:
         for image in (*(clean / "train" / name).iterdir(), *(clean / "val" / name).iterdir()):
