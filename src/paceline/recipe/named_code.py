@@ -15,7 +15,7 @@ from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted, is_reference
 
-CODE_KEYS = ("task", "model.name", "data.dataset")
+CODE_KEYS = ("task", "model.name", "data.dataset", "evaluate.metrics")
 """The keys that take ``package.module:name``."""
 TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss", "data.augment.policy")
 """Those of them that only training imports."""
@@ -26,7 +26,15 @@ _BESIDE_RECIPE = ("checkpoints", "config.json", "model.safetensors")
 
 def named_code(recipe: Recipe) -> list[str]:
     """The references of a recipe to the user's own code."""
-    return [name for key in (*CODE_KEYS, *TRAINING_CODE_KEYS) if is_reference(name := value_of(recipe, key))]
+    used = (attrgetter(key)(recipe) for key in (*CODE_KEYS, *TRAINING_CODE_KEYS))
+    return [name for value in used for name in _names(value) if is_reference(name)]
+
+
+def _names(value: Any) -> list[str]:
+    """The names that a key holds: its own, or those of a mapping of factories with options."""
+    if isinstance(value, Mapping):
+        return [name for each in value.values() if isinstance(each, Mapping) for name in _names(each.get("name"))]
+    return [value] if isinstance(value, str) else []
 
 
 def is_stored(path: Path, source: str | Path) -> bool:
@@ -58,9 +66,10 @@ def refuse_foreign_code(
         stored: Any = tree
         for name in key.split("."):
             stored = stored.get(name) if isinstance(stored, Mapping) else None
-        if isinstance(stored, str) and is_reference(stored) and stored == value_of(recipe, key):
+        used = _names(attrgetter(key)(recipe))
+        if code := next((each for each in _names(stored) if is_reference(each) and each in used), ""):
             raise RecipeError(
-                f"{where} names code to import, {key}={stored}; opening a file never runs code unless you say so: "
+                f"{where} names code to import, {key}={code}; opening a file never runs code unless you say so: "
                 "add --trust-code if you know where it comes from."
             )
 

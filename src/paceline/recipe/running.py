@@ -16,6 +16,7 @@ from paceline.recipe.fields import (
     Needs,
     NonNegativeInt,
     Off,
+    Options,
     PositiveFloat,
     PositiveInt,
     Switch,
@@ -56,6 +57,10 @@ class Evaluate:
     metric: Annotated[str, _EVALUATED, _HELD_OUT] = "auto"
     """The metric that decides what is best: `top1_accuracy`, `loss`, or another one that the task measures; `auto` is
     the task's own choice, of image classification `top1_accuracy`."""
+    metrics: Annotated[dict[str, Options], _EVALUATED, _HELD_OUT] = Field(default_factory=dict)
+    """More metrics of classes, labels and clicks by a name of yours, torchmetrics' for example:
+    `{f1: {name: torchmetrics.classification:MulticlassF1Score, num_classes: 10}}`. `package.module:factory` is called
+    with the other options, and what it gives once in each evaluation, with the logits and targets of all samples."""
     thresholds: _Threshold | dict[str, _Threshold] = 0.5
     """Of `image_multilabel`: the probability above which an image is given a label, in evaluation and prediction: one
     number, or a mapping of class names to numbers, 0.5 for other classes."""

@@ -315,6 +315,7 @@ class ImageClassification(ClassTask):
     """
 
     headline = "top1_accuracy"
+    gives_scores = True
     metrics: tuple[Metric, ...] = (
         Metric(name="loss"),
         Metric(name="top1_accuracy", scale=100.0, higher_is_better=True),
@@ -355,7 +356,7 @@ class ImageClassification(ClassTask):
         }
         if self._top_k is not None:
             values[self._top_k.name] = rank < self.recipe.evaluate.top_k
-        return values
+        return values | ({"logit": logits, "label": batch.targets} if self.recipe.evaluate.metrics else {})
 
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """The most probable class and its probability."""

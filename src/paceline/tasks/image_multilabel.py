@@ -32,6 +32,7 @@ class ImageMultilabel(ClassTask):
     headline = "map"
     metrics = (Metric(name="loss"), *MULTILABEL_METRICS)
     learns = "labels"
+    gives_scores = True
     unused = MappingProxyType(dict.fromkeys(_OF_ONE, _SEVERAL))
 
     @cached_property

@@ -35,6 +35,7 @@ class Recommendation(Task):
     """
 
     headline = "auc"
+    gives_scores = True
     metrics = (
         Metric(name="loss"),
         Metric(name="auc", higher_is_better=True, is_collected=True),

@@ -25,6 +25,7 @@ from paceline.data.slices import SampleWeights
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
+from paceline.metrics.named import NamedMetrics
 from paceline.plan import DataFacts
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
@@ -50,11 +51,13 @@ class Task(ABC):
         metrics: What :meth:`score` and the collectors report, the loss first; may be known once the data are.
         headline: The metric that ``evaluate.metric=auto`` stands for.
         unit: What :meth:`sample_weights` count, in the plural: ``tokens``; else what samples are called.
+        gives_scores: Whether :meth:`score` gives ``logit`` and ``label`` too, for ``evaluate.metrics``.
     """
 
     metrics: tuple[Metric, ...] = (Metric(name="loss"),)
     headline: str = "loss"
     unit: str = "samples"
+    gives_scores: bool = False
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -240,6 +243,11 @@ class Task(ABC):
     def pictures(self, inputs: Nested) -> torch.Tensor | None:
         """A batch's inputs, of N samples, as pictures for people, uint8 [N, C, H, W]; by default none."""
         return None
+
+    @property
+    def measured(self) -> tuple[Metric, ...]:
+        """The metrics, and those that the recipe names."""
+        return (*self.metrics, *NamedMetrics(self.recipe.evaluate.metrics).metrics)
 
     def shown(self, batch: Batch) -> list[tuple[torch.Tensor, str]]:
         """A training batch as the network sees it, for the report: each picture, uint8 [C, H, W], with a caption.

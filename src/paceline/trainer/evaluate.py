@@ -25,6 +25,7 @@ from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
 from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merged
+from paceline.metrics.named import NamedMetrics
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
 from paceline.trainer.precision import Precision
@@ -289,7 +290,8 @@ class Evaluator:
             observe: Called with (weights, batch, predictions) for each batch, e.g. to write predictions.
         """
         sums = {name: Accumulator(self.task.metrics, self.device) for name in models}
-        collected = {name: self.task.collectors() for name in models}
+        more = self.task.recipe.evaluate.metrics
+        collected = {name: (*self.task.collectors(), NamedMetrics(more)) for name in models}
         answers, inputs = KeptAnswers(self.task, self.keep), InputStatistics()
         broken: list[BrokenSample] = []
         rounds, last = 0, None

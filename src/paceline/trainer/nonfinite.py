@@ -287,7 +287,7 @@ def not_finite(task: Task, metrics: Mapping[str, float]) -> tuple[str, ...]:
 
     A collected metric may be nan, which says that it is undefined: the area under a curve of one class only.
     """
-    collected = {metric.name for metric in task.metrics if metric.is_collected}
+    collected = {metric.name for metric in task.measured if metric.is_collected}
     return tuple(
         name for name, value in metrics.items() if math.isinf(value) or (math.isnan(value) and name not in collected)
     )

@@ -208,11 +208,12 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     # The class is part of what a run is: weights of one task are not another's.
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _about_classes(task, data)
+    _check_named_metrics(task)
     best_metric(task)
     lengths = task.sample_lengths()
     is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1 and "classes_sha256" not in classes
     facts = TaskFacts(
-        higher_is_better={metric.name: metric.higher_is_better for metric in task.metrics},
+        higher_is_better={metric.name: metric.higher_is_better for metric in task.measured},
         headline=headline_of(task).name,
         sample_name=task.unit if task.sample_weights() is None else "samples",
         weight_unit=task.unit,
@@ -279,6 +280,22 @@ def headline_of(task: Task) -> Metric:
     return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
 
 
+def _check_named_metrics(task: Task) -> None:
+    """Refuse metrics that the recipe names and the task cannot give the scores for, or that have names of its own."""
+    asked = task.recipe.evaluate.metrics
+    if asked and not task.gives_scores:
+        raise RecipeError(
+            f"evaluate.metrics needs logits, which task={task.recipe.task} does not give; leave it out, or override "
+            "collectors() in a task of yours."
+        )
+    for name in asked:
+        if not name.isidentifier() or name in {metric.name for metric in task.metrics}:
+            raise RecipeError(
+                f"evaluate.metrics has the name '{name}', but a name is letters, digits and underscores, and none that "
+                f"the task has: {', '.join(metric.name for metric in task.metrics)}."
+            )
+
+
 def best_metric(task: Task) -> Metric:
     """The metric that decides which evaluation is best.
 
@@ -300,7 +317,7 @@ def find_metric(task: Task, name: str, asked: str) -> Metric:
     Raises:
         RecipeError: If there is none.
     """
-    known = {metric.name: metric for metric in task.metrics}
+    known = {metric.name: metric for metric in task.measured}
     if name not in known:
         raise RecipeError(f"{asked} is not measured; choose one of: {', '.join(known)}.{did_you_mean(name, known)}")
     return known[name]

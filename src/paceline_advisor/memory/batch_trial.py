@@ -72,6 +72,7 @@ class TrialTask(Task):
         super().__init__(inner.recipe)
         self.inner = inner
         self.metrics, self.headline, self.unit = inner.metrics, inner.headline, inner.unit
+        self.gives_scores = inner.gives_scores
         self._orders = orders
 
     def data_facts(self, world: World) -> DataFacts:

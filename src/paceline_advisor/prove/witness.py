@@ -68,6 +68,7 @@ class Witness(Task):
         super().__init__(task.recipe)
         self.task = task
         self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
+        self.gives_scores = task.gives_scores
         self.notes = Notes()
         self.batches: dict[tuple[int, int], Batch] = {}
         self.orders = orders

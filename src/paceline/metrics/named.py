@@ -1,0 +1,89 @@
+"""Metrics that a recipe names: functions of the scores and targets of all held-out samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.errors import RecipeError
+from paceline.metrics.accumulator import Metric
+from paceline.references import load_reference
+
+ScoredPart = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
+"""Numbers of samples, [N], their scores and their targets."""
+
+
+def named_metric(name: str, options: Mapping[str, Any]) -> Any:
+    """Make a metric of ``evaluate.metrics``.
+
+    Raises:
+        RecipeError: If its factory cannot be imported, or does not take the options.
+    """
+    key, given = f"evaluate.metrics.{name}", dict(options)
+    reference = given.pop("name", None)
+    if not isinstance(reference, str):
+        raise RecipeError(f"{key} names no factory; give name: package.module:factory, torchmetrics' or yours.")
+    factory = load_reference(reference, RecipeError)
+    try:
+        return factory(**given)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{key}: {reference} does not take {given}: {error}. Name a factory: called with the options, it gives a "
+            "function of scores and targets."
+        ) from error
+
+
+class NamedMetrics:
+    """Gathers scores and targets; satisfies :class:`paceline.metrics.accumulator.Collector`.
+
+    A metric is called once, with the samples in the order of their numbers: any number of processes gives the same.
+    """
+
+    def __init__(self, asked: Mapping[str, Mapping[str, Any]]) -> None:
+        self._made = {name: named_metric(name, options) for name, options in asked.items()}
+        self._batches: list[tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What they are called; more of one is better, unless it has ``higher_is_better`` and that is not true."""
+        return tuple(
+            Metric(name=name, higher_is_better=bool(getattr(made, "higher_is_better", True)), is_collected=True)
+            for name, made in self._made.items()
+        )
+
+    def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
+        """Take ``logit``, float [N, …], and ``label``, [N, …]."""
+        if self._made:
+            self._batches.append((ids, values["logit"].detach().float(), values["label"]))
+
+    def part(self) -> ScoredPart | None:
+        """What this process has, None without a sample; waits for the device."""
+        if not self._batches:
+            return None
+        ids, scores, targets = zip(*self._batches, strict=True)
+        return np.concatenate(ids), torch.cat(scores).cpu().numpy(), torch.cat(targets).cpu().numpy()
+
+    def results(self, parts: Sequence[ScoredPart | None]) -> dict[str, float]:
+        """The metrics over all processes; no numbers without a sample.
+
+        Raises:
+            RecipeError: If one gives something else than a number.
+        """
+        present = [part for part in parts if part is not None]
+        if not present:
+            return dict.fromkeys(self._made, math.nan)
+        ids, scores, targets = (np.concatenate(each) for each in zip(*present, strict=True))
+        order = np.argsort(ids, kind="stable")
+        found = {}
+        for name, made in self._made.items():
+            value = made(torch.from_numpy(scores[order]), torch.from_numpy(targets[order]))
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise RecipeError(f"evaluate.metrics.{name} gave no number for all samples: {error}") from error
+        return found

@@ -1,0 +1,101 @@
+"""Metrics that a recipe names see every held-out sample once, in order, and are torchmetrics' own figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics.classification as theirs
+
+import paceline
+from paceline.errors import RecipeError
+from paceline.metrics.named import NamedMetrics
+from paceline.references import trusting_code
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+
+Make = Callable[..., Any]
+F1 = {"name": "torchmetrics.classification:MulticlassF1Score", "num_classes": 10, "average": "macro"}
+
+
+def order_of(weight: float = 1.0) -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """A metric that tells in which order the samples came."""
+    return lambda scores, _: weight * float((scores[:, 0] * torch.arange(len(scores))).sum())
+
+
+def no_number() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda scores, _: scores
+
+
+class Distance:
+    higher_is_better = False
+
+    def __call__(self, scores: torch.Tensor, targets: torch.Tensor) -> float:
+        return float((scores.argmax(1) - targets).abs().float().mean())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_it_is_the_same_however_samples_are_shared_out(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, targets = torch.randn(31, 10, generator=generator), torch.randint(0, 10, (31,), generator=generator)
+    parts = []
+    for rank in range(ranks):
+        mine = NamedMetrics({"f1": F1, "order": {"name": f"{__name__}:order_of", "weight": 2.0}})
+        for batch in reversed(np.array_split(np.arange(rank, 31, ranks), 3)):
+            mine.add({"logit": scores[batch], "label": targets[batch]}, batch)
+        parts.append(mine.part())
+    found = mine.results([*reversed(parts), None])
+    wanted = theirs.MulticlassF1Score(num_classes=10, average="macro")(scores, targets)
+    assert found == {"f1": float(wanted), "order": 2 * float((scores[:, 0] * torch.arange(31)).sum())}
+
+
+def test_without_a_sample_there_is_no_number() -> None:
+    assert math.isnan(NamedMetrics({"f1": F1}).results([None])["f1"])
+
+
+def test_a_run_records_it_and_can_choose_its_best_by_it(tiny_recipe: Path, runs: Path, events: Make) -> None:
+    named = {"f1": F1, "distance": {"name": f"{__name__}:Distance"}}
+    asked = {"evaluate.metrics": named, "evaluate.metric": "distance", "evaluate.every": "2 steps"}
+    run = paceline.train(tiny_recipe, overrides=asked, run_dir=runs / "run", quiet=True)
+    records = events(run.run_dir, "evaluation")
+    assert all(0 <= each["f1"] <= 1 for each in records)
+    assert run.metrics["best"]["value"] == min(each["distance"] for each in records)
+    with pytest.raises(RecipeError, match=r"names code to import, evaluate.metrics=torchmetrics"):
+        evaluate_target(EvaluationRequest(target=run.run_dir))
+    with trusting_code():
+        again = evaluate_target(EvaluationRequest(target=run.run_dir)).metrics
+    assert again["f1"] == records[-1]["f1"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metrics", "said"),
+    [
+        ("digits", {"f1": {"num_classes": 10}}, "names no factory"),
+        ("digits", {"f1": {"name": "torchmetrics.classification:MulticlassF1Score", "clases": 10}}, "does not take"),
+        ("digits", {"loss": F1}, "has the name 'loss'"),
+        ("shapes-segmentation", {"f1": F1}, "needs logits"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(recipe: str, metrics: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=said):
+        paceline.train(recipe, overrides={"evaluate.metrics": metrics}, run_dir=tmp_path / "run", quiet=True)
+
+
+def test_what_gives_no_number_is_named(train_tiny: Make) -> None:
+    with pytest.raises(RecipeError, match=r"evaluate.metrics.odd gave no number"):
+        train_tiny("run", {"evaluate.metrics": {"odd": {"name": f"{__name__}:no_number"}}})
+
+
+def test_labels_and_clicks_have_them_too(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"train.duration": "4 steps", "telemetry.trackers": [], "telemetry.report": False}
+    several = {"hamming": {"name": "torchmetrics.classification:MultilabelHammingDistance", "num_labels": 3}}
+    one = {"kappa": {"name": "torchmetrics.classification:BinaryCohenKappa"}}
+    for recipe, metrics in (("figures", several), ("dlrm-synthetic", one)):
+        run = tmp_path / recipe
+        paceline.train(recipe, overrides={**small, "evaluate.metrics": metrics}, run_dir=run, quiet=True)
+        assert math.isfinite(json.loads((run / "summary.json").read_text())["metrics"][next(iter(metrics))])
