@@ -18,6 +18,7 @@ from paceline.cli.output import concluded, echo, print_json
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.escaping import one_line
 from paceline.loading import loading
+from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 _LABELS = 3
 _LINES = (".tsv", ".txt", ".gz", ".jsonl")
+
+
+def _thresholds(text: str) -> float | dict[str, float]:
+    """Read them as the recipe's key is written."""
+    return load_recipe(None, [f"evaluate.thresholds={text}"]).recipe.evaluate.thresholds
 
 
 @command("predict")
@@ -77,19 +83,24 @@ class Predict:
         "Most answers for each image or hidden token (default: 3), or objects (default: all); to write, choose among "
         "so many tokens only.",
     ] = None
+    thresholds: Annotated[
+        float | dict[str, float] | None,
+        Shape(metavar="P", parse=_thresholds, without=("prompt",)),
+        "Of any number of labels: give those above this probability, 0.3, or {cat: 0.3} for some classes (default: as "
+        "trained, evaluate.thresholds).",
+    ] = None
     draw: Annotated[
         Path | None,
         Shape(metavar="DIR", path="folder", without=("prompt",)),
-        "Of a detector: draw what it finds. Of "
-        "segmentation: write label maps, PNG files whose values are class indices.",
+        "Of a detector: draw what it finds. Of segmentation: write label maps, PNG files whose values are class "
+        "indices.",
     ] = None
     output: Annotated[
         Path | None,
         Shape(metavar="FILE", path="file", without=("prompt",)),
         "Write the answers to a new file: .jsonl, .csv (a line for each label, or a column for each number; of any "
-        "number of labels, a column for these and one for each probability) or "
-        ".parquet. It is there when it is "
-        "whole; until then it is FILE.partial.",
+        "number of labels, a column for these and one for each probability) or .parquet. It is there when it is whole; "
+        "until then it is FILE.partial.",
     ] = None
     batch_size: Annotated[int | None, Ge(1), Shape(without=("prompt",)), "Images answered at once (default: 64)."] = (
         None
@@ -138,7 +149,7 @@ class Predict:
 
             saved = read_weights(self.target, self.weights, best=self.best)
             if "table_rows" in saved.described("data"):
-                for name in ("draw", "output", "batch_size", "stdin_image"):
+                for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
                         refuse_idle(click.get_current_context(), name, "these weights are about lines of samples")
                 clicks = ClickPredictor(saved, load_options["device"], trust_code=self.trust_code)
@@ -210,6 +221,8 @@ def _answer_images(asked: Predict, load_options: dict[str, Any], *, as_json: boo
         raise click.UsageError("--draw draws the objects or classes of pixels found, and these weights find none.")
     if asked.top_k is not None and predictor.number_names:
         raise click.UsageError("--top-k has no effect: an answer of these weights has all their numbers. Leave it out.")
+    if asked.thresholds is not None:
+        predictor.set_thresholds(asked.thresholds)
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
             f"--batch-size={batch_size} has no effect: a detector looks at one picture at a time, since larger ones "
@@ -224,10 +237,7 @@ def _answer_images(asked: Predict, load_options: dict[str, Any], *, as_json: boo
     )
     with contextlib.closing(answers):
         if output is not None:
-            numbers = predictor.number_names
-            is_multilabel = bool(numbers and predictor.classes)
-            writing = answer_file(output, boxes=predictor.finds_boxes, numbers=numbers, multilabel=is_multilabel)
-            code = _to_file(answers, output, writing, left_out, as_json=as_json)
+            code = _to_file(answers, output, answer_file(output, predictor), left_out, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
     for sentence in left_out.told():
