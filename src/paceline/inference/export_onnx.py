@@ -173,16 +173,13 @@ class SampleImages:
             yield self.normalize(part).contiguous()
 
 
-def calibration_images(
-    saved: SavedWeights, overrides: Overrides, *, trust_code: bool, most: int = HELD_OUT_IMAGES
-) -> SampleImages:
+def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code: bool) -> SampleImages:
     """Read some images of the data that weights were trained on.
 
     Args:
         saved: The weights.
         overrides: Changes to the recipe's ``data`` section: where the data are now.
         trust_code: Whether the weights' recipe may name code to import.
-        most: Held-out images to read.
 
     Raises:
         PacelineError: If they are not images, or not where the recipe says.
@@ -210,7 +207,7 @@ def calibration_images(
         images = [evaluation_image(source.read(each), size, crop, recipe.data.interpolation) for each in ids]
         return torch.stack(images) if images else torch.empty((0, found.channels, size, size), dtype=torch.uint8), ids
 
-    held_out, ids = shown(found.validation, most)
+    held_out, ids = shown(found.validation, HELD_OUT_IMAGES)
     return SampleImages(
         calibration=shown(found.train, CALIBRATION_IMAGES)[0],
         held_out=held_out,
