@@ -23,6 +23,8 @@ from paceline.recipe.load import load_recipe
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    import torch
+
     from paceline.files import LeftOut
     from paceline.inference.answer_files import AnswerWriter
     from paceline.inference.answers import Answer, Seen
@@ -132,14 +134,9 @@ class Predict:
         with loading():
             from paceline.distributed.device import choose_device
             from paceline.world import World
-        load_options: dict[str, Any] = {
-            "weights": self.weights,
-            "best": self.best,
-            "trust_code": self.trust_code,
-            "device": choose_device("auto", World()),
-        }
+        device = choose_device("auto", World())
         if self.prompt is not None:
-            _answer_prompt(self, self.prompt, load_options, as_json=as_json)
+            _answer_prompt(self, self.prompt, device, as_json=as_json)
             return 0
         if all(
             each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources
@@ -152,16 +149,18 @@ class Predict:
                 for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
                         refuse_idle(click.get_current_context(), name, "these weights are about lines of samples")
-                clicks = ClickPredictor(saved, load_options["device"], trust_code=self.trust_code)
+                clicks = ClickPredictor(saved, device, trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
-        return _answer_images(self, load_options, as_json=as_json)
+        return _answer_images(self, device, as_json=as_json)
 
 
-def _answer_prompt(asked: Predict, prompt: str, load_options: dict[str, Any], *, as_json: bool) -> None:
+def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
     """Continue a prompt, or fill in its hidden tokens."""
-    from paceline.inference.text import Sampling, load_text_predictor
+    from paceline.checkpoint.weights import read_weights
+    from paceline.inference.text import Sampling, TextPredictor
 
-    predictor = load_text_predictor(asked.target, **load_options)
+    saved = read_weights(asked.target, asked.weights, best=asked.best)
+    predictor = TextPredictor(saved, device, trust_code=asked.trust_code)
     if not predictor.is_masked:
         sampling = Sampling(top_k=asked.top_k, **asked.writing)
         ids = list(predictor.write(prompt, sampling))
@@ -200,7 +199,7 @@ def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json
     return code
 
 
-def _answer_images(asked: Predict, load_options: dict[str, Any], *, as_json: bool) -> int:
+def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> int:
     """Answer for every image; 1 if one of them could not be read."""
     with loading():
         from paceline.files import LeftOut
@@ -216,7 +215,9 @@ def _answer_images(asked: Predict, load_options: dict[str, Any], *, as_json: boo
         check_output(output)
     left_out = LeftOut()
     pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
-    predictor = open_predictor(asked.target, **load_options)
+    predictor = open_predictor(
+        asked.target, weights=asked.weights, best=asked.best, trust_code=asked.trust_code, device=device
+    )
     if asked.draw is not None and not predictor.draws:
         raise click.UsageError("--draw draws the objects or classes of pixels found, and these weights find none.")
     if asked.top_k is not None and predictor.number_names:

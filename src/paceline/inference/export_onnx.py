@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -216,18 +218,6 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
     )
 
 
-class Reader:
-    """Hands out calibration batches as ONNX Runtime asks for them."""
-
-    def __init__(self, images: SampleImages) -> None:
-        self._batches = images.batches(images.calibration)
-
-    def get_next(self) -> dict[str, Any] | None:
-        """Return the next batch by the input's name; None after the last."""
-        batch = next(self._batches, None)
-        return None if batch is None else {"images": batch.numpy()}
-
-
 def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> Trial:
     """Write an ONNX network in int8, and compare it with the one in fp32 on held-out images.
 
@@ -241,6 +231,7 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
     from onnxruntime.quantization import QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
+    batches = ({"images": each.numpy()} for each in images.batches(images.calibration))
     prepared = whole.with_name(f"{whole.stem}-prepared{whole.suffix}")
     try:
         with quiet():
@@ -249,7 +240,7 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
             quantize_static(
                 prepared,
                 path,
-                Reader(images),
+                SimpleNamespace(get_next=partial(next, batches, None)),  # as ONNX Runtime asks for them
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
