@@ -116,6 +116,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     """
     if recipe.train.deterministic or recipe.parallel.exact:
         reserve_deterministic_workspace()
+    # A task may have another usual loss than recipes.
+    recipe = replace(recipe, train=replace(recipe.train, loss=task.recipe.train.loss))
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
