@@ -159,7 +159,7 @@ def _open_splits(
     unread = ""
     if said in ("val", "valid"):
         with suppress(ValueError, RuntimeError, OSError):
-            made(**arguments, **{key: "test"})
+            made(**{**arguments, key: "test"} | ({"download": False} if download else {}))
             unread = "; test is not read"
     return [train, held_out], f"torchvision's split {said}{unread}"
 
@@ -217,11 +217,10 @@ def _labels(dataset: Any, name: str) -> Ids:
             "one: write them as files, and train with data.dataset=csv."
         )
     asked = [dataset[sample][1] for sample in range(len(dataset))]
-    odd = next((each for each in asked if not isinstance(each, bool) and not _is_number(each)), None)
-    if odd is not None:
+    if odd := [each for each in asked if not isinstance(each, bool) and not _is_number(each)]:
         raise DataError(
-            f"data.dataset={PREFIX}{name} labels images by {type(odd).__name__} ({str(odd)[:40]}), and a classifier "
-            "learns one class of each image: use another data set, or a factory of your own."
+            f"data.dataset={PREFIX}{name} labels images by {type(odd[0]).__name__} ({str(odd[0])[:40]}), and a "
+            "classifier learns one class of each image: use another data set, or a factory of your own."
         )
     return np.array([int(each) for each in asked], dtype=np.int64)
 
