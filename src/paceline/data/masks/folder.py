@@ -33,6 +33,16 @@ _INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's names of pixels whose val
 _READERS = 8
 _SHOWN = 5  # faults in a message
 _FORMAT = "a mask must be a palette or 8-bit grey PNG whose values are class indices"
+# What people call the other kinds of pixels that a PNG can have, by Pillow's names.
+_PIXELS = {
+    "1": "black or white",
+    "L": "grey of 2 or 4 bits",
+    "LA": "grey and transparency",
+    "RGB": "colours (RGB)",
+    "RGBA": "colours and transparency (RGBA)",
+    "I": "grey of 16 bits",
+    "I;16": "grey of 16 bits",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ def read_mask(path: str) -> LabelMap:
             if mask.width * mask.height > LARGEST_PIXELS:
                 raise BrokenImageError(path, f"{mask.width}x{mask.height} pixels; at most {LARGEST_PIXELS:,} are read")
             if mask.tile[0][3] not in _INDICES:
-                raise BrokenImageError(path, f"its pixels are {mask.mode}, but {_FORMAT}")
+                raise BrokenImageError(path, f"its pixels are {_PIXELS.get(mask.mode, mask.mode)}, but {_FORMAT}")
             return np.asarray(mask)
     except (OSError, SyntaxError, ValueError, IndexError, Pillow.DecompressionBombError) as error:
         why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"  # which names an address

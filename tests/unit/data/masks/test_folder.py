@@ -111,8 +111,11 @@ def test_what_is_used_and_what_is_reported_is_all_there_is(folder: Folder) -> No
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "size": (lambda at: Image.new("L", (12, 9)).save(at), r"0\.png': it has 12x9 pixels, and its image 12x8"),
     "value": (lambda at: Image.new("L", (12, 8), 3).save(at), r"0\.png': it has the value 3, but there are 3 classes"),
-    "colours": (lambda at: Image.new("RGB", (12, 8)).save(at), r"0\.png': its pixels are RGB, but a mask must be"),
-    "black and white": (lambda at: Image.new("1", (12, 8)).save(at), r"0\.png': its pixels are 1, but"),
+    "colours": (
+        lambda at: Image.new("RGB", (12, 8)).save(at),
+        r"0\.png': its pixels are colours \(RGB\), but a",
+    ),
+    "black and white": (lambda at: Image.new("1", (12, 8)).save(at), r"0\.png': its pixels are black or white, but"),
     "no picture": (lambda at: at.write_bytes(b"no picture"), r"0\.png': a mask must be a palette or 8-bit grey PNG"),
 }
 
