@@ -47,6 +47,17 @@ def test_rows_are_images_with_labels_and_splits(tmp_path: Path) -> None:
     assert (whole.classes, len(whole.train), len(whole.validation)) == (("ja", "nein", "x"), 4, 0)
 
 
+def test_lists_that_are_taken_for_classes_are_told(tmp_path: Path) -> None:
+    names = ["a.png", "b.png", "c.png", "d.png"]
+    images(tmp_path, names)
+    cells = ["cat;dog", "cat", "cat;dog", "cat"]
+    path = table(tmp_path, "\n".join(["path,label", *map(",".join, zip(names, cells, strict=True)), ""]))
+    told = open_dataset(opened(path)).reasons["classes"]
+    assert told.startswith("1 of 2 classes are lists, as 'cat;dog', ")
+    assert "set task=image_multilabel, with data.dataset=csv" in told
+    assert "classes" not in open_dataset(opened(path), several_labels=True).reasons
+
+
 def test_columns_are_named(tmp_path: Path) -> None:
     images(tmp_path, ["a.png", "b.png"])
     path = table(tmp_path, "where\twhat\nb.png\t1\na.png\t0\n", "rows.tsv")
