@@ -229,8 +229,8 @@ def _odd_names(classes: Sequence[str]) -> list[str]:
     notes = []
     if listed:
         notes.append(
-            f"{len(listed):,} of {len(classes):,} classes are lists, as {listed[0]!r}, each a class of its own: if an "
-            "image has several labels, set task=image_multilabel, with data.dataset=csv or parquet"
+            f"each name like {listed[0]!r} ({len(listed):,} of {len(classes):,}) is taken for one class: if an image "
+            "has several labels, set task=image_multilabel, with data.dataset=csv or parquet"
         )
     if alike:
         more = f", and {len(alike) - 1:,} more pairs" if len(alike) > 1 else ""

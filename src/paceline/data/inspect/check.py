@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.dataset import strata
-from paceline.data.image.source import JoinedSource, encoded_source
+from paceline.data.image.source import ArraySource, JoinedSource, encoded_source, leaves_of
 from paceline.data.inspect.findings import (
     Finding,
     class_figures,
@@ -167,6 +167,8 @@ def check_data(
                 unusable = next(open_subject(source, overrides).problems.sentences(), "")
             except PacelineError as error:
                 unusable = str(error)
+    leaves = [leaf for leaf, _ in leaves_of(samples, np.arange(0))]
+    is_in_memory = all(isinstance(each, ArraySource) or hasattr(each, "pixels") for each in leaves)
     return DataReport(
         source=source,
         dataset=subject.dataset.name,
@@ -185,7 +187,7 @@ def check_data(
         classes=class_figures(subject),
         sizes=size_figures(gathered, read),
         pixels=pixel_figures(subject, gathered, read),
-        cost={} if subject.is_in_memory else cost_figures(gathered, read),
+        cost={} if is_in_memory else cost_figures(gathered, read),
         workers=workers,
         quarantine=moved,
         unusable=unusable,

@@ -307,5 +307,6 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
     found["small_class"] = [sized(each) for each in np.flatnonzero(train < FEW).tolist()]
     lacking = np.flatnonzero(held_out == 0).tolist()
     found["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
+    found["listed_names"] = [Entry(name) for name in classes if ";" in name and subject.learned == "classes"]
     found["alike_names"] = [Entry(other, other=one) for one, other in alike_names(classes)]
     yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in found.items() if entries)

@@ -26,7 +26,7 @@ from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.heads import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
-from paceline.data.image.source import ArraySource, BrokenImageError, Ids, Image, JoinedSource, SampleSource, leaves_of
+from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
 from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.packing.origins import detect
 from paceline.errors import DataError, PacelineError, RecipeError
@@ -63,12 +63,6 @@ class Subject:
     unread: tuple[str, ...] = ()
     root: Path | None = None
     is_folder: bool = False
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether no file is decoded when a sample is read."""
-        leaves = [leaf for source in self.splits.values() for leaf, _ in leaves_of(source, np.arange(0))]
-        return all(isinstance(leaf, ArraySource) or hasattr(leaf, "pixels") for leaf in leaves)
 
 
 def open_subject(source: str, overrides: Sequence[str]) -> Subject:

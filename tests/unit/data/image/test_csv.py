@@ -11,6 +11,7 @@ from PIL import Image
 
 from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import open_dataset
+from paceline.data.inspect.check import check_data
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -53,9 +54,13 @@ def test_lists_that_are_taken_for_classes_are_told(tmp_path: Path) -> None:
     cells = ["cat;dog", "cat", "cat;dog", "cat"]
     path = table(tmp_path, "\n".join(["path,label", *map(",".join, zip(names, cells, strict=True)), ""]))
     told = open_dataset(opened(path)).reasons["classes"]
-    assert told.startswith("1 of 2 classes are lists, as 'cat;dog', ")
+    assert told.startswith("each name like 'cat;dog' (1 of 2) is taken for one class: ")
     assert "set task=image_multilabel, with data.dataset=csv" in told
     assert "classes" not in open_dataset(opened(path), several_labels=True).reasons
+    found = {
+        each.kind.name: [entry.name for entry in each.entries] for each in check_data(str(path), workers=1).findings
+    }
+    assert found["listed_names"] == ["cat;dog"]
 
 
 def test_columns_are_named(tmp_path: Path) -> None:

@@ -41,6 +41,10 @@ _REMEMBERED_AS_PICKLES = ("LSUN", "LSUNClass")
 _NO_OPTIONS = ("self", "root", "transform", "target_transform", "transforms", "loader", "download")
 _MOST_ASKED = 200_000
 _COMPARED = 3
+_LISTINGS: dict[type, str] = {
+    FileSource: "torchvision's list of files, decoded as all files are",
+    ArraySource: "torchvision's array of pixels",
+}
 
 
 @dataset("torchvision:NAME", keys=("path", "download", "options", *PART))
@@ -67,7 +71,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
         digest=_digest(found, splits),
         channels=channels,
         probe=probed,
-        listing=_told(whole[0]),
+        listing=_LISTINGS.get(type(whole[0]), "torchvision hands the images out one by one"),
         left_out=_left_out(found, name, root),
     )
 
@@ -374,10 +378,3 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
             if os.path.join(folder, each) not in names:
                 left_out.add("files that torchvision does not list", os.path.join(folder, each))
     return left_out.told()
-
-
-def _told(source: SampleSource) -> str:
-    if isinstance(source, FileSource):
-        return "torchvision's list of files, decoded as all files are"
-    is_array = isinstance(source, ArraySource)
-    return "torchvision's array of pixels" if is_array else "torchvision hands the images out one by one"

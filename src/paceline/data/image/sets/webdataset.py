@@ -70,7 +70,7 @@ def index_tar(file: MappedFile) -> TarIndex:
     memory = cache_folder() / "indexes" / f"tar-{key}.npz"
     arrays = recall_arrays(memory)
     named = ("names", "labels", "special")
-    if arrays is None or not {"begin", "length", *(f"{name}_{of}" for name in named for of in _PARTS)} <= arrays.keys():
+    if arrays is None:
         names, places, labels, special = _scan(file)
         table = np.array(places, dtype=np.int64).reshape(-1, 2)
         arrays = {"begin": table[:, 0].copy(), "length": table[:, 1].copy()}
