@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.data import disk_cache
 from paceline.data.boxes.generated import open_shapes
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.masks.folder import open_masks
@@ -132,6 +134,20 @@ def test_a_mask_that_does_not_fit_is_refused_by_name_or_left_out(kind: str, fold
     found = opened(path, on_bad="skip")
     assert len(found.train) == 4
     assert "images whose mask does not fit: 1 left out" in found.left_out[0]
+
+
+def test_masks_are_read_once_unless_they_changed_a_moment_ago(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, now = folder("train", "val", classes="a\nb\nc"), time.time_ns()
+    for changed in (now, 0):
+        monkeypatch.setattr(disk_cache, "stamp_of", lambda _, changed=changed: (1, 1, changed, changed))
+        Image.new("L", (12, 8), 1).save(path / "train/masks/0.png")
+        opened(path)
+        Image.new("L", (12, 8), 3).save(path / "train/masks/0.png")
+        if changed:
+            with pytest.raises(DataError, match="has the value 3"):
+                opened(path)
+        else:
+            opened(path)
 
 
 def test_many_bad_masks_are_counted_and_some_named(folder: Folder) -> None:
