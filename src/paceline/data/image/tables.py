@@ -37,6 +37,7 @@ def require_pyarrow() -> ModuleType:
     """
     try:
         import pyarrow as pa
+        import pyarrow.compute
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:

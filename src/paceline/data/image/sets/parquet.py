@@ -100,15 +100,9 @@ def read_stream(path: str | Path) -> Any:
 
 
 def _bytes_in(images: Any) -> Any:
-    """The images' content, of a column of bytes or of structs with bytes."""
-    return field_of(images, "bytes") if require_pyarrow().types.is_struct(images.type) else images
-
-
-def field_of(column: Any, name: str) -> Any:
-    """A field of a column of structs; null where the struct is."""
-    import pyarrow.compute
-
-    return pyarrow.compute.struct_field(column, name)
+    """The images' content, of a column of bytes or of structs with bytes; null where a struct is."""
+    arrow = require_pyarrow()
+    return arrow.compute.struct_field(images, "bytes") if arrow.types.is_struct(images.type) else images
 
 
 class TableSource(EncodedImages):
@@ -467,7 +461,8 @@ class ImageTable:
         if self.kind != "struct" or self.schema.field(column).type.get_field_index("path") < 0:
             return names
         tables = [self._read(file, [column], ".path") for file in self.paths]
-        paths = [path for table in tables for path in field_of(table.column(column), "path").to_pylist()]
+        field = require_pyarrow().compute.struct_field
+        paths = [path for table in tables for path in field(table.column(column), "path").to_pylist()]
         return [path or name for path, name in zip(paths, names, strict=True)]
 
     def check_present(self, source: TableSource) -> None:
