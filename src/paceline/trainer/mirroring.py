@@ -368,8 +368,8 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
         return MirrorState(found.damaged, found.names)
     if request.resume == "never":
         raise RunDirectoryError(
-            f"checkpoint.mirror={address} holds a copy of a run already and --resume=never was asked; choose another "
-            "address, or leave --resume out to go on with it."
+            f"checkpoint.mirror={address} holds a copy of a run already and resume=never was asked; choose another "
+            "address, or leave resume out to go on with it."
         )
 
     def accept(folder: Path) -> None:
@@ -408,8 +408,8 @@ def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) ->
     if not wanted:
         steps = ", ".join(str(each) for each in sorted({each.step for each in found.commits}))
         raise RunDirectoryError(
-            f"--resume={resume}: there is no run in '{directory.root}', and the copies at {address} are of other steps "
-            f"({steps}); give one of those, or leave --resume out."
+            f"resume={resume}: there is no run in '{directory.root}', and the copies at {address} are of other steps "
+            f"({steps}); give one of those, or leave resume out."
         )
     return wanted
 
@@ -424,7 +424,7 @@ def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
     if found.commits and (found.commits[0].run != run if run is not None else not never_trained(directory)):
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
-            "or another --run-dir to go on from that copy."
+            "or another run directory to go on from that copy."
         )
 
 
