@@ -180,7 +180,13 @@ class Collectives:
         return result  # type: ignore[return-value]  # None only where T is None
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Run on every rank; an error for the user on one of them is raised on all alike, the first rank's first."""
+        """Run on every rank; an error for the user on one of them is raised on all alike, the first rank's first.
+
+        Any other error is raised as it is where it comes up, and named on the other ranks.
+
+        Raises:
+            OtherProcessError: On the others, for such an error.
+        """
         if self._alone:
             return action()
         failure: PacelineError | None = None
@@ -188,6 +194,9 @@ class Collectives:
             result = action()
         except PacelineError as error:
             failure = error
+        except Exception as error:
+            self.gather(OtherProcessError(f"rank {self.world.rank} failed: {error!r}"))
+            raise
         for each in self.gather(failure):
             if each is not None:
                 raise each
