@@ -233,9 +233,12 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
         timeout = dt.timedelta(seconds=timeout_seconds)
         try:
             with closing(EndedBySignals(world)), uninterrupted():
+                # A URL, or the store that torchrun's agent keeps.
+                store = None if launch.store is None else agents_store(launch.store, world, timeout=timeout)
                 torch.distributed.init_process_group(
                     torch.distributed.get_default_backend_for_device(device),
-                    **_meeting_place(launch, timeout),
+                    init_method=launch.rendezvous if store is None else None,
+                    store=store,
                     rank=world.rank,
                     world_size=world.world_size,
                     timeout=timeout,
@@ -249,13 +252,6 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
             ) from error
         _ours.append(torch.distributed.group.WORLD)
     return Collectives(world)
-
-
-def _meeting_place(launch: Launch, timeout: dt.timedelta) -> dict[str, Any]:
-    """What tells torch where the processes meet."""
-    if launch.store is None:
-        return {"init_method": launch.rendezvous}
-    return {"store": agents_store(launch.store, launch.world, timeout=timeout)}
 
 
 def open_store(name: str) -> Store | None:
