@@ -471,7 +471,7 @@ def mirror_checkpoints(
     )
     try:
         if decision.completed:  # its last checkpoint may not be there yet
-            wait_until_copied(mirroring, recipe, collectives, lambda: mirroring is not None and mirroring.is_failing)
+            wait_until_copied(mirroring, recipe, collectives, lambda each: each.is_failing)
             if mirroring is not None and mirroring.lacks:
                 say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {mirroring.lacks}")
         yield None if decision.completed else mirroring
@@ -514,7 +514,7 @@ def wait_until_copied(
     mirroring: Mirroring | None,
     recipe: Recipe,
     collectives: Collectives,
-    has_ended: Callable[[], bool],
+    has_ended: Callable[[Mirroring], bool],
     tick: Callable[[], object] = lambda: None,
 ) -> None:
     """Wait until everything is copied, for ``checkpoint.mirror_wait`` at most; a collective.
@@ -530,8 +530,8 @@ def wait_until_copied(
     deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
 
     def is_over() -> bool:
-        is_copied = mirroring is None or mirroring.is_over(within_seconds=patience)
-        return is_copied or has_ended() or time.monotonic() > deadline
+        is_copied = mirroring is None or mirroring.is_over(within_seconds=patience) or has_ended(mirroring)
+        return is_copied or time.monotonic() > deadline
 
     while not collectives.on_first(is_over):
         tick()

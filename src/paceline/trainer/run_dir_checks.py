@@ -147,12 +147,12 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
         )
     lost = []
     if choice.path is not None:  # the event of a checkpoint is on the disk before the checkpoint is
-        events = list(reader.read_events(directory.events)) if directory.events.exists() else []
-        saved = (event for event in events if event["event"] == "checkpoint")
-        if all(step_of(Path(str(event.get("checkpoint")))) != choice.step for event in saved):
-            last = events[-1]["step"] if events else 0
-            missing = not directory.events.exists()
-            lost.append("there is no events.jsonl" if missing else f"events.jsonl ends at step {last}")
+        has_events, is_recorded, last = directory.events.exists(), False, 0
+        for event in reader.read_events(directory.events) if has_events else ():
+            last = event["step"]
+            is_recorded |= event["event"] == "checkpoint" and step_of(Path(str(event.get("checkpoint")))) == choice.step
+        if not is_recorded:
+            lost.append(f"events.jsonl ends at step {last}" if has_events else "there is no events.jsonl")
     unusable = [("damaged", "damaged", each) for each in choice.damaged]
     unusable += [("foreign", "of another run", each) for each in foreign]
     for kind, _, each in unusable:

@@ -237,9 +237,8 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             }
             for (picture, caption), sample in zip(shown, first.ids.tolist(), strict=False)
         ]
+        if pictures:
+            write_text(run.directory.first_batch, encode_json({"examples": pictures}) + "\n")
     except Exception as error:  # noqa: BLE001  # a run must not fail of being looked at
         run.display.message(f"The first batch is not shown in the report ({type(error).__name__}: {error}).")
-        return ahead.again()
-    if pictures:
-        write_text(run.directory.first_batch, encode_json({"examples": pictures}) + "\n")
     return ahead.again()
