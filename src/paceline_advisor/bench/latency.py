@@ -40,7 +40,7 @@ _WARM_QUERIES = 10
 _WARM_SECONDS = 0.5
 # The 99th percentile of fewer is their largest.
 _FEWEST_QUERIES = 100
-# Slow networks are not waited for until they have answered so many, but for some times as long as others.
+# A slow network need not answer so many: it is given this many times the time of others.
 _PATIENCE = 5
 _PARTS = 10
 _MULTI_STREAM = 8
