@@ -216,7 +216,7 @@ def _row(device: str, precision: str, scenario: str, size: int | None, *, troubl
 
 
 def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: float) -> list[float]:
-    """Seconds of one query after the other: so many and for so long, but slow ones only some times as long."""
+    """Seconds of each query, one after the other: for so long, and so many unless that takes far longer."""
     times: list[float] = []
     begun = last = time.perf_counter()
     while len(times) < 2 or last - begun < seconds or (len(times) < fewest and last - begun < _PATIENCE * seconds):
