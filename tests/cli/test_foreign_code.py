@@ -98,7 +98,9 @@ def _downloaded(here: Path, finished: Path, key: str, **model: Any) -> None:
     shutil.copytree(finished, here / "run")
     path = here / "run" / "recipe.yaml"
     recipe = yaml.safe_load(path.read_text())
-    (recipe[section] if section else recipe)[name] = "naming:make"
+    (recipe[section] if section else recipe)[name] = (
+        {"own": {"name": "naming:make"}} if key == "evaluate.metrics" else "naming:make"
+    )
     recipe["model"].pop("options", None)
     recipe["model"] |= model
     path.write_text(yaml.safe_dump(recipe))
@@ -126,9 +128,10 @@ def test_no_command_imports_what_a_run_names(paceline_here: Call, here: Path, fi
     recipes = {"train", "launch", "estimate", "find-lr", "find-batch", "doctor", "roofline", "bench", "noise-scale"}
     recipes |= {"sweep-batch", "tune", "scale", "plan", "check-data", "prove", "drill"}
     assert {(name, each) for name in recipes for each in ("run", "run/recipe.yaml")} <= refused
-    # To answer, the data are not opened, nor is the task that made the samples where the network is only timed;
-    # and what only training imports is not refused where nothing is trained.
-    weights = {"evaluate", "landscape"} | ({"predict", "bench"} if key != "data.dataset" else set())
+    # To answer, the data are not opened and nothing is scored, nor is the task that made the samples where the network
+    # is only timed; and what only training imports is not refused where nothing is trained.
+    predicting = set() if key in ("data.dataset", "evaluate.metrics") else {"predict", "bench"}
+    weights = {"evaluate", "landscape"} | predicting
     weights = weights if key in CODE_KEYS else set()
     assert {(name, "weights.safetensors") for name in weights} <= refused
 

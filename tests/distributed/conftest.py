@@ -27,7 +27,7 @@ from paceline.cli.main import run as run_command_line
 from paceline.records.reader import without_clock
 
 sys.path.append(str(Path(__file__).parent))  # for hosts.py, networks.py and shaped.py
-from networks import OWN, network_that
+from own_networks import OWN, network_that
 
 SOURCES = Path(__file__).parents[2] / "src"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from calls import Call
-from networks import DIES, network_that
+from own_networks import DIES, network_that
 from PIL import Image
 
 from paceline.data.loaders.dali import why_unavailable

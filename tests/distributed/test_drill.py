@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from calls import Call
-from networks import network_that
+from own_networks import network_that
 
 SOURCES = Path(__file__).parents[2] / "src"
 pytestmark = pytest.mark.slow

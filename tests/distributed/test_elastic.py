@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from calls import Call
-from networks import OWN, network_that
+from own_networks import OWN, network_that
 
 pytestmark = pytest.mark.world_size(2)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from calls import Call
-from networks import OWN, network_that
+from own_networks import OWN, network_that
 
 pytestmark = pytest.mark.world_size(2)
 

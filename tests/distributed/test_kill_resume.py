@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from calls import Call
-from networks import DIES, OWN, network_that
+from own_networks import DIES, OWN, network_that
 
 from paceline.records.ledger import LedgerEntry, LedgerWriter, read_ledger
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from calls import Call
-from networks import OWN, network_that
+from own_networks import OWN, network_that
 
 from paceline.records.ledger import read_ledger
 
