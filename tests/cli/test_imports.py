@@ -52,15 +52,15 @@ def test_json_is_one_document_with_everything() -> None:
 
 def test_what_is_refused_ends_with_two_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "recipe.yaml"
-    words = ["import-timm", "--output", str(output), "--", *A3.split(), "--sync-bn", "--aug-splits", "3"]
+    words = ["import-timm", "--output", str(output), "--", *A3.split(), "--sync-bn", "--cooldown-epochs", "3"]
     assert run(words) == 2
     said = capsys.readouterr().err
-    assert "--aug-splits 3: a batch is not split into parts" in said
+    assert "--cooldown-epochs 3: schedules have no cooldown" in said
     assert "--sync-bn true: BatchNorm normalises" in said
-    assert "--skip sync-bn --skip aug-splits" in said
+    assert "--skip sync-bn --skip cooldown-epochs" in said
     assert not output.exists()
-    assert run([*words[:3], "--skip", "sync-bn", "--skip", "aug-splits", *words[3:]]) == 0
-    assert "# Left out: --aug-splits" in output.read_text()
+    assert run([*words[:3], "--skip", "sync-bn", "--skip", "cooldown-epochs", *words[3:]]) == 0
+    assert "# Left out: --cooldown-epochs" in output.read_text()
 
 
 def test_a_file_is_not_written_over_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,7 @@ class RunDirectory:
             if not is_same:
                 raise RunDirectoryError(
                     f"'{path}' was moved, removed or unmounted while the run trained; nothing more is saved. Bring "
-                    "it back, or give the run directory's new place to --run-dir, and run the same command again."
+                    "it back, or give the run directory's new place, and run the same command again."
                 )
 
 

@@ -135,7 +135,7 @@ def hold_images(
 ) -> tuple[ImageStore, dict[int, BrokenSample]]:
     """Decode a whole source into a store, or take its array for one; broken images stay black, and are told by id."""
     size, count = view.image_size, len(source)
-    array = as_array(source)
+    array = as_array(source) if device.type == "cpu" else None
     if array is not None and (held := ImageStore.over(shape, device, array)) is not None:
         return held, {}
     store = ImageStore(shape, device)
