@@ -68,11 +68,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def show(browser: Any) -> Iterator[Callable[..., Opened]]:
-    """``show(path, width=…, scheme=…, before=…)`` opens a page, and waits until its charts are drawn."""
+    """``show(path, width=…, scheme=…, before=…)`` opens a page, or a URL, and waits until its charts are drawn."""
     contexts = []
 
     def open_page(
-        path: Path, *, width: int = 1280, scheme: str = "light", before: str = "", drawn: bool = True
+        path: Path | str, *, width: int = 1280, scheme: str = "light", before: str = "", drawn: bool = True
     ) -> Opened:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
@@ -80,7 +80,7 @@ def show(browser: Any) -> Iterator[Callable[..., Opened]]:
         opened = Opened(context.new_page())
         if before:
             opened.page.add_init_script(before)
-        opened.page.goto(path.resolve().as_uri())
+        opened.page.goto(path if isinstance(path, str) else path.resolve().as_uri())
         if drawn:
             opened.page.wait_for_selector("html[data-drawn]", state="attached")
         return opened

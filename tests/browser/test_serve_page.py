@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from calls import SOURCES, Call, in_a_process
 from PIL import Image
 
 for _library in ("fastapi", "prometheus_client", "uvicorn", "python_multipart"):
@@ -20,23 +20,19 @@ for _library in ("fastapi", "prometheus_client", "uvicorn", "python_multipart"):
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-SOURCES = Path(__file__).parents[2] / "src"
 TINY = ("model.options={width: 4, stages: 1}", "data.augment=null", "train.duration=4 steps", "evaluate.every=off")
 QUIET = ("telemetry.trackers=[]", "telemetry.report=false", "parallel.device=cpu", "parallel.threads=1")
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where a service of a tiny run answers."""
     folder = tmp_path_factory.mktemp("page")
-    program = (sys.executable, "-m", "paceline")
-    train = (*program, "train", "digits", *TINY, *QUIET, "--run-dir", "a-run")
-    done = subprocess.run(train, cwd=folder, capture_output=True, check=False, env=ENVIRONMENT, timeout=200)
-    assert done.returncode == 0, done.stderr
-    serve = (*program, "serve", "a-run", "--port", "0", "--json", "--max-images", "3")
+    in_a_process("train", "digits", *TINY, *QUIET, "--run-dir", "a-run", cwd=folder).ended(0)
+    serve = [sys.executable, "-m", "paceline", "serve", "a-run", "--port", "0", "--json", "--max-images", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        serve, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT
+        serve, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     ) as service:
         assert service.stdout is not None
         yield json.loads(service.stdout.readline())["url"]
@@ -51,33 +47,26 @@ def picture(seed: int) -> bytes:
 
 
 @pytest.fixture
-def opened(browser: Any, url: str) -> Iterator[Callable[..., Any]]:
-    """``opened(scheme, width)`` opens the page; in the end nothing was complained of, and nothing asked of others."""
-    contexts, complaints, asked = [], [], []
+def opened(show: Call, url: str) -> Iterator[Call]:
+    """``opened(scheme=…, width=…)`` opens the page; in the end nothing was complained of, or asked of others."""
+    pages: list[Any] = []
 
-    def open_page(scheme: str = "light", width: int = 1100) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        context.set_default_timeout(90_000)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(url)
-        return page
+    def open_page(**how: Any) -> Any:
+        pages.append(show(url, drawn=False, **how))
+        return pages[-1].page
 
     yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert [each for each in asked if not each.startswith((url, "blob:", "data:"))] == []
+    for each in pages:
+        assert each.complaints == []
+        assert [one for one in each.requests if not one.startswith((url, "blob:", "data:"))] == []
+
+
+def files(*contents: tuple[str, bytes]) -> list[dict[str, Any]]:
+    return [{"name": name, "mimeType": "image/png", "buffer": content} for name, content in contents]
 
 
 def choose(page: Any, *names: str) -> None:
-    page.set_input_files(
-        "#files",
-        [{"name": name, "mimeType": "image/png", "buffer": picture(number)} for number, name in enumerate(names)],
-    )
+    page.set_input_files("#files", files(*((name, picture(number)) for number, name in enumerate(names))))
 
 
 def chooser_by_key(page: Any) -> Any:
@@ -98,8 +87,8 @@ def chooser_by_key(page: Any) -> Any:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pictures_and_bars(opened: Callable[..., Any], scheme: str) -> None:
-    page = opened(scheme)
+def test_pictures_and_bars(opened: Call, scheme: str) -> None:
+    page = opened(scheme=scheme)
     choose(page, "cat & <b>dog.png", "x.png")
     page.wait_for_selector("#answers > li:nth-child(2) [role=meter]")
     assert page.text_content("#status") == "2 images answered."
@@ -118,14 +107,14 @@ def test_pictures_and_bars(opened: Callable[..., Any], scheme: str) -> None:
         page.screenshot(path=f"{folder}/serve-{scheme}.png", full_page=True)
 
 
-def test_by_keyboard(opened: Callable[..., Any]) -> None:
+def test_by_keyboard(opened: Call) -> None:
     page = opened()
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "files"
     outline = page.eval_on_selector("#drop", "each => getComputedStyle(each).outlineStyle")
     assert outline == "solid"
     chooser = chooser_by_key(page)
-    chooser.set_files([{"name": "x.png", "mimeType": "image/png", "buffer": picture(0)}])
+    chooser.set_files(files(("x.png", picture(0))))
     page.wait_for_selector("#answers [role=meter]")
     page.keyboard.press("Tab")
     page.keyboard.type("2")
@@ -133,18 +122,12 @@ def test_by_keyboard(opened: Callable[..., Any]) -> None:
     page.wait_for_selector("#status:has-text('One image answered')")
 
 
-def test_what_cannot_be_answered_is_said(opened: Callable[..., Any]) -> None:
+def test_what_cannot_be_answered_is_said(opened: Call) -> None:
     page = opened(width=400)
     choose(page, "1.png", "2.png", "3.png", "4.png")
     page.wait_for_selector("#status.bad")
     assert page.text_content("#status") == "4 images; at most 3 are answered at once."
-    page.set_input_files(
-        "#files",
-        [
-            {"name": "x.png", "mimeType": "image/png", "buffer": picture(0)},
-            {"name": "broken.png", "mimeType": "image/png", "buffer": b"no image"},
-        ],
-    )
+    page.set_input_files("#files", files(("x.png", picture(0)), ("broken.png", b"no image")))
     page.wait_for_selector("#answers .bad")
     assert "not an image" in page.text_content("#answers .bad")
     # On a narrow screen nothing sticks out.

@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import fork_server
 import numpy as np
 import pytest
+from calls import LAUNCH_VARIABLES, SOURCES, Done, in_a_process
 from PIL import Image
 
 from paceline.cli.main import run as run_command_line
 
-SOURCES = Path(__file__).parents[2] / "src"
 # Digits with a net so small that starting takes longer than training.
 TINY = (
     "model.options={width: 4, stages: 1, dropout: 0.1}",
@@ -34,32 +32,6 @@ TINY = (
     "parallel.device=cpu",
     "parallel.threads=1",
 )
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass
-class Done:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def _call(
-    *arguments: object, cwd: Path, timeout: float = 120, interpreter: tuple[str, ...] = (), real: bool = False
-) -> Done:
-    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
-    done = (subprocess.run if real else fork_server.run)(
-        [sys.executable, *interpreter, "-m", "paceline", *map(str, arguments)],
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=inherited | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
@@ -69,7 +41,7 @@ def paceline(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Do
     It is forked from a warm server, unless the test is marked ``real_processes``.
     """
     real = request.node.get_closest_marker("real_processes") is not None
-    return lambda *arguments, cwd=tmp_path, **options: _call(*arguments, cwd=cwd, real=real, **options)
+    return lambda *arguments, cwd=tmp_path, **options: in_a_process(*arguments, cwd=cwd, real=real, **options)
 
 
 @pytest.fixture
@@ -78,14 +50,13 @@ def paceline_here(
 ) -> Callable[..., Done]:
     """Run the command line in this process: torch's import, paid once, is nearly all that a mistake costs."""
     monkeypatch.chdir(tmp_path)
-    for name in _LAUNCH_VARIABLES:
+    for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
     def call(*arguments: object) -> Done:
         capfd.readouterr()
         code = run_command_line([str(each) for each in arguments])
-        out, err = capfd.readouterr()
-        return Done(code, out, err)
+        return Done(code, *capfd.readouterr())
 
     return call
 
@@ -119,8 +90,7 @@ def tiny() -> tuple[str, ...]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a completed run; to be read only."""
     root = tmp_path_factory.mktemp("finished")
-    done = _call("train", "digits", *TINY, "--run-dir", "run", cwd=root)
-    assert done.code == 0, done.err
+    in_a_process("train", "digits", *TINY, "--run-dir", "run", cwd=root).ended(0)
     return root / "run"
 
 

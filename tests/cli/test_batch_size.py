@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,14 @@ from calls import Call
 
 
 def test_the_noise_scale_is_told_with_a_range(paceline_here: Call, tiny: tuple[str, ...]) -> None:
-    done = paceline_here("noise-scale", "digits", *tiny, "--steps", "5", "--output", "noise")
-    assert done.code == 0, done.err
+    done = paceline_here("noise-scale", "digits", *tiny, "--steps", "5", "--output", "noise").ended(0)
     assert done.out.startswith("Gradient noise scale: digits, batches of 128 in micro-batches of 32\n")
     assert "critical batch" in done.out
     assert "written: noise/noise-scale.html" in done.out
 
 
 def test_the_noise_scale_is_one_document(paceline_here: Call, tiny: tuple[str, ...]) -> None:
-    done = paceline_here("noise-scale", "digits", *tiny, "--steps", "5", "--json")
-    found = json.loads(done.out)
+    found = paceline_here("noise-scale", "digits", *tiny, "--steps", "5", "--json").document
     (point,) = found["points"]
     scale = point["noise_scale"]
     assert scale["low"] < scale["middle"]
@@ -30,10 +27,8 @@ def test_the_noise_scale_is_one_document(paceline_here: Call, tiny: tuple[str, .
 
 @pytest.mark.thorough
 def test_processes_share_the_batch_of_a_noise_scale(paceline: Call, tiny: tuple[str, ...]) -> None:
-    done = paceline("noise-scale", "digits", *tiny, "--steps", "4", "--processes", "2", "--json")
-    assert done.code == 0, done.err
-    two = json.loads(done.out)
-    one = json.loads(paceline("noise-scale", "digits", *tiny, "--steps", "4", "--json").out)
+    two = paceline("noise-scale", "digits", *tiny, "--steps", "4", "--processes", "2", "--json").ended(0).document
+    one = paceline("noise-scale", "digits", *tiny, "--steps", "4", "--json").document
     assert (two["processes"], one["processes"]) == (2, 1)
     assert two["points"][0]["gradient_variance"] == pytest.approx(one["points"][0]["gradient_variance"], rel=1e-4)
 
@@ -42,22 +37,19 @@ def test_a_run_that_measures_its_noise_says_so_in_plan_and_records(
     paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path
 ) -> None:
     words = (*tiny, "telemetry.noise_scale=2 steps")
-    refused = paceline_here("train", "digits", *words)
-    assert refused.code == 2
-    assert "set batch.micro_size=64" in refused.err
+    paceline_here("train", "digits", *words).refused("set batch.micro_size=64")
     done = paceline_here("train", "digits", *words, "batch.micro_size=32", "--plan-only")
     assert "every 2 steps" in next(line for line in done.out.splitlines() if "noise scale" in line)
 
 
 def test_a_sweep_prints_each_rule_and_goes_on(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     words = ("sweep-batch", "digits", *tiny, "--batch-sizes", "64,128", "--to", "top1_accuracy=10")
-    done = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep")
-    assert done.code == 0, done.err
+    done = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep").ended(0)
     assert done.out.startswith("Steps and samples by batch size: digits to top1_accuracy=10, 1 runs each\n")
     assert "linear rule: no knee: the target was reached with 2 batch sizes" in done.out
     again = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep", "--json")
     assert "3 of 3 runs are there already" in again.err
-    assert [each["rule"] for each in json.loads(again.out)["rules"]] == ["linear", "sqrt"]
+    assert [each["rule"] for each in again.document["rules"]] == ["linear", "sqrt"]
 
 
 def test_plan_and_run_say_the_same_of_a_batch_larger_than_the_data(paceline_here: Call, tiny: tuple[str, ...]) -> None:

@@ -27,8 +27,7 @@ class Slow(paceline.ImageClassification):
 def test_a_table_with_reasons_and_files(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     done = paceline_here(
         *("bench", "digits", *tiny, "--devices", "cpu,cuda", "--parts", "together", *SHORT, "--output", "out")
-    )
-    assert done.code == 0, done
+    ).ended(0)
     rows = [line.split() for line in done.out.splitlines() if "memory" in line and "batch" not in line]
     assert float(rows[0][5].replace(",", "")) > 0
     assert "no CUDA" in done.out
@@ -48,15 +47,13 @@ def test_what_became_slower_is_found(paceline_here: Call, tiny: tuple[str, ...],
     (tmp_path / "slow.py").write_text(SLOW)
     bench = ("bench", "digits", *tiny, "--parts", "compute", "--rounds", "4", "--seconds", "0.2", "--json", "--output")
     for name, task in (("before", ()), ("after", ("task=slow:Slow",))):
-        done = paceline_here(*bench, name, *task)
-        assert done.code == 0, done
-        assert json.loads(done.out)["kind"] == "throughput"
+        done = paceline_here(*bench, name, *task).ended(0)
+        assert done.document["kind"] == "throughput"
     done = paceline_here("bench", "compare", "before", "after", "--json")
-    found = json.loads(done.out)
+    found = done.document
     assert (done.code, found["regressed"]) == (1, True)
     assert found["lines"][0]["verdict"] == "slower"
-    done = paceline_here("bench", "compare", "after", "before")
-    assert done.code == 0
+    done = paceline_here("bench", "compare", "after", "before").ended(0)
     assert "faster" in done.out
     assert "one launch" in done.out
 
@@ -64,7 +61,7 @@ def test_what_became_slower_is_found(paceline_here: Call, tiny: tuple[str, ...],
 def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Call, tiny: tuple[str, ...]) -> None:
     done = paceline_here("bench", "digits", *tiny, "--backends", "auto,memory", "--parts", "data", *SHORT, "--json")
     assert done.code == 0, done
-    document = json.loads(done.out)
+    document = done.document
     (row,) = document["rows"]
     assert (row["backend"], row["same"]) == ("memory", ["cpu fp32 memory batch 128 data"])
     assert any(note.startswith("measured once, as they come to the same run here: ") for note in document["notes"])
@@ -80,13 +77,12 @@ def test_loader_processes_are_those_of_a_run(paceline_here: Call, write_images: 
         "batch: {global_size: 8}\nparallel: {device: cpu}\ntrain: {precision: fp32, duration: 9 epochs}\n"
     )
     bench = ("bench", "photos.yaml", "--parts", "data", *SHORT)
-    told = paceline_here(*bench)
-    assert told.code == 0, told
+    told = paceline_here(*bench).ended(0)
     assert "data.workers=auto: " in told.out
     assert "would first measure" in told.out
     # What a run has measured and remembered is what is used.
     remember(load_recipe(tmp_path / "photos.yaml").recipe, Feeding({0: 1.0, 2: 10.0}, alone=20.0))
-    document = json.loads(paceline_here(*bench, "--json").out)
+    document = paceline_here(*bench, "--json").document
     (row,) = document["rows"]
     assert (row["workers"], row["workers_measured"]) == (2, True)
     assert any("data.workers=auto: 2 (measured here" in note for note in document["notes"])
@@ -94,18 +90,16 @@ def test_loader_processes_are_those_of_a_run(paceline_here: Call, write_images: 
 
 
 def test_nothing_to_measure_is_exit_code_1(paceline_here: Call, tiny: tuple[str, ...]) -> None:
-    done = paceline_here("bench", "digits", *tiny, "--devices", "cuda", "--parts", "compute", *SHORT)
-    assert done.code == 1, done
+    done = paceline_here("bench", "digits", *tiny, "--devices", "cuda", "--parts", "compute", *SHORT).ended(1)
     assert "no CUDA" in done.out
 
 
 def test_latencies(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
-    trained = paceline_here("train", "digits", *tiny, "--run-dir", "run")
-    assert trained.code == 0, trained
+    paceline_here("train", "digits", *tiny, "--run-dir", "run").ended(0)
     for target in (("run", "--weights", "model"), ("digits", *tiny)):
         done = paceline_here("bench", *target, "--inference", "--batch-sizes", "1,4", "--seconds", "0.1", "--json")
         assert done.code == 0, done
-        rows = json.loads(done.out)["rows"]
+        rows = done.document["rows"]
         assert [(row["scenario"], row["batch_size"]) for row in rows[:4]] == [
             *(("batch", 1), ("batch", 4), ("single stream", 1), ("multi stream", 8)),
         ]
@@ -120,9 +114,8 @@ def test_latencies(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -
 def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     asked = ("train.duration=40 steps", "evaluate.every=10 steps", "checkpoint.every=off")
     bench = ("bench", "digits", *tiny, *asked, "--price-per-hour", "3.6", "--json")
-    done = paceline_here(*bench, "--runs", "2", "--to", "top1_accuracy=20", "--output", "out")
-    assert done.code == 0, done
-    row = json.loads(done.out)["rows"][0]
+    done = paceline_here(*bench, "--runs", "2", "--to", "top1_accuracy=20", "--output", "out").ended(0)
+    row = done.document["rows"][0]
     assert row["reached"] == 2
     assert [each["seed"] for each in row["each"]] == [0, 1]
     for each in row["each"]:
@@ -138,6 +131,6 @@ def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: 
     assert float(lines[-1][1]) * 3600 == pytest.approx(row["each"][0]["train_seconds"], rel=1e-3)
 
     done = paceline_here(*bench, "--runs", "1", "--to", "top1_accuracy=99.99")
-    row = json.loads(done.out)["rows"][0]
+    row = done.document["rows"][0]
     assert (row["reached"], row["median_seconds"]["middle"]) == (0, None)
     assert "1 of 1 did not get there" in row["trouble"]

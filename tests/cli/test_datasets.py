@@ -41,25 +41,21 @@ def test_a_part_of_a_table_counts_each_image_once(
     run = ["train", "digits", *tiny, "data.dataset=parquet", "data.path=all.parquet", "data.image_size=16"]
     run += ["batch.global_size=6", "train.duration=2 epochs", "evaluate.every=1 epochs", "checkpoint.every=1 epochs"]
     run += ["data.split_by=name", "data.backend=pytorch", "--run-dir=run"]
-    done = paceline(*run, "data.subset=13", "--processes=2", cwd=tables)
-    assert done.code == 0, done.err
+    paceline(*run, "data.subset=13", "--processes=2", cwd=tables).ended(0)
     summary = json.loads((tables / "run" / "summary.json").read_text())
     assert summary["details"]["data"]["subset"] == 13
     assert summary["ledger"] == {**summary["ledger"], "epochs_complete": 2, "duplicates": 0, "missing": 0}
     assert "Passed: over " in paceline_here("audit", "run").out
-    again = paceline_here(*run, "data.subset=12")
-    assert (again.code, "data.subset was 13 and is now 12" in again.err) == (2, True)
+    paceline_here(*run, "data.subset=12").refused("data.subset was 13 and is now 12")
     # What is scored elsewhere need not have as many images as were trained on.
     write(tables / "few.csv", list(range(8)))
     where = ("data.dataset=csv", "data.path=few.csv", "data.validation_fraction=0.5")
-    scored = paceline_here("evaluate", "run", *where, "--json")
-    assert scored.code == 0, scored.err
-    assert json.loads(scored.out)["samples"] == 4
+    scored = paceline_here("evaluate", "run", *where, "--json").ended(0)
+    assert scored.document["samples"] == 4
 
 
 def test_a_part_of_a_table_is_packed(paceline_here: Call, tables: Path) -> None:
-    done = paceline_here("pack", "all.csv", "packed", "--subset", "50%", "--workers", "1")
-    assert done.code == 0, done.err
+    paceline_here("pack", "all.csv", "packed", "--subset", "50%", "--workers", "1").ended(0)
     assert (read_manifest(tables / "packed").samples, read_manifest(tables / "packed").origin.kind) == (
         {"train": 14},
         "csv",
@@ -70,9 +66,7 @@ def test_a_part_of_a_table_is_packed(paceline_here: Call, tables: Path) -> None:
         (("--only-classes", "cat,cow"), "--only-classes names 'cow'"),
         (("--label-column", "lable"), "has no column 'lable'"),
     ):
-        refused = paceline_here("pack", "all.csv", "other", *options)
-        assert refused.code == 2
-        assert message in refused.err
+        paceline_here("pack", "all.csv", "other", *options).refused(message)
     assert not (tables / "other").exists()
 
 
@@ -83,10 +77,9 @@ def test_names_that_look_like_numbers_come_back_as_they_were(
         write_images(tmp_path / "photos" / name, 8)
     run = ["train", "image_folder", *tiny, "model.name=small_resnet", "data.path=photos", "data.image_size=12"]
     asked = "data.only_classes=['01', nan, 'on', 1e3]"
-    done = paceline_here(*run, asked, "batch.global_size=8", "train.duration=1 steps", "--run-dir=run")
-    assert done.code == 0, done.err
+    paceline_here(*run, asked, "batch.global_size=8", "train.duration=1 steps", "--run-dir=run").ended(0)
     answered = paceline_here("predict", "run", "photos/01/0.png", "--top-k=4", "--json")
-    assert sorted(json.loads(answered.out)[0]["labels"]) == ["01", "1e3", "nan", "on"]
+    assert sorted(answered.document[0]["labels"]) == ["01", "1e3", "nan", "on"]
 
 
 def test_a_plan_says_how_many_classes_have_no_image(paceline_here: Call, tables: Path) -> None:
@@ -94,5 +87,5 @@ def test_a_plan_says_how_many_classes_have_no_image(paceline_here: Call, tables:
     (tables / "years.csv").write_text("\n".join(["path,label", *rows]))
     plan = ["train", "digits", "data.dataset=csv", "data.path=years.csv", "data.image_size=16", "--plan-only"]
     assert "2,019 of 2,021 classes have no image" in paceline_here(*plan).out
-    found = json.loads(paceline_here(*plan, "--json").out)["plan"]["data"]
+    found = paceline_here(*plan, "--json").document["plan"]["data"]
     assert (found["classes"], found["classes_without_images"]) == (2021, 2019)

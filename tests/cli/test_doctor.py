@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,13 @@ SLOW = (*SMALL, "train.precision=fp32", "telemetry.log_every=1 step", "--device"
 
 
 def test_a_healthy_run(paceline_here: Call) -> None:
-    done = paceline_here("doctor", "digits", *SMALL, "--device", "a100")
-    assert done.code == 0, done.out + done.err
+    done = paceline_here("doctor", "digits", *SMALL, "--device", "a100").ended(0)
     assert "no bottleneck found" in done.out
     assert "NVIDIA A100 SXM4 80 GB (not here: predictions)" in done.out.splitlines()[0]
 
 
 def test_findings_are_told_with_evidence_reason_and_change(paceline_here: Call) -> None:
-    done = paceline_here("doctor", "digits", *SLOW)
-    assert done.code == 1
+    done = paceline_here("doctor", "digits", *SLOW).ended(1)
     first, *rest = [line for line in done.out.splitlines() if line.startswith(("breaks", "slows", "spoils", "notice"))]
     assert first.startswith("slows   precision: train.precision=fp32 comes to fp32")
     assert any(line.split()[1] == "log_every_step:" for line in rest)
@@ -38,8 +35,7 @@ def test_findings_are_told_with_evidence_reason_and_change(paceline_here: Call) 
 
 
 def test_one_document(paceline_here: Call) -> None:
-    done = paceline_here("doctor", "digits", *SLOW, "--json")
-    document = json.loads(done.out)
+    document = paceline_here("doctor", "digits", *SLOW, "--json").document
     assert document["healthy"] is False
     assert document["device"] == "NVIDIA A100 SXM4 80 GB"
     assert document["unseen"] == {}
@@ -69,8 +65,7 @@ def test_the_improved_recipe_trains_the_same(paceline_here: Call, tmp_path: Path
 
 
 def test_nothing_to_apply(paceline_here: Call, tmp_path: Path) -> None:
-    done = paceline_here("doctor", "digits", *SMALL, "--device", "a100", "--apply", "better.yaml")
-    assert done.code == 0
+    done = paceline_here("doctor", "digits", *SMALL, "--device", "a100", "--apply", "better.yaml").ended(0)
     assert "better.yaml was not written: there is no change to make" in done.out
     assert not (tmp_path / "better.yaml").exists()
 
@@ -79,7 +74,7 @@ def test_a_run_that_was_made(paceline_here: Call, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     done = paceline_here("doctor", finished, "--device", "cpu", "--json")
     assert done.code in (0, 1), done.err
-    assert json.loads(done.out)["unseen"] == {}
+    assert done.document["unseen"] == {}
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
@@ -91,7 +86,7 @@ def test_the_device_that_is_here_may_be_named_to_measure_on() -> None:
 def test_what_a_change_is_worth_is_measured(paceline_here: Call, tmp_path: Path) -> None:
     asked = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=100 steps")
     done = paceline_here("doctor", "digits", *asked, "--measure", "--rounds", "4", "--json", "--apply", "better.yaml")
-    document = json.loads(done.out)
+    document = done.document
     (found,) = [each for each in document["findings"] if each["name"] == "log_every_step"]
     gain = found["gain"]
     assert gain["low"] <= gain["middle"] <= gain["high"]
@@ -106,14 +101,13 @@ def test_a_line_of_code_is_told_once(paceline_here: Call, tmp_path: Path, monkey
         "        self.total += loss.item()\n        return loss\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    done = paceline_here("doctor", "digits", *SMALL, "task=counting_loss:Counting", "--device", "a100")
-    assert done.code == 1, done.err
+    done = paceline_here("doctor", "digits", *SMALL, "task=counting_loss:Counting", "--device", "a100").ended(1)
     assert done.out.count("counting_loss.py:9") == 1
 
 
 def test_of_a_small_network_little_is_expected(paceline_here: Call) -> None:
     done = paceline_here("doctor", "digits", "--device", "a100", "--json")
-    (found,) = [each for each in json.loads(done.out)["findings"] if each["name"] == "precision"]
+    (found,) = [each for each in done.document["findings"] if each["name"] == "precision"]
     assert found["severity"] == "notice"
     assert "launched" in found["expected"]
     assert found["speedup"][1] < 1.1
@@ -124,6 +118,5 @@ def test_a_run_that_diverged_is_told_and_found(paceline_here: Call, tiny: tuple[
     for _ in range(2):
         done = paceline_here("train", "digits", *tiny, *rate)
         assert (done.code, "became" in done.err) == (1, True) or "the run diverged" in done.err
-    found = paceline_here("doctor", "run")
-    assert found.code == 1
+    found = paceline_here("doctor", "run").ended(1)
     assert "spoils  diverged: " in found.out

@@ -14,8 +14,7 @@ QUICK = ("--lowest", "1e-4", "--highest", "3", "--steps", "80")
 
 
 def test_a_range_test_is_told_and_applied(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
-    done = paceline_here("find-lr", "digits", *tiny, *QUICK, "--apply", "better.yaml", "--output", "lr")
-    assert done.code == 0, done.err
+    done = paceline_here("find-lr", "digits", *tiny, *QUICK, "--apply", "better.yaml", "--output", "lr").ended(0)
     assert done.out.startswith("Range test of digits on ")
     for said in ("optimizer.lr=0.1", "valley", "steepest", "minimum", "slide", "written: lr/find-lr.html"):
         assert said in done.out
@@ -28,9 +27,7 @@ def test_a_range_test_is_told_and_applied(paceline_here: Call, tiny: tuple[str, 
 
 def test_another_suggestion_is_one_document(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     words = ("--suggestion", "steepest", "--apply", "better.yaml", "--json")
-    done = paceline_here("find-lr", "digits", *tiny, *QUICK, *words)
-    assert done.code == 0, done.err
-    found = json.loads(done.out)
+    found = paceline_here("find-lr", "digits", *tiny, *QUICK, *words).ended(0).document
     assert found["recipe"] == "digits"
     assert len(found["lrs"]) == len(found["losses"]) == len(found["smoothed"]) == found["stop"]["steps"]
     assert found["settings"]["steps"] == 80
@@ -40,8 +37,7 @@ def test_another_suggestion_is_one_document(paceline_here: Call, tiny: tuple[str
 
 def test_no_suggestion_is_exit_code_1_and_no_file(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     nothing = ("--lowest", "1e-12", "--highest", "1e-10", "--steps", "40")
-    done = paceline_here("find-lr", "digits", *tiny, *nothing, "--apply", "better.yaml")
-    assert done.code == 1
+    done = paceline_here("find-lr", "digits", *tiny, *nothing, "--apply", "better.yaml").ended(1)
     assert "does not fall beyond its own noise" in done.out
     assert "better.yaml was not written: there is no suggestion by" in done.out
     assert not (tmp_path / "better.yaml").exists()
@@ -50,7 +46,7 @@ def test_no_suggestion_is_exit_code_1_and_no_file(paceline_here: Call, tiny: tup
 def test_a_trained_run_can_be_tested_from_its_weights(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     words = (*QUICK[:4], "--steps", "20", "--json")
-    trained = json.loads(paceline_here("find-lr", finished, f"model.initialize_from={finished}", *words).out)
-    new = json.loads(paceline_here("find-lr", finished, *words).out)
+    trained = paceline_here("find-lr", finished, f"model.initialize_from={finished}", *words).document
+    new = paceline_here("find-lr", finished, *words).document
     assert trained["losses"][0] != new["losses"][0]
     assert {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()} == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,8 +13,7 @@ import pytest
 import yaml
 from calls import Call
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from run_directories import newest_weights, rewrite_weights
 
 from paceline.cli.commands import COMMANDS, command_of
 from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS
@@ -94,24 +92,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("naming", None)
 
 
-def _downloaded(here: Path, finished: Path, key: str) -> None:
-    """A run, and a weights file, whose recipe names code under a key."""
+def _downloaded(here: Path, finished: Path, key: str, **model: Any) -> None:
+    """A run, and a weights file, whose recipe names code under a key, or such a model."""
     section, _, name = key.rpartition(".")
-
-    def altered(recipe: dict[str, Any]) -> dict[str, Any]:
-        at = recipe[section] if section else recipe
-        at[name] = "naming:make"
-        recipe["model"].pop("options", None)
-        return recipe
-
     shutil.copytree(finished, here / "run")
-    recipe = here / "run" / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(altered(yaml.safe_load(recipe.read_text()))))
-    weights = max((here / "run" / "checkpoints").glob("step-*")) / "model.safetensors"
-    with safe_open(weights, "pt") as file:
-        metadata = file.metadata()
-    metadata["recipe"] = json.dumps(altered(json.loads(metadata["recipe"])))
-    save_file(load_file(weights), here / "weights.safetensors", metadata)
+    path = here / "run" / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    (recipe[section] if section else recipe)[name] = (
+        {"own": {"name": "naming:make"}} if key == "evaluate.metrics" else "naming:make"
+    )
+    recipe["model"].pop("options", None)
+    recipe["model"] |= model
+    path.write_text(yaml.safe_dump(recipe))
+    rewrite_weights(newest_weights(here / "run"), here / "weights.safetensors", recipe=recipe)
 
 
 @pytest.mark.parametrize("key", [*CODE_KEYS, "train.loss"])
@@ -135,9 +128,10 @@ def test_no_command_imports_what_a_run_names(paceline_here: Call, here: Path, fi
     recipes = {"train", "launch", "estimate", "find-lr", "find-batch", "doctor", "roofline", "bench", "noise-scale"}
     recipes |= {"sweep-batch", "tune", "scale", "plan", "check-data", "prove", "drill"}
     assert {(name, each) for name in recipes for each in ("run", "run/recipe.yaml")} <= refused
-    # To answer, the data are not opened, nor is the task that made the samples where the network is only timed;
-    # and what only training imports is not refused where nothing is trained.
-    weights = {"evaluate", "landscape"} | ({"predict", "bench"} if key != "data.dataset" else set())
+    # To answer, the data are not opened and nothing is scored, nor is the task that made the samples where the network
+    # is only timed; and what only training imports is not refused where nothing is trained.
+    predicting = set() if key in ("data.dataset", "evaluate.metrics") else {"predict", "bench"}
+    weights = {"evaluate", "landscape"} | predicting
     weights = weights if key in CODE_KEYS else set()
     assert {(name, "weights.safetensors") for name in weights} <= refused
 
@@ -146,8 +140,7 @@ def test_the_base_of_a_stored_recipe_is_as_foreign(paceline_here: Call, here: Pa
     (here / "run" / "sub").mkdir(parents=True)
     (here / "run" / "recipe.yaml").write_text("base: sub/x.yaml\ndata: {dataset: digits}\n")
     (here / "run" / "sub" / "x.yaml").write_text("optimizer: {name: 'naming:make'}\n")
-    done = paceline_here("estimate", "run")
-    assert (done.code, "optimizer.name=naming:make" in done.err) == (2, True)
+    paceline_here("estimate", "run").refused("optimizer.name=naming:make")
     assert not (here / "ran").exists()
 
 
@@ -164,8 +157,7 @@ def test_wherever_the_recipe_lies(paceline_here: Call, here: Path, where: str, m
         (folder / "manifest.json").touch()
         (folder / "recipe.yaml").rename(folder / "other.yaml")
     source = {"folder": "run", "base": "mine.yaml", "home": "mine.yaml", "checkpoint": "run/other.yaml"}[where]
-    done = paceline_here("estimate", source)
-    assert (done.code, "model.name=naming:make" in done.err) == (2, True)
+    paceline_here("estimate", source).refused("model.name=naming:make")
     assert not (here / "ran").exists()
     for key in TRAINING_CODE_KEYS:
         tree: dict[str, Any] = {"data": {"dataset": "digits"}}
@@ -175,8 +167,7 @@ def test_wherever_the_recipe_lies(paceline_here: Call, here: Path, where: str, m
             inner = inner.setdefault(section, {})
         inner[name] = "naming:make"
         (folder / ("other.yaml" if where == "checkpoint" else "recipe.yaml")).write_text(yaml.safe_dump(tree))
-        done = paceline_here("estimate", source)
-        assert (done.code, f"{key}=naming:make" in done.err) == (2, True)
+        paceline_here("estimate", source).refused(f"{key}=naming:make")
         assert not (here / "ran").exists()
     # What an override names is the user's own.
     assert paceline_here("train", source, "--plan-only", f"{key}=none").code == 0
@@ -191,8 +182,7 @@ def test_code_that_is_trusted_or_trained_is_run(paceline_here: Call, here: Path,
     assert paceline_here("train", "run", "--plan-only", "--trust-code").code == 0
     assert paceline_here("train", "run", "--plan-only").code == 2  # trusted once
     for _ in range(2):  # a run repeated from its record, and resumed by the same command
-        done = paceline_here("train", "run/recipe.yaml", "--run-dir", "again")
-        assert done.code == 0, done.err
+        done = paceline_here("train", "run/recipe.yaml", "--run-dir", "again").ended(0)
     assert "complete" in done.out
 
 
@@ -213,14 +203,8 @@ def test_options_that_open_files_are_refused(
 ) -> None:
     """Of a weights file, of a run, and of one's own: nothing is looked for, and the way to do it is named."""
     path = here / "evil.pth"  # which is not there
-    _downloaded(here, finished, "model.name")
+    _downloaded(here, finished, "model.name", name=model, options={option: str(path)})
     weights = here / "weights.safetensors"
-    with safe_open(weights, "pt") as file:
-        metadata = file.metadata()
-    recipe = json.loads(metadata["recipe"])
-    recipe["model"] |= {"name": model, "options": {option: str(path)}}
-    save_file(load_file(weights), weights, {**metadata, "recipe": json.dumps(recipe)})
-    (here / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     Image.new("L", (8, 8)).save(here / "picture.png")
     for words in (
         ("predict", weights, "picture.png"),
@@ -228,7 +212,4 @@ def test_options_that_open_files_are_refused(
         ("estimate", "run"),
         ("train", "digits", f"model.name={model}", f"model.options.{option}={path}", "--plan-only"),
     ):
-        done = paceline_here(*words)
-        assert done.code == 2, words
-        assert option in done.err
-        assert "model.initialize_from" in done.err
+        paceline_here(*words).refused(option, "model.initialize_from")

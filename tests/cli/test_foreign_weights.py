@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from calls import Call
-from safetensors import safe_open
+from run_directories import newest_weights, rewrite_weights
 from safetensors.torch import load_file, save_file
 
 DEEP, LONG = "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
@@ -45,26 +46,12 @@ def is_refused(done: Any, *named: str) -> None:
 @pytest.fixture
 def weights(finished: Path, tmp_path: Path) -> Call:
     """A safetensors file with the network of the finished run, and a description of its own."""
-    source = sorted((finished / "checkpoints").glob("*/model.safetensors"))[-1]
-
-    def write(key: str = "", change: Any = None, rename: str = "", *, half: bool = False) -> Path:
-        with safe_open(source, "pt") as file:
-            metadata = dict(file.metadata())
-        if key:
-            metadata[key] = change if isinstance(change, str) else json.dumps(json.loads(metadata[key]) | change)
-        state = {
-            rename + name: each.half() if half and each.is_floating_point() else each
-            for name, each in load_file(source).items()
-        }
-        save_file(state, tmp_path / "w.safetensors", metadata)
-        return tmp_path / "w.safetensors"
-
-    return write
+    return partial(rewrite_weights, newest_weights(finished), tmp_path / "w.safetensors")
 
 
 @pytest.mark.parametrize("change", [*DATA, "", "no JSON", "[]", "null", DEEP, LONG], ids=lambda each: str(each)[:30])
 def test_descriptions_of_data(paceline_here: Call, weights: Call, write_images: Call, change: Any) -> None:
-    path, began = weights("data", change), time.monotonic()
+    path, began = weights(data=change), time.monotonic()
     is_refused(paceline_here("predict", path, write_images(Path("images"), 1)), str(path))
     is_refused(paceline_here("export", path, "--format", "torch-export", "--output", "w.pt2"))
     assert not Path("w.pt2").exists()
@@ -75,7 +62,7 @@ def test_descriptions_of_data(paceline_here: Call, weights: Call, write_images: 
 def test_recipes_of_weights(
     paceline_here: Call, weights: Call, write_images: Call, tiny: tuple[str, ...], change: Any
 ) -> None:
-    path = weights("recipe", change)
+    path = weights(recipe=change)
     is_told = isinstance(change, str) or None not in change.values()  # null takes a section away
     for command in (["predict", path, write_images(Path("images"), 1)], ["evaluate", path]):
         done = paceline_here(*command)
@@ -90,7 +77,10 @@ def test_recipes_of_weights(
 def test_prefixes_and_half_precision(
     paceline_here: Call, weights: Call, write_images: Call, caplog: Any, prefix: str
 ) -> None:
-    path, images = weights(rename=prefix, half=True), write_images(Path("images"), 1)
+    def renamed_halves(state: dict[str, Any]) -> dict[str, Any]:
+        return {prefix + name: each.half() if each.is_floating_point() else each for name, each in state.items()}
+
+    path, images = weights(renamed_halves), write_images(Path("images"), 1)
     for command in (
         ("predict", path, images),
         ("evaluate", path),
@@ -98,8 +88,7 @@ def test_prefixes_and_half_precision(
         ("export", path, "--output", "plain.safetensors"),
     ):
         caplog.clear()
-        done = paceline_here(*command)
-        assert done.code == 0, done.err
+        paceline_here(*command).ended(0)
         assert f"'{prefix}'" in caplog.text  # which stands on standard error where pytest does not catch it
         assert "float16" in caplog.text
     assert load_file("plain.safetensors").keys() == load_file(weights()).keys()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +32,7 @@ def run(paceline_here: Call, write_images: Call, tmp_path: Path) -> Path:
     write_images(tmp_path / "photos" / "=cat")
     write_images(tmp_path / "photos" / f"dog{ESCAPE}")
     (tmp_path / "small.yaml").write_text(RECIPE)
-    done = paceline_here("train", "small.yaml", "--run-dir", tmp_path / "run")
-    assert done.code == 0, done.err
+    done = paceline_here("train", "small.yaml", "--run-dir", tmp_path / "run").ended(0)
     assert "\x1b" not in done.out + done.err
     return tmp_path / "run"
 
@@ -45,8 +43,7 @@ def test_terminals_and_spreadsheets_show_them(
     asked = write_images(tmp_path / "asked", count=1)
     shutil.copy(asked / "0.png", asked / "\x1b[31mred\nb.png")
     (asked / "=1\u202e.png").write_text("no image")
-    done = paceline_here("predict", run, asked)
-    assert done.code == 1
+    done = paceline_here("predict", run, asked).ended(1)
     assert len(done.out.splitlines()) == 3
     assert "asked/\\x1b[31mred\\nb.png" in done.out
     assert "=1\\u202e.png" in done.out
@@ -64,9 +61,7 @@ def test_terminals_and_spreadsheets_show_them(
         assert done.code in (0, 1), done.err
         assert not {"\x1b", "\x07"} & set(done.out + done.err), question
     for question in (("predict", run, "\x1b[31mred.png"), ("watch", f"run{ESCAPE}"), ("train", "small.yaml", ESCAPE)):
-        done = paceline_here(*question)
-        assert done.code == 2
-        assert "\\x1b" in done.err
+        done = paceline_here(*question).refused("\\x1b")
         assert "\x1b" not in done.err
 
 
@@ -85,8 +80,7 @@ def test_a_name_with_a_newline_does_not_break_a_message(
         ("check-data", "two\nlines"),
         ("evaluate", "two\nlines"),
     ):
-        done = paceline_here(*question)
-        assert done.code == 2, question
+        done = paceline_here(*question).refused()
         assert len(done.err.splitlines()) == 1, (question, done.err)
         assert "two\\nlines" in done.err
     done = paceline_here("train", "small.yaml", "batch.global_size=-1", "optimizer.lr=-1")
@@ -105,4 +99,4 @@ def test_our_own_tables_are_read_back(paceline_here: Call, write_images: Call, t
         file.write(rows)
     assert (tmp_path / "answers.csv").read_text().count("'=cat/") == 4
     done = paceline_here("check-data", "answers.csv", "data.label_column=label", "data.image_column=path", "--json")
-    assert sum(split["samples"] for split in json.loads(done.out)["splits"].values()) == 8, done.err
+    assert sum(split["samples"] for split in done.document["splits"].values()) == 8, done.err

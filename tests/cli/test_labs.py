@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import shutil
@@ -22,37 +21,32 @@ SOURCES = ROOT / "src"
 
 
 def test_the_labs_are_listed(paceline_here: Call, tmp_path: Path) -> None:
-    shown = paceline_here("labs", "list")
-    assert shown.code == 0
+    shown = paceline_here("labs", "list").ended(0)
     assert shown.out.splitlines()[0].split() == ["lab", "title", "minutes", "exercises", "started", "here"]
-    listed = json.loads(paceline_here("labs", "list", "--json").out)
+    listed = paceline_here("labs", "list", "--json").document
     assert listed[0]["number"] == "1"
     assert set(listed[0]) == {"number", "title", "minutes", "exercises", "slides", "started"}
     assert not any(each["started"] for each in listed)
     assert paceline_here("labs", "start", "1", "--json").code == 0
-    assert json.loads(paceline_here("labs", "list", "--json").out)[0]["started"]
+    assert paceline_here("labs", "list", "--json").document[0]["started"]
 
 
 def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) -> None:
-    begun = paceline_here("labs", "start", "1", "mine")
-    assert begun.code == 0
+    begun = paceline_here("labs", "start", "1", "mine").ended(0)
     (notebook,) = (tmp_path / "mine").glob("*.ipynb")
     assert f"paceline labs check 1 mine/{notebook.name}" in begun.out
     assert f"jupyter lab mine/{notebook.name}" in begun.out
     before = notebook.read_bytes()
-    again = paceline_here("labs", "start", "1", "mine")
-    assert (again.code, again.out) == (2, "")
-    assert "is there already, and may hold your work" in again.err
+    paceline_here("labs", "start", "1", "mine").refused("is there already, and may hold your work")
     assert notebook.read_bytes() == before
     nothing = paceline_here("labs", "check", "1")
     assert nothing.code == 2
     assert f"there is no {notebook.name} here: name yours: `paceline labs check 1 mine/{notebook.name}`" in nothing.err
-    assert json.loads(paceline_here("labs", "list", "--json").out)[0]["started"]
-    checked = paceline_here("labs", "check", "1", notebook)
-    assert checked.code == 1
+    assert paceline_here("labs", "list", "--json").document[0]["started"]
+    checked = paceline_here("labs", "check", "1", notebook).ended(1)
     assert checked.out.startswith("1.1  not yet: ")
     assert " 0 of " in f" {checked.out.splitlines()[-1]}"
-    document = json.loads(paceline_here("labs", "check", "1", notebook, "--json").out)
+    document = paceline_here("labs", "check", "1", notebook, "--json").document
     assert (document["lab"], document["done"]) == ("1", 0)
     assert set(document["exercises"][0]) == {"name", "done", "missing"}
 
@@ -79,10 +73,7 @@ def test_a_mistake_is_one_sentence(paceline_here: Call, tmp_path: Path, words: t
     (tmp_path / "notes.txt").write_text("notes")
     (tmp_path / "broken.ipynb").write_text("{")
     (tmp_path / "other.py").write_text("print(1)\n")
-    done = paceline_here("labs", *words)
-    assert (done.code, done.out) == (2, "")
-    assert said in done.err
-    assert "Traceback" not in done.err
+    done = paceline_here("labs", *words).refused(said)
     assert len(done.err.strip().splitlines()) == 1
 
 
@@ -133,15 +124,14 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
 
 def test_a_right_answer_passes(paceline: Call) -> None:
     reference = SOURCES / "paceline_course" / "notebooks" / "assessment" / "reference.py"
-    right = paceline("labs", "grade", reference, timeout=280)
-    assert right.code == 0, right.out + right.err
+    right = paceline("labs", "grade", reference, timeout=280).ended(0)
     assert right.out.splitlines()[-1] == "Passed."
 
 
 def test_marks_are_shown_with_their_reasons(paceline: Call, tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("pass\n")
     wrong = paceline("labs", "grade", "empty.py", "--json", timeout=280)
-    marks = json.loads(wrong.out)
+    marks = wrong.document
     assert (wrong.code, marks["passed"], marks["file"]) == (1, False, "empty.py")
     assert all(one["reason"] for one in marks["criteria"] if one["points"] < one["most"])
 

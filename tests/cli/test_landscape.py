@@ -14,12 +14,11 @@ QUICK = (
 
 
 def test_a_look_at_a_run(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
-    done = paceline_here("landscape", finished, *QUICK, "--output", "seen")
-    assert done.code == 0, done.err
+    done = paceline_here("landscape", finished, *QUICK, "--output", "seen").ended(0)
     assert "sharpness 0.001 (%)" in done.out
     assert "top eigenvalue" in done.out
     written = json.loads((tmp_path / "seen" / "landscape.json").read_text())
-    shown = json.loads(paceline_here("landscape", finished, *QUICK, "--json").out)
+    shown = paceline_here("landscape", finished, *QUICK, "--json").document
     assert shown == written
     assert shown["runs"][0]["surface"]["values"]["loss"]
     page = (tmp_path / "seen" / "landscape.html").read_text()
@@ -32,4 +31,4 @@ def test_two_processes_give_the_same_document(paceline: Call, finished: Path) ->
     asked += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")
     alone, both = paceline(*asked), paceline(*asked, "--processes", "2")
     assert alone.code == both.code == 0, alone.err + both.err
-    assert json.loads(both.out) == json.loads(alone.out)
+    assert both.document == alone.document

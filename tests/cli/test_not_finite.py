@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 import torch
 from calls import Call
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from run_directories import newest_weights, rewrite_weights
 
 COMMON = """
 optimizer: {name: adamw, lr: 0.003}
@@ -56,14 +54,12 @@ def written(tmp_path: Path) -> Write:
     """Write the weights of a run once more, changed."""
 
     def write(run: Path, change: Callable[[str, torch.Tensor], torch.Tensor], **data: Any) -> Path:
-        source = max((run / "checkpoints").glob("step-*")) / "model.safetensors"
-        with safe_open(source, "pt") as file:
-            metadata = dict(file.metadata())
-        if data:
-            metadata["data"] = json.dumps(json.loads(metadata["data"]) | data)
-        state = {name: change(name, each).contiguous() for name, each in load_file(source).items()}
-        save_file(state, tmp_path / "changed.safetensors", metadata=metadata)
-        return tmp_path / "changed.safetensors"
+        def changed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: change(name, each) for name, each in state.items()}
+
+        return rewrite_weights(
+            newest_weights(run), tmp_path / "changed.safetensors", changed, **({"data": data} if data else {})
+        )
 
     return write
 
@@ -144,24 +140,20 @@ def test_outputs_that_overflow_are_no_answer(
 ) -> None:
     weights = written(finished, huge)
     asked = questions(weights, picture, picture.parent)
-    done = paceline_here(*asked["predict"])
-    assert done.code == 1
+    done = paceline_here(*asked["predict"]).ended(1)
     assert "picture.png" in done.out
     assert "not a finite number" in done.out
     assert "nan %" not in done.out
-    document = paceline_here(*asked["predict"], "--json")
-    assert document.code == 1
+    document = paceline_here(*asked["predict"], "--json").ended(1)
     assert "NaN" not in document.out
-    assert "not a finite number" in json.loads(document.out)[0]["error"]
+    assert "not a finite number" in document.document[0]["error"]
     assert paceline_here(*asked["predict"], "--output", picture.parent / "answers.csv").code == 1
     (row,) = csv.DictReader((picture.parent / "answers.csv").read_text().splitlines())
     assert (row["label"], row["probability"]) == ("", "")
-    done = paceline_here(*asked["program"])
-    assert done.code == 1
+    done = paceline_here(*asked["program"]).ended(1)
     assert "finite" in done.err
     lines = picture.parent / "lines.jsonl"
-    done = paceline_here(*asked["evaluate"], "--predictions", lines)
-    assert done.code == 1
+    done = paceline_here(*asked["evaluate"], "--predictions", lines).ended(1)
     assert "loss" in done.err
     assert "NaN" not in lines.read_text()
 
@@ -169,8 +161,7 @@ def test_outputs_that_overflow_are_no_answer(
 @pytest.mark.parametrize("task", list(RECIPES))
 def test_so_it_is_for_every_task(paceline_here: Call, written: Write, picture: Path, tmp_path: Path, task: str) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPES[task] + COMMON)
-    done = paceline_here("train", "recipe.yaml", "--run-dir", "run")
-    assert done.code == 0, done.err
+    done = paceline_here("train", "recipe.yaml", "--run-dir", "run").ended(0)
     (tmp_path / "lines.jsonl").write_text('{"dense": [1, 2, 3, 4], "categories": [0, 1]}\n')
     sources, first = {
         "clicks": (("lines.jsonl",), "bottom.0.weight"),
@@ -184,7 +175,6 @@ def test_so_it_is_for_every_task(paceline_here: Call, written: Write, picture: P
         assert f"{first} holds" in done.err
     # Larger ones are zeros after a norm by root mean square.
     overflowing = partial(huge, value=1e18 if task == "text" else 3e38)
-    done = paceline_here("predict", written(tmp_path / "run", overflowing), *sources)
-    assert done.code == 1
+    done = paceline_here("predict", written(tmp_path / "run", overflowing), *sources).ended(1)
     assert "not a finite number" in done.out + done.err
     assert "Traceback" not in done.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from pathlib import Path
@@ -44,7 +43,7 @@ def test_a_named_pipe_is_never_waited_for_and_no_name_is_too_long(
 def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Call, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("base: digits\nseed: 7\n", encoding="utf-8-sig")
     plan = paceline_here("train", "r.yaml", "--plan-only", "--json")
-    assert (plan.code, json.loads(plan.out)["recipe"]["seed"]) == (0, 7)
+    assert (plan.code, plan.document["recipe"]["seed"]) == (0, 7)
     (tmp_path / "r.yaml").write_text("base: digits\n", encoding="utf-16")
     done = paceline_here("train", "r.yaml", "--plan-only")
     assert (done.code, "Traceback" in done.err) == (2, False)
@@ -71,21 +70,20 @@ def test_what_is_left_out_is_told_in_the_plan_at_the_start_and_by_check_data(
     for source, kind, expected in (("photos", "image_folder", folder), ("photos.tar", "webdataset", tar)):
         recipe = ("image_folder", *tiny, "model.name=small_resnet", f"data.dataset={kind}", f"data.path={source}")
         recipe = (*recipe, "data.image_size=8", "batch.global_size=4", "train.duration=1 steps")
-        answer = json.loads(paceline_here("train", *recipe, "--plan-only", "--json").out)
+        answer = paceline_here("train", *recipe, "--plan-only", "--json").document
         assert answer["plan"]["data"]["classes"] == 2
         assert expected in answer["plan"]["left_out"][0]
         assert set(answer["plan"]["left_out"]) <= set(answer["notices"])
         assert f"note: {expected}" in paceline_here("train", *recipe, "--plan-only").out
-        started = paceline_here("train", *recipe, "--run-dir", f"run-{kind}")
-        assert started.code == 0, started.err
+        started = paceline_here("train", *recipe, "--run-dir", f"run-{kind}").ended(0)
         assert expected in started.out + started.err
         assert paceline_here("train", *recipe, "--run-dir", f"run-{kind}").code == 0
         if kind == "image_folder":
             assert f"note: {expected}" in paceline_here("evaluate", f"run-{kind}").out
-        told, *_ = json.loads(paceline_here("evaluate", f"run-{kind}", "--json").out)["left_out"]
+        told, *_ = paceline_here("evaluate", f"run-{kind}", "--json").document["left_out"]
         assert expected in told
         checked = paceline_here("check-data", source, "--json")
-        findings = {each["kind"]: each for each in json.loads(checked.out)["findings"]}
+        findings = {each["kind"]: each for each in checked.document["findings"]}
         names = [entry["name"] for entry in findings["unread"]["entries"]]
         assert any(expected in name or "caf\\udce9.md" in ascii(name) for name in names), names
 
@@ -104,11 +102,9 @@ def test_names_that_are_no_text_are_packed_and_answered(
             assert paceline_here("pack", "photos", "packed").code == 0
         (tmp_path / "split.txt").unlink(missing_ok=True)
         run = (*recipe, f"data.dataset={kind}", f"data.path={source}", "--run-dir", f"run-{kind}")
-        done = paceline_here("train", *run)
-        assert done.code == 0, done.err
+        paceline_here("train", *run).ended(0)
         assert paceline_here("evaluate", f"run-{kind}", "--predictions", f"{kind}.csv").code == 0
         assert paceline_here("audit", f"run-{kind}").code == 0
         for ending in ("csv", "jsonl", "parquet"):
-            answered = paceline_here("predict", f"run-{kind}", "photos", "--output", f"{kind}.{ending}.{ending}")
-            assert answered.code == 0, answered.err
+            paceline_here("predict", f"run-{kind}", "photos", "--output", f"{kind}.{ending}.{ending}").ended(0)
         assert "caf\\udce9/caf\\udce9.png" in (tmp_path / f"{kind}.csv.csv").read_text(encoding="utf-8")

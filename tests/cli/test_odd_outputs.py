@@ -39,9 +39,7 @@ def test_odd_outputs_are_refused_untouched(
         if kind == "link":
             beside.write_text("my notes")
     before = target.lstat()
-    done = paceline_here(*words)
-    assert done.code == 2
-    assert str(target) in done.err
+    done = paceline_here(*words).refused(str(target))
     assert len(done.err.strip().splitlines()) == 1
     assert os.path.samestat(before, target.lstat())
     assert beside.exists() == (kind == "link")
@@ -69,6 +67,4 @@ def test_odd_names_in_an_output_folder_and_of_answers_are_refused(tmp_path: Path
 
 def test_an_empty_path_is_refused(paceline_here: Call, finished: Path) -> None:
     for words in (("report", finished, "--output", ""), ("predict", finished, ""), ("export", "", "--output", "x")):
-        done = paceline_here(*words)
-        assert done.code == 2
-        assert "empty" in done.err
+        paceline_here(*words).refused("empty")

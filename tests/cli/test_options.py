@@ -57,8 +57,7 @@ def test_no_folder_called_tilde_is_made(
     monkeypatch.setenv("HOME", str(home))
     (home / "r.yaml").write_text("base: digits\ntelemetry: {report: no}\n")
     asked = (*tiny, "train.duration=1 steps", "evaluate.every=off", "checkpoint.every=1 steps")
-    done = paceline_here("train", "~/r.yaml", *asked, "data.saved_split=~/split.json", "--run-dir=~/r1")
-    assert done.code == 0, done.err
+    paceline_here("train", "~/r.yaml", *asked, "data.saved_split=~/split.json", "--run-dir=~/r1").ended(0)
     Image.new("L", (8, 8)).save(home / "x.png")
     assert paceline_here("predict", "~/r1", "~/x.png").code == 0
     weights = f"model.initialize_from=~/r1/checkpoints/step-{1:08d}"

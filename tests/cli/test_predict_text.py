@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,7 @@ def trained(paceline_here: Call, tmp_path: Path) -> Call:
     """Train a shipped recipe for two steps; they need no data."""
 
     def train(name: str) -> Path:
-        done = paceline_here("train", name, *TINY, "--run-dir", tmp_path / name)
-        assert done.code == 0, done.err
+        paceline_here("train", name, *TINY, "--run-dir", tmp_path / name).ended(0)
         return tmp_path / name
 
     return train
@@ -41,21 +39,18 @@ def test_a_prompt_is_gone_on_from(paceline_here: Call, trained: Call) -> None:
     first, again = paceline_here(*words), paceline_here(*words)
     assert (first.code, first.out) == (0, again.out)
     assert first.out.startswith("The for")
-    document = json.loads(paceline_here(*words, "--json").out)
+    document = paceline_here(*words, "--json").document
     assert document["text"] + "\n" == first.out
     assert (document["written"], document["seed"], document["top_k"]) == (5, 3, 4)
-    assert paceline_here("predict", run_dir, "--prompt", "", "--tokens", 5).code == 0  # a document begins
-    refused = paceline_here("predict", run_dir, Path(__file__).parent)
-    assert refused.code == 2
+    paceline_here("predict", run_dir, "--prompt", "", "--tokens", 5).ended(0)  # a document begins
+    refused = paceline_here("predict", run_dir, Path(__file__).parent).refused()
     assert "does not label images" in refused.err or "holds no image" in refused.err
 
 
 def test_hidden_tokens_are_found(paceline_here: Call, trained: Call) -> None:
     run_dir = trained("bert-tiny-docs")
-    done = paceline_here("predict", run_dir, "--prompt", "The f[MASK]r", "--top-k", 2)
-    assert done.code == 0
+    done = paceline_here("predict", run_dir, "--prompt", "The f[MASK]r", "--top-k", 2).ended(0)
     assert len(done.out.splitlines()[-1].split(" %")) == 3  # two guesses
-    document = json.loads(paceline_here("predict", run_dir, "--prompt", "f<mask>r", "--json").out)
+    document = paceline_here("predict", run_dir, "--prompt", "f<mask>r", "--json").document
     assert len(document["guesses"][0]["texts"]) == 3
-    refused = paceline_here("predict", run_dir, "--prompt", "f[MASK]r", "--seed", 1)
-    assert (refused.code, "--seed has no effect" in refused.err) == (2, True)
+    paceline_here("predict", run_dir, "--prompt", "f[MASK]r", "--seed", 1).refused("--seed has no effect")

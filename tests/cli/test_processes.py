@@ -87,9 +87,8 @@ def test_the_plan_is_that_of_the_run(
 ) -> None:
     command = ["train", "digits", *tiny, "train.duration=1 steps"]
     command += [] if processes is None else ["--processes", str(processes)]
-    planned = json.loads(paceline_here(*command, "--plan-only", "--json").out)["plan"]
-    done = paceline_here(*command, "--run-dir", "run")
-    assert done.code == 0, done.err
+    planned = paceline_here(*command, "--plan-only", "--json").document["plan"]
+    paceline_here(*command, "--run-dir", "run").ended(0)
     trained = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert planned | {"parameters": trained["parameters"]} == trained
 
@@ -100,8 +99,7 @@ def test_a_rank_among_several_shows_the_plan_of_their_world_once(
     for rank, shown in (("0", "2 (ddp)"), ("1", "")):
         for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)):
             monkeypatch.setenv(name, value)
-        done = paceline_here("train", "digits", "--plan-only")
-        assert done.code == 0
+        done = paceline_here("train", "digits", "--plan-only").ended(0)
         assert shown in done.out
         assert bool(done.out) == bool(shown)
 
@@ -119,5 +117,4 @@ def test_modules_of_the_current_directory_come_after_the_libraries(
     )
     overrides = [each for each in tiny if not each.startswith("model")]
     words = ("train", "digits", "model.name=mine:net", *overrides, "--run-dir", "run", "--processes", count)
-    done = paceline(*words, interpreter=("-P",))
-    assert done.code == 0, done.err
+    paceline(*words, interpreter=("-P",)).ended(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -42,8 +41,7 @@ def alone(tiny: tuple[str, ...]) -> tuple[str, ...]:
 def test_a_proof_is_a_table_with_a_line_for_each_check(
     paceline_here: Call, alone: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = paceline_here(*alone)
-    assert done.code == 0, done.out
+    done = paceline_here(*alone).ended(0)
     shown = [line.split()[0] for line in done.out.splitlines() if line.startswith(" ") and line[1:2].isalpha()]
     assert tuple(shown) == ("check", *NAMES)
     assert "12 passed, 0 failed, 2 not applicable: 6 steps of 16 samples in 4 micro-batches, 1 process" in done.out
@@ -55,8 +53,7 @@ def test_a_proof_that_fails_gives_advice_and_exit_code_1(
     paceline_here: Call, alone: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "sums.py").write_text(SUMS)
-    done = paceline_here(*alone, "task=sums:Sums")
-    assert done.code == 1
+    done = paceline_here(*alone, "task=sums:Sums").ended(1)
     assert "\naccumulation: A task's loss is the mean over its micro-batch's samples" in done.out
     assert "0.25 times the gradient wanted" in " ".join(done.out.split())
     assert "10 passed, 2 failed" in done.out
@@ -66,15 +63,14 @@ def test_a_run_that_fails_is_shown_with_what_it_said(
     paceline_here: Call, alone: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "fragile.py").write_text(FRAGILE)
-    done = paceline_here(*alone, "task=fragile:Fragile")
-    assert done.code == 1
+    done = paceline_here(*alone, "task=fragile:Fragile").ended(1)
     assert "one-batch: ValueError: no [bold] here" in " ".join(done.out.split())
     assert "from the task" not in done.out
     assert "from the task" in done.err
 
 
 def test_a_proof_speaks_json(paceline_here: Call, alone: tuple[str, ...]) -> None:
-    document = json.loads(paceline_here(*alone, "--json").out)
+    document = paceline_here(*alone, "--json").document
     assert document["passed"] is True
     assert document["numbers"] == "float64"
     assert (document["processes"], document["samples"], document["evaluation_samples"]) == (1, 41, 37)

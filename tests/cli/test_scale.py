@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ GIVEN = ("--throughput", "1000", "--cluster", "dgx-a100")
 
 
 def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Call) -> None:
-    done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,8,2", "--price-per-gpu-hour", "2")
-    assert done.code == 0, done.err
+    done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,8,2", "--price-per-gpu-hour", "2").ended(0)
     assert "NVIDIA DGX A100" in done.out
     rows = [line.split() for line in done.out.splitlines() if line.split()[1:2] in (["single"], ["ddp"], ["fsdp"])]
     assert [(row[0], row[1]) for row in rows] == [
@@ -32,7 +30,7 @@ def test_a_table_with_the_clusters_name_and_what_was_assumed(paceline_here: Call
 def test_one_document(paceline_here: Call) -> None:
     done = paceline_here("scale", *SMALL, *GIVEN, "--world-sizes", "1,4", "--strategy", "ddp", "--json")
     assert done.code == 0, done.err
-    document = json.loads(done.out)
+    document = done.document
     one, four = document["rows"]
     assert (one["devices"], four["devices"]) == (1, 4)
     assert one["samples_per_second"] == pytest.approx(1000)
@@ -45,9 +43,8 @@ def test_one_document(paceline_here: Call) -> None:
 
 def test_a_published_row_by_the_command(paceline_here: Call) -> None:
     words = ("--cluster", "dgx-a100", "--throughput", "2470", "--batch-per-gpu", "256", "--loop", "nvidia-convnets")
-    done = paceline_here("scale", "resnet50", *words, "--world-sizes", "8", "--strategy", "ddp", "--json")
-    assert done.code == 0, done.err
-    (row,) = json.loads(done.out)["rows"]
+    done = paceline_here("scale", "resnet50", *words, "--world-sizes", "8", "--strategy", "ddp", "--json").ended(0)
+    (row,) = done.document["rows"]
     # NVIDIA DeepLearningExamples, resnet50v1.5/README.md: 16,621 images/s.
     assert row["samples_per_second"] == pytest.approx(16621, rel=0.12)
     # 90 epochs of ImageNet, 115.3 million images.
@@ -58,11 +55,11 @@ def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here:
     words = ("batch.global_size=4096",)
     done = paceline_here("scale", "resnet50", *words, "--cluster", "dgx-h100", "--world-sizes", "1,2", "--json")
     assert done.code == 0, done.err
-    document = json.loads(done.out)
+    document = done.document
     assert document["is_bound"]
     assert "dense bf16 peak" in document["basis"]
     one, *several = document["rows"]
-    told = json.loads(paceline_here("roofline", "resnet50", *words, "--device", "h100", "--json").out)
+    told = paceline_here("roofline", "resnet50", *words, "--device", "h100", "--json").document
     assert one["samples_per_second"] == pytest.approx(told["most_samples_per_second"], rel=1e-3)
     for row in several:
         assert row["samples_per_second_high"] <= one["samples_per_second"] * row["devices"] * (1 + 1e-6)
@@ -76,9 +73,8 @@ def test_a_cluster_of_ones_own(paceline_here: Call, tmp_path: Path) -> None:
         "network: {gigabytes_per_second: 0.01, latency_microseconds: 100}\nprice_per_gpu_hour: 3\n"
     )
     words = ("--cluster", "mine.yaml", "--throughput", "5000", "--strategy", "ddp")
-    done = paceline_here("scale", *SMALL, *words, "--world-sizes", "1,2,8", "--json")
-    assert done.code == 0, done.err
-    rates = {row["devices"]: row for row in json.loads(done.out)["rows"]}
+    done = paceline_here("scale", *SMALL, *words, "--world-sizes", "1,2,8", "--json").ended(0)
+    rates = {row["devices"]: row for row in done.document["rows"]}
     assert rates[8]["limit"] == "communication"
     assert rates[8]["efficiency"] < rates[2]["efficiency"]
     assert rates[1]["cost"] == pytest.approx(3 * rates[1]["hours"])
@@ -88,9 +84,7 @@ PLAN = ("plan", *SMALL, "--cluster", "dgx-a100", "--throughput", "1", "--one-gpu
 
 
 def test_a_plan_for_a_deadline(paceline_here: Call) -> None:
-    done = paceline_here(*PLAN, "--deadline", "2h", "--cpu-ms-per-sample", "0", "--json")
-    assert done.code == 0, done.err
-    plan = json.loads(done.out)
+    plan = paceline_here(*PLAN, "--deadline", "2h", "--cpu-ms-per-sample", "0", "--json").ended(0).document
     assert plan["chosen"]["devices"] == 4
     assert plan["chosen"]["hours_at_worst"] <= 2
     assert plan["chosen"]["learning_rate"] == plan["recipe_learning_rate"] == 0.2
@@ -116,27 +110,23 @@ def test_times_and_counts_are_for_people(paceline_here: Call) -> None:
 
 
 def test_a_bound_ends_with_one(paceline_here: Call) -> None:
-    done = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h")
-    assert done.code == 1, done.err
+    done = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h").ended(1)
     assert "Nothing is chosen by a bound" in done.out
     told = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h", "--json")
-    document = json.loads(told.out)
+    document = told.document
     assert (document["chosen"], document["is_bound"]) == (None, True)
     assert document["nearest"]["fits"]
 
 
 def test_what_cannot_be_ends_with_one(paceline_here: Call) -> None:
-    done = paceline_here(*PLAN, "--deadline", "1 seconds")
-    assert done.code == 1
+    done = paceline_here(*PLAN, "--deadline", "1 seconds").ended(1)
     assert "Nothing tried does it" in done.out
 
 
 @pytest.mark.world_size(2)
 def test_predicted_beside_measured_here(paceline: Call) -> None:
     words = ("--world-sizes", "1,2", "--strategy", "ddp", "--measure", "--rounds", "2", "--json")
-    done = paceline("scale", "digits", "parallel.device=cpu", *words, timeout=300)
-    assert done.code == 0, done.err
-    document = json.loads(done.out)
+    document = paceline("scale", "digits", "parallel.device=cpu", *words, timeout=300).ended(0).document
     one, two = document["rows"]
     # One process is what the prediction begins with.
     assert one["measured_samples_per_second"] is None

@@ -26,8 +26,7 @@ import pytest
 import torch
 from calls import Call
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from run_directories import newest_weights, rewrite_weights
 
 for _library in ("fastapi", "prometheus_client", "uvicorn", "python_multipart"):
     pytest.importorskip(_library, reason=f"{_library} is not installed: pip install 'paceline[serve]'")
@@ -154,7 +153,7 @@ def test_it_answers_as_predict_does(service: Serving, finished: Path, tmp_path: 
     images = [picture(seed) for seed in range(3)]
     for number, image in enumerate(images):
         (tmp_path / f"{number}.png").write_bytes(image)
-    expected = json.loads(paceline_here("predict", finished, "0.png", "1.png", "2.png", "--top-k", 10, "--json").out)
+    expected = paceline_here("predict", finished, "0.png", "1.png", "2.png", "--top-k", 10, "--json").document
     status, told, headers = service.predict(*images, b"no image", query="?top_k=10")
     assert status == 200
     assert headers["x-content-type-options"] == "nosniff"
@@ -283,13 +282,11 @@ def test_who_is_let_in(service: Serving) -> None:
 
 
 def test_an_answer_that_overflows_is_a_failure(start: Call, finished: Path, tmp_path: Path) -> None:
-    source = max((finished / "checkpoints").glob("step-*")) / "model.safetensors"
-    with safe_open(source, "pt") as file:
-        metadata = file.metadata()
-    state = load_file(source)
-    huge = {name: torch.full_like(each, 3e38) if each.is_floating_point() else each for name, each in state.items()}
-    save_file(huge, tmp_path / "huge.safetensors", metadata=metadata)
-    service = start(tmp_path / "huge.safetensors")  # which answers black pictures
+    def huge(state: dict[str, Any]) -> dict[str, Any]:
+        return {name: torch.full_like(each, 3e38) if each.is_floating_point() else each for name, each in state.items()}
+
+    path = rewrite_weights(newest_weights(finished), tmp_path / "huge.safetensors", huge)
+    service = start(path)  # which answers black pictures
     assert service.predict(bomb(8, 8))[0] == 200
     status, found, _ = service.predict(picture(0))
     assert status == 500

@@ -120,7 +120,7 @@ def _content(path: Path) -> bytes:
 
 def test_how_it_stands_as_one_document(paceline_here: Call, finished: Path) -> None:
     done = paceline_here("watch", finished, finished, "--json")
-    (one, other) = json.loads(done.out)["runs"]
+    (one, other) = done.document["runs"]
     assert one == {**other, "seconds_since_last_event": one["seconds_since_last_event"]}
     assert (one["status"], one["step"], one["total_steps"]) == ("completed", 6, 6)
     assert one["last_evaluations"].keys() == {"model", "ema"}
@@ -128,15 +128,10 @@ def test_how_it_stands_as_one_document(paceline_here: Call, finished: Path) -> N
 
 
 def test_several_runs_that_are_over_are_told_and_left(paceline_here: Call, finished: Path) -> None:
-    done = paceline_here("watch", finished, finished)
-    assert done.code == 0
+    done = paceline_here("watch", finished, finished).ended(0)
     assert done.out.count(f"{finished}: completed, step 6/6") == 2
 
 
 def test_a_directory_without_a_run_is_one_sentence(paceline_here: Call, finished: Path) -> None:
     for wrong, said in ((finished / "nowhere", "there is no run"), (finished / "checkpoints", "holds no run")):
-        done = paceline_here("watch", wrong)
-        assert (done.code, done.out) == (2, "")
-        assert said in done.err
-        assert f"Did you mean {finished}?" in done.err
-        assert "Traceback" not in done.err
+        paceline_here("watch", wrong).refused(said, f"Did you mean {finished}?")

@@ -13,20 +13,22 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fork_server
 import numpy as np
 import pytest
+from calls import Done
 from PIL import Image
 from safetensors.numpy import load_file
 
 from paceline.cli.main import run as run_command_line
 from paceline.records.reader import without_clock
 
-sys.path.append(str(Path(__file__).parent))  # for hosts.py and shaped.py
+sys.path.append(str(Path(__file__).parent))  # for hosts.py, networks.py and shaped.py
+from own_networks import OWN, network_that
+
 SOURCES = Path(__file__).parents[2] / "src"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MARK = "PACELINE_TEST_FAMILY"
@@ -55,15 +57,6 @@ RECIPE: dict[str, Any] = {
 }
 TRAIN_SAMPLES = 90  # five steps of 16 an epoch, and a last one of 10
 VALIDATION_SAMPLES = 33
-
-
-@dataclass
-class Done:
-    """How a launch ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Launched:
@@ -221,6 +214,12 @@ def _environment() -> dict[str, str]:
     }
 
 
+def pytest_runtest_setup() -> None:
+    """Skip what is here where there is no /proc, in which the processes of a launch are found."""
+    if not Path("/proc/self/environ").exists():
+        pytest.skip("finds processes in /proc")
+
+
 @pytest.fixture(autouse=True)
 def _not_inside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs in this process must not think it was started by Slurm or torchrun."""
@@ -373,7 +372,7 @@ def undisturbed(studio: Path) -> Path:
     launched = Launched([sys.executable, "-m", "paceline", *train], studio, _environment())
     done = launched.wait(200)
     launched.clean()
-    assert done.code == 0, done.err
+    done.ended(0)
     return studio / "undisturbed"
 
 
@@ -409,29 +408,12 @@ def steps_recorded() -> Callable[[Path], int]:
     return last_step
 
 
-# As fast as it can be once a file `fast` lies there; slow enough before it for processes to come and go.
-PATIENT = """
-import time
-from pathlib import Path
-from torch import nn
-
-class Patient(nn.Module):
-    def __init__(self, num_classes, in_channels):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
-
-    def forward(self, x):
-        if self.training and not Path("fast").exists():
-            time.sleep(0.25)
-        return self.body(x)
-"""
-
-
 @pytest.fixture
 def patient(studio: Path, tmp_path: Path) -> tuple[object, ...]:
     """What to train, in ``tmp_path``: exact, and slow until a file ``fast`` lies there."""
-    (tmp_path / "patient.py").write_text(PATIENT)
-    model = ("model.name=patient:Patient", "model.options=null", "data.workers=0", "telemetry.log_every=1 steps")
+    # As fast as it can be once a file `fast` lies there; slow enough before it for processes to come and go.
+    (tmp_path / "patient.py").write_text(network_that("if not Path('fast').exists():\n    time.sleep(0.25)"))
+    model = ("model.name=patient:Net", *OWN, "telemetry.log_every=1 steps")
     return ("train", studio / "recipe.yaml", f"data.path={studio / 'photos'}", "parallel.exact=true", *model)
 
 
@@ -479,9 +461,8 @@ def audited(run_here: Callable[..., Done]) -> Callable[[Path], dict[str, Any]]:
     """Audit a run directory, which must pass; returns the document."""
 
     def audit(run_dir: Path) -> dict[str, Any]:
-        done = run_here("audit", run_dir, "--json")
-        document: dict[str, Any] = json.loads(done.out)
-        assert (done.code, document["passed"]) == (0, True), done.out
+        document: dict[str, Any] = run_here("audit", run_dir, "--json").ended(0).document
+        assert document["passed"], document
         return document
 
     return audit

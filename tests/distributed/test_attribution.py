@@ -48,7 +48,6 @@ class Sluggish(nn.Module):
 PROGRAM = """
 import json, os, sys, time
 import paceline, sluggish
-from paceline.telemetry.display import Display
 
 answer = {}
 for number, (name, overrides) in enumerate(json.loads(sys.argv[1]).items()):

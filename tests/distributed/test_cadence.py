@@ -15,7 +15,6 @@ def test_both_save_after_the_same_steps(studio: Path, run: Call, summary: Call, 
     run_dir = studio / f"by-the-clock-{exact}"
     asked = ("checkpoint.every=0.001 seconds", "checkpoint.keep=99", "evaluate.every=off", f"parallel.exact={exact}")
     asked += ("train.duration=20 steps",)
-    done = run("train", "recipe.yaml", *asked, "--processes", "2", "--run-dir", run_dir, where=studio)
-    assert done.code == 0, done.err
+    run("train", "recipe.yaml", *asked, "--processes", "2", "--run-dir", run_dir, where=studio).ended(0)
     assert len(list((run_dir / "checkpoints").glob("step-*"))) > 2
     assert summary(run_dir)["status"] == "completed"

@@ -19,12 +19,7 @@ import pytest
 SOURCES = Path(__file__).parents[2] / "src"
 PROGRAM = Path(__file__).with_name("disk_runs.py")
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="reads the paths of open files in /proc"),
-    pytest.mark.thorough,
-    pytest.mark.world_size(2),
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.thorough, pytest.mark.world_size(2), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,12 +10,10 @@ from typing import Any
 
 import pytest
 from calls import Call
+from own_networks import network_that
 
 SOURCES = Path(__file__).parents[2] / "src"
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.slow
 
 DIGITS = (
     "digits",
@@ -40,7 +37,7 @@ _MAY_BE_SKIPPED = {
 
 def _trials(done: Any) -> dict[str, dict[str, Any]]:
     assert done.out, done.err
-    document = json.loads(done.out)
+    document = done.document
     return {trial["fault"]: trial for trial in document["trials"]}
 
 
@@ -49,8 +46,7 @@ def _trials(done: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(("processes", "only"), [(1, _OF_ONE), (2, _OF_SEVERAL)])
 def test_every_kind_of_fault_is_survived(run: Call, tmp_path: Path, processes: int, only: str) -> None:
     asked = ("--processes", processes, "--steps", "80", "--only", only, "--json")
-    done = run("drill", *DIGITS, *asked, timeout=1700)
-    assert done.code == 0, done.err
+    done = run("drill", *DIGITS, *asked, timeout=1700).ended(0)
     trials = _trials(done)
     assert sorted(trials) == sorted(only.split(","))
     for name, trial in trials.items():
@@ -100,8 +96,7 @@ def test_a_run_that_forgets_its_optimizer_fails(run: Call, tmp_path: Path) -> No
         "        run.components.restore({**read_components(choice.path, chunks=run.components.chunks()), **kept})\n",
     )
     variables = {"PYTHONPATH": str(tmp_path / "planted")}
-    done = run("drill", *DIGITS, "--only", "nothing,kill-all", "--json", variables=variables, timeout=350)
-    assert done.code == 1, done.err
+    done = run("drill", *DIGITS, "--only", "nothing,kill-all", "--json", variables=variables, timeout=350).ended(1)
     trials = _trials(done)
     assert trials["nothing"]["result"] == "pass"
     assert trials["kill-all"]["result"] == "FAIL"
@@ -111,19 +106,9 @@ def test_a_run_that_forgets_its_optimizer_fails(run: Call, tmp_path: Path) -> No
 @pytest.mark.world_size(1)
 @pytest.mark.timeout(400)
 def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Call, tmp_path: Path) -> None:
-    (tmp_path / "moody.py").write_text(
-        "import os\n"
-        "from torch import nn\n"
-        "class Moody(nn.Module):\n"
-        "    def __init__(self, num_classes, in_channels):\n"
-        "        super().__init__()\n"
-        "        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 64, num_classes))\n"
-        "    def forward(self, x):\n"
-        "        return self.body(x) * (1 + os.urandom(1)[0] / 256)\n"
-    )
-    model = ("digits", "model.name=moody:Moody", "model.options=null", "parallel.device=cpu", "parallel.threads=1")
-    done = run("drill", *model, "--only", "nothing,kill-all", "--json", timeout=350)
-    assert done.code == 1, done.err
+    (tmp_path / "moody.py").write_text(network_that("x = x * (1 + os.urandom(1)[0] / 256)", pixels=64))
+    model = ("digits", "model.name=moody:Net", "model.options=null", "parallel.device=cpu", "parallel.threads=1")
+    done = run("drill", *model, "--only", "nothing,kill-all", "--json", timeout=350).ended(1)
     trials = _trials(done)
     assert trials["nothing"]["result"] == "FAIL"
     assert trials["kill-all"]["result"] == "skipped"

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from calls import Call
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 VARIED = ("data.augment.policy=trivialaugment", "data.augment.erase=0.3", "data.mix={mixup: 0.4, cutmix: 1.0}")
 EXACT = ("train", "recipe.yaml", "parallel.exact=true", *VARIED)
@@ -19,26 +15,13 @@ SIX_PARTS = ("batch.micro_size=auto", "batch.global_size=18", "parallel.logical_
 
 
 @pytest.fixture
-def outcome(summary: Call, records: Call) -> Call:
-    """Everything a run came to that must not depend on who computed it."""
+def alone(studio: Path, run_here: Call) -> Call:
+    """The directory of an exact run by one process; each is trained once."""
 
-    def of(run_dir: Path) -> Any:
-        keys = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
-        found = summary(run_dir)
-        return [{key: found[key] for key in keys}, records(run_dir, "step", "evaluation")]
-
-    return of
-
-
-@pytest.fixture
-def alone(studio: Path, run_here: Call, outcome: Call) -> Call:
-    """The outcome of an exact run by one process; each is trained once."""
-
-    def train(name: str, *overrides: str) -> Any:
+    def train(name: str, *overrides: str) -> Path:
         if not (studio / name / "summary.json").exists():
-            done = run_here(*EXACT, *overrides, "--run-dir", name)
-            assert done.code == 0, done.err
-        return outcome(studio / name)
+            run_here(*EXACT, *overrides, "--run-dir", name).ended(0)
+        return studio / name
 
     return train
 
@@ -46,21 +29,19 @@ def alone(studio: Path, run_here: Call, outcome: Call) -> Call:
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_any_number_of_processes_gives_the_same_bits(
-    studio: Path, run: Call, alone: Call, outcome: Call, processes: int
+    studio: Path, run: Call, alone: Call, same_end: Call, processes: int
 ) -> None:
     run_dir = studio / f"exact-{processes}"
-    done = run(*EXACT, "--processes", processes, "--run-dir", run_dir, where=studio)
-    assert done.code == 0, done.err
-    assert outcome(run_dir) == alone("exact-1")
+    run(*EXACT, "--processes", processes, "--run-dir", run_dir, where=studio).ended(0)
+    same_end(run_dir, alone("exact-1"))
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(3)
-def test_numbers_that_are_no_power_of_two(studio: Path, run: Call, alone: Call, outcome: Call) -> None:
+def test_numbers_that_are_no_power_of_two(studio: Path, run: Call, alone: Call, same_end: Call) -> None:
     run_dir = studio / "exact-six-3"  # of six logical ranks each holds two: partial sums of several levels
-    done = run(*EXACT, *SIX_PARTS, "--processes", 3, "--run-dir", run_dir, where=studio)
-    assert done.code == 0, done.err
-    assert outcome(run_dir) == alone("exact-six-1", *SIX_PARTS)
+    run(*EXACT, *SIX_PARTS, "--processes", 3, "--run-dir", run_dir, where=studio).ended(0)
+    same_end(run_dir, alone("exact-six-1", *SIX_PARTS))
 
 
 @pytest.mark.slow
@@ -77,7 +58,7 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
     start: Call,
     run: Call,
     alone: Call,
-    outcome: Call,
+    same_end: Call,
     steps_recorded: Call,
     worlds: tuple[int, ...],
     audited: Call,
@@ -90,9 +71,8 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
         launched.wait_for(lambda step=step: steps_recorded(run_dir) >= step)
         time.sleep(draw.uniform(0, 0.15))
         launched.kill()
-    done = run(*EXACT, "--processes", worlds[-1], "--run-dir", run_dir, where=studio)
-    assert done.code == 0, done.err
-    assert outcome(run_dir) == alone("exact-1")
+    run(*EXACT, "--processes", worlds[-1], "--run-dir", run_dir, where=studio).ended(0)
+    same_end(run_dir, alone("exact-1"))
     audited(run_dir)
 
 
@@ -105,21 +85,19 @@ GROWING_LONGER = ("batch.growth={2: 32, 4: 48}", "train.duration=6 epochs", "che
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_a_batch_that_grows_gives_the_same_bits_in_any_world(
-    studio: Path, run: Call, alone: Call, outcome: Call
+    studio: Path, run: Call, alone: Call, same_end: Call, summary: Call, records: Call
 ) -> None:
     run_dir = studio / "exact-growing"
-    done = run(*EXACT, *GROWING, "--processes", 2, "--run-dir", run_dir, where=studio)
-    assert done.code == 0, done.err
-    facts, records = outcome(run_dir)
-    assert [facts, records] == alone("exact-growing-1", *GROWING)
-    assert (facts["step"], facts["samples"]) == (6 + 3 + 2, 3 * 90)
-    assert [each["step"] for each in records if each["event"] == "evaluation"] == [6, 6, 9, 9, 11, 11]
+    run(*EXACT, *GROWING, "--processes", 2, "--run-dir", run_dir, where=studio).ended(0)
+    same_end(run_dir, alone("exact-growing-1", *GROWING))
+    assert (summary(run_dir)["step"], summary(run_dir)["samples"]) == (6 + 3 + 2, 3 * 90)
+    assert [each["step"] for each in records(run_dir, "evaluation")] == [6, 6, 9, 9, 11, 11]
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_a_batch_that_grows_is_resumed_in_any_world(
-    studio: Path, start: Call, run: Call, alone: Call, outcome: Call, steps_recorded: Call, audited: Call
+    studio: Path, start: Call, run: Call, alone: Call, same_end: Call, steps_recorded: Call, audited: Call
 ) -> None:
     """Killed in the first size by two processes and in the second by four, and ended by two."""
     run_dir = studio / "exact-growing-longer"
@@ -127,9 +105,8 @@ def test_a_batch_that_grows_is_resumed_in_any_world(
         launched = start(*EXACT, *GROWING_LONGER, "--processes", processes, "--run-dir", run_dir, where=studio)
         launched.wait_for(lambda step=step: steps_recorded(run_dir) >= step)
         launched.kill()
-    done = run(*EXACT, *GROWING_LONGER, "--processes", 2, "--run-dir", run_dir, where=studio)
-    assert done.code == 0, done.err
-    assert outcome(run_dir) == alone("exact-growing-longer-1", *GROWING_LONGER)
+    run(*EXACT, *GROWING_LONGER, "--processes", 2, "--run-dir", run_dir, where=studio).ended(0)
+    same_end(run_dir, alone("exact-growing-longer-1", *GROWING_LONGER))
     audited(run_dir)
 
 
@@ -168,33 +145,25 @@ AWKWARD_MODEL = (
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_buffers_of_every_kind_are_the_same_on_all_processes_and_after_a_resume(
-    studio: Path, run: Call, alone: Call, outcome: Call
+    studio: Path, run: Call, alone: Call, summary: Call
 ) -> None:
     (studio / "awkward.py").write_text(AWKWARD)
     run_dir = studio / "exact-awkward"
     for processes, duration in ((2, 9), (1, 14), (2, 20)):
         shortened = (*AWKWARD_MODEL, f"train.duration={duration} steps", "schedule.name=constant")
-        done = run(*EXACT, *shortened, "--processes", processes, "--run-dir", run_dir, where=studio)
-        assert done.code == 0, done.err
+        run(*EXACT, *shortened, "--processes", processes, "--run-dir", run_dir, where=studio).ended(0)
     whole = alone("exact-awkward-1", *AWKWARD_MODEL, "schedule.name=constant")
     for key in ("weights_sha256", "ema_sha256"):
-        assert outcome(run_dir)[0][key] == whole[0][key]
+        assert summary(run_dir)[key] == summary(whole)[key]
 
 
 def test_what_the_bits_depend_on_may_not_change(run_here: Call) -> None:
     short = (*EXACT, "--run-dir", "exact-short")
     assert run_here(*short, "train.duration=8 steps").code == 0
     longer = "train.duration=12 steps"
-    threads = run_here(*short, longer, "parallel.threads=2")
-    assert threads.code == 2
-    assert "threads_per_process=1" in threads.err
-    assert "parallel.threads" in threads.err
-    parts = run_here(*short, longer, "batch.micro_size=8")
-    assert parts.code == 2
-    assert "logical_ranks=4" in parts.err
-    loose = run_here(*short, longer, "parallel.exact=false")
-    assert loose.code == 2
-    assert "parallel.exact" in loose.err
+    run_here(*short, longer, "parallel.threads=2").refused("threads_per_process=1", "parallel.threads")
+    run_here(*short, longer, "batch.micro_size=8").refused("logical_ranks=4")
+    run_here(*short, longer, "parallel.exact=false").refused("parallel.exact")
 
 
 def test_impossible_requests_are_refused(run_here: Call, studio: Path) -> None:
@@ -203,10 +172,6 @@ def test_impossible_requests_are_refused(run_here: Call, studio: Path) -> None:
         "parallel.strategy=ddp": "leave the strategy at auto",
         "parallel.bucket_cap_mb=5": "an exact run has no buckets",
     }.items():
-        done = run_here(*EXACT, wrong, "--run-dir", "never")
-        assert done.code == 2, done.out
-        assert words in done.err
-    plan = run_here(*EXACT, "--plan-only", "--processes", "3")
-    assert plan.code == 2
-    assert "run it on 1, 2, 4 processes" in plan.err
+        run_here(*EXACT, wrong, "--run-dir", "never").refused(words)
+    run_here(*EXACT, "--plan-only", "--processes", "3").refused("run it on 1, 2, 4 processes")
     assert not (studio / "never").exists()

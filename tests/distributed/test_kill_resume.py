@@ -6,12 +6,10 @@ the run where the undisturbed one was: what the resume before it has added is co
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -21,13 +19,11 @@ from typing import Any
 
 import pytest
 from calls import Call
+from own_networks import DIES, OWN, network_that
 
 from paceline.records.ledger import LedgerEntry, LedgerWriter, read_ledger
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
-    pytest.mark.world_size(2),
-]
+pytestmark = pytest.mark.world_size(2)
 
 TRAIN = ("train", "recipe.yaml", "--processes", "2")
 KILLS = ("step", "step", "save", "launch", "rank 0", "rank 1")
@@ -99,40 +95,21 @@ def test_killed_again_and_again(
         before, saved = saved, same_so_far(run_dir)
         print(f"{kind}: killed {moment}; newest checkpoint: step {saved}")
         assert saved > before or kind in ("launch", "save")  # there was a new checkpoint to compare
-    done = run(*command, where=studio)
-    assert done.code == 0, done.err
+    run(*command, where=studio).ended(0)
     same_outcome(run_dir)
     # Saved with the steps: of a resume that saved none, as may be after "launch" and "save", nothing is left.
     assert len(KILLS) - 2 <= summary(run_dir)["resumes"] <= len(KILLS)
     audited(run_dir)
 
 
-# A model of one's own that kills its process in the N-th training forward pass, once: the flag file says it has.
-DEADLY = """
-import os, signal
-from pathlib import Path
-from torch import nn
-
-class Deadly(nn.Module):
-    def __init__(self, num_classes, in_channels):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Dropout(0.2), nn.Linear(in_channels * 144, num_classes))
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += self.training
-        if self.training and self.calls == int(os.environ.get("DIE_AT", -1)):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.body(x)
-"""
-DEADLY_MODEL = ("model.name=deadly:Deadly", "model.options=null", "data.workers=0")
+DEADLY_MODEL = ("model.name=deadly:Net", *OWN)
 
 
 @pytest.mark.world_size(1)
 @pytest.mark.everyday
 def test_killed_in_every_part_of_a_window(studio: Path, run: Call, run_here: Call, same_end: Call) -> None:
     """Four micro-batches a step, six steps an epoch: forwards 25 to 28 are step 7, the second epoch's first."""
-    (studio / "deadly.py").write_text(DEADLY)
+    (studio / "deadly.py").write_text(network_that(DIES))
     shortened = ("train.duration=9 steps", "checkpoint.every=2 steps", "evaluate.every=4 steps")
     command = ("train", "recipe.yaml", *DEADLY_MODEL, *shortened, "--run-dir")
     whole, run_dir = studio / "window-whole", studio / "window-killed"
@@ -152,7 +129,7 @@ def test_skipped_steps_are_recorded_once(
     studio: Path, run: Call, run_here: Call, summary: Call, same_end: Call
 ) -> None:
     """fp16 steps that overflow use up samples but do not count: killed among them, nothing is told twice."""
-    (studio / "deadly.py").write_text(DEADLY)
+    (studio / "deadly.py").write_text(network_that(DIES))
     half = ("train.precision=fp16", "train.grad_scaler.init_scale=16777216.0", "telemetry.log_every=1 steps")
     shortened = ("train.duration=16 steps", "checkpoint.every=4 steps", "batch.micro_size=16")
     command = ("train", "recipe.yaml", *DEADLY_MODEL, *half, *shortened, "--run-dir")
@@ -229,7 +206,7 @@ def test_a_doctored_ledger_is_found_out(undisturbed: Path, tmp_path: Path, run_h
     assert (told.code, as_json.code, told.err, as_json.err) == (1, 1, "", "")
     assert objection in told.out
     assert "Passed" not in told.out
-    document = json.loads(as_json.out)
+    document = as_json.document
     assert document["passed"] is False
     assert any(objection in each for each in document["objections"])
 
@@ -237,6 +214,6 @@ def test_a_doctored_ledger_is_found_out(undisturbed: Path, tmp_path: Path, run_h
 def test_an_honest_ledger_passes(undisturbed: Path, run: Call) -> None:
     done = run("audit", undisturbed, "--json")
     assert (done.code, done.err) == (0, "")
-    document = json.loads(done.out)
+    document = done.document
     assert document["passed"] is True
     assert (document["epochs_complete"], document["duplicates"], document["missing"]) == (10, 0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from calls import Call
 from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.store import CheckpointStore
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
-]
+pytestmark = pytest.mark.slow
 
 # Each process tells of its network which parameters are still without content when a block is filled.
 TELLING = """

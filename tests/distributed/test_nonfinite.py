@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ import pytest
 from calls import Call
 from PIL import Image
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
-    pytest.mark.world_size(2),
-]
+pytestmark = pytest.mark.world_size(2)
 
 # The loss of a white image is no number. Each forward pass notes what the weights are, so that replicas can be told
 # from one another.
@@ -72,8 +68,7 @@ def test_replicas_stay_replicas_and_save_together(gallery: Path, run: Call, reco
     notes = {"NOTES": str(gallery / "weights")}
     # By the clock, of which each process has its own: they must agree on the steps after which they save.
     asked = (*TRAIN, "checkpoint.every=0.001 seconds", "checkpoint.keep=99")
-    done = run(*asked, "--processes", "2", "--run-dir", run_dir, where=gallery, variables=notes)
-    assert done.code == 0, done.err
+    run(*asked, "--processes", "2", "--run-dir", run_dir, where=gallery, variables=notes).ended(0)
     assert summary(run_dir)["step"] == 10
     # One by the clock at least, and the last: none begins while one is written, which takes as long as the disk takes.
     assert len(list((run_dir / "checkpoints").glob("step-*"))) >= 2
@@ -93,8 +88,7 @@ def test_an_exact_run_leaves_out_the_same_with_any_number_of_processes(
     exact = (*TRAIN, "batch.micro_size=auto", "parallel.exact=true", "checkpoint.every=4 steps", "--run-dir")
     one, two = gallery / "exact-one", gallery / "exact-two"
     assert run_here(*exact, one).code == 0
-    done = run(*exact, two, "--processes", "2", where=gallery)
-    assert done.code == 0, done.err
+    run(*exact, two, "--processes", "2", where=gallery).ended(0)
     for key in ("step", "samples", "weights_sha256", "ema_sha256", "ledger"):
         assert summary(one)[key] == summary(two)[key], key
     assert records(one, "step") == records(two, "step")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +16,11 @@ from typing import Any
 
 import pytest
 from calls import Call
+from own_networks import OWN, network_that
 
 from paceline.records.ledger import read_ledger
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
-    pytest.mark.world_size(2),
-]
+pytestmark = pytest.mark.world_size(2)
 
 TRAIN = ("train", "recipe.yaml", "--processes", "2", "--run-dir")
 
@@ -127,8 +124,7 @@ def test_stopped_again_and_again(
     assert [name for name in launched.leftovers() if not name.startswith("paceline-launch-")] == []
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
     reached = same_so_far(run_dir)
-    done = run(*command, where=studio)
-    assert done.code == 0, done.err
+    done = run(*command, where=studio).ended(0)
     assert f"resumed from step-{reached:08d}" in done.out
     same_outcome(run_dir)
 
@@ -167,30 +163,16 @@ def test_under_torchrun(
     launched.process.wait()
     launched.seconds_until_alone(60)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
-    done = run(*command, where=studio, torchrun=2)
-    assert done.code == 0, done.err
+    run(*command, where=studio, torchrun=2).ended(0)
     same_outcome(run_dir)
 
 
 SLOW = """
-import os, time
-from pathlib import Path
-from torch import nn
-
-class Slow(nn.Module):
-    def __init__(self, num_classes, in_channels):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += self.training
-        if self.training and self.calls == 5 and "SLOW" in os.environ:
-            Path(f"asleep-{os.environ.get('RANK', 0)}").touch()
-            until = time.monotonic() + 60
-            while time.monotonic() < until:
-                time.sleep(0.05)
-        return self.body(x)
+if self.passes == 5 and "SLOW" in os.environ:
+    Path(f"asleep-{os.environ.get('RANK', 0)}").touch()
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        time.sleep(0.05)
 """
 
 
@@ -199,8 +181,8 @@ class Slow(nn.Module):
 def test_a_second_signal_ends_at_once(
     studio: Path, tmp_path: Path, start: Call, run: Call, run_here: Call, processes: int
 ) -> None:
-    (tmp_path / "slow.py").write_text(SLOW)
-    changes = ("model.name=slow:Slow", "model.options=null", "data.workers=0", "train.duration=6 steps")
+    (tmp_path / "slow.py").write_text(network_that(SLOW))
+    changes = ("model.name=slow:Net", *OWN, "train.duration=6 steps")
     command = ["train", studio / "recipe.yaml", *changes, f"data.path={studio / 'photos'}", "checkpoint.every=1 steps"]
     command += ["--run-dir", "patient", "--processes", processes]
     launched = start(*command, variables={"SLOW": "1"})
@@ -217,8 +199,7 @@ def test_a_second_signal_ends_at_once(
     assert "Traceback" not in done.err
     launched.seconds_until_alone(5)
     assert launched.leftovers() == []
-    again = run(*command)
-    assert again.code == 0, again.err
+    again = run(*command).ended(0)
     assert "resumed from step-" in again.out
     assert run_here("audit", tmp_path / "patient").code == 0
 

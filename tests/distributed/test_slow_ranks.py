@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from calls import Call
+from own_networks import OWN, network_that
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
-    pytest.mark.world_size(2),
-]
+pytestmark = pytest.mark.world_size(2)
 
-SLUGGISH = """
-import os, time
-from torch import nn
-
-class Sluggish(nn.Module):
-    def __init__(self, num_classes, in_channels):
-        super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 144, num_classes))
-
-    def forward(self, x):
-        if self.training:
-            time.sleep(0.6 if os.environ["RANK"] == os.environ["SLOW"] else 0.05)
-        return self.body(x)
-"""
+SLUGGISH = network_that('time.sleep(0.6 if os.environ["RANK"] == os.environ["SLOW"] else 0.05)')
 TRAIN = (
-    *("train", "recipe.yaml", "model.name=sluggish:Sluggish", "model.options=null", "data.workers=0"),
+    *("train", "recipe.yaml", "model.name=sluggish:Net", *OWN),
     *("train.duration=10 steps", "telemetry.log_every=2 steps", "evaluate.every=off", "checkpoint.every=off"),
     *("batch.micro_size=auto", "batch.global_size=10", "--processes", "2", "--run-dir"),
 )
@@ -41,8 +25,7 @@ def test_a_slow_rank_is_named(studio: Path, run: Call, rank: int, exact: str) ->
     (studio / "sluggish.py").write_text(SLUGGISH)
     run_dir = studio / f"slow-{rank}"
     more = (f"parallel.exact={exact}", *(["parallel.logical_ranks=2"] if exact == "true" else []))
-    done = run(*TRAIN, run_dir, *more, where=studio, variables={"SLOW": str(rank)})
-    assert done.code == 0, done.err
+    run(*TRAIN, run_dir, *more, where=studio, variables={"SLOW": str(rank)}).ended(0)
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert len(steps) == 5

@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 from calls import Call
 
-from paceline.cli.main import run as run_command_line
-
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc"),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.slow
 
 # Documents of very different lengths, one to a row, so that every micro-batch weighs something else.
 RECIPE: dict[str, Any] = {
@@ -61,29 +56,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def paceline_in(
-    library: Path, run: Call, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Call]:
-    """Run a command in the library, alone in this process or in several others; returns what it prints."""
-    import torch
-
+def paceline_in(library: Path, run: Call, run_here: Call, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
+    """Run a command in the library, alone in this process or in several others; returns how it ended, which is well."""
     monkeypatch.chdir(library)
     monkeypatch.syspath_prepend(library)
-    threads = torch.get_num_threads()
 
-    def runner(*arguments: object, processes: int) -> str:
-        if processes > 1:
-            done = run(*arguments, "--processes", processes, where=library)
-            assert done.code == 0, done.err
-            return str(done.out)
-        capfd.readouterr()
-        code = run_command_line([str(each) for each in arguments])
-        out, err = capfd.readouterr()
-        assert code == 0, err
-        return out
+    def runner(*arguments: object, processes: int) -> Any:
+        if processes == 1:
+            return run_here(*arguments).ended(0)
+        return run(*arguments, "--processes", processes, where=library).ended(0)
 
     yield runner
-    torch.set_num_threads(threads)
     sys.modules.pop("double", None)
 
 
@@ -120,7 +103,7 @@ def test_an_evaluation_is_the_same_by_any_number_of_processes(train: Call, pacel
     run_dir = train("scored", *CAUSAL)
     answers = []
     for processes in (1, 2, 3):
-        found = json.loads(paceline_in("evaluate", run_dir, "--json", processes=processes))
+        found = paceline_in("evaluate", run_dir, "--json", processes=processes).document
         answers.append([found[key] for key in ("samples", "loss", "bits_per_byte", "perplexity")])
     assert answers[0] == answers[1] == answers[2]
 

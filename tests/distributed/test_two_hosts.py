@@ -101,8 +101,7 @@ def ends_like_one(
     whole = studio / "patient-alone"
     if not (whole / "summary.json").exists():
         (tmp_path / "fast").touch()
-        done = run(*patient, "--run-dir", whole)
-        assert done.code == 0, done.err
+        run(*patient, "--run-dir", whole).ended(0)
         (tmp_path / "fast").unlink()
 
     def compare(run_dir: Path) -> None:
@@ -115,8 +114,7 @@ def ends_like_one(
 def end_well(*launches: Any) -> None:
     """Wait until all of a run's hosts have ended, and see that nothing is left there."""
     for each in launches:
-        done = each.wait(PATIENCE_SECONDS)
-        assert done.code == 0, done.err
+        each.wait(PATIENCE_SECONDS).ended(0)
         each.seconds_until_alone()
 
 

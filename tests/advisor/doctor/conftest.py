@@ -17,44 +17,6 @@ batch: {global_size: 256}
 train: {duration: 4 epochs}
 telemetry: {trackers: [], report: off}
 """
-# A task with a DataLoader of its own, as a user may bring one along.
-OWN_LOADER = """
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-import paceline
-from paceline.data.batch import Batch
-
-OPTIONS = {options}
-
-
-class Samples(Dataset):
-    def __getitem__(self, ids):
-        return torch.zeros(len(ids), 3, 32, 32), torch.zeros(len(ids), dtype=torch.int64)
-
-
-class Own:
-    def __init__(self, placement):
-        self.placement = placement
-
-    def start(self, *, training, evaluation):
-        pass
-
-    def train_batches(self, geometry, first, last, world):
-        parts = list(geometry.stream(first, last, world))
-        loader = DataLoader(Samples(), sampler=[part.ids for part in parts], batch_size=None, **OPTIONS)
-        layout = torch.channels_last if self.placement.channels_last else torch.contiguous_format
-        for part, (images, labels) in zip(parts, loader):
-            yield Batch(images.to(memory_format=layout), labels, part.ids, part)
-
-    def close(self):
-        pass
-
-
-class Task(paceline.ImageClassification):
-    def open_pipeline(self, placement):
-        return Own(placement)
-"""
 
 
 @pytest.fixture
@@ -100,14 +62,3 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Any:
     recipe = tmp_path_factory.mktemp("clean") / "clean.yaml"
     recipe.write_text(CLEAN)
     return examine(Doctor(recipe=str(recipe), overrides=(), device="a100"), lambda _: None)
-
-
-@pytest.fixture
-def own_loader() -> Callable[..., str]:
-    """``own_loader(pin_memory=False)``: code of a task with a DataLoader, good but for what is changed."""
-
-    def make(**changes: Any) -> str:
-        options = {"num_workers": 1, "pin_memory": True, "persistent_workers": True, **changes}
-        return OWN_LOADER.replace("{options}", repr(options))
-
-    return make

@@ -1,7 +1,9 @@
-"""Twelve mistakes, each planted alone into a clean recipe: each is named first, with evidence."""
+"""Twelve mistakes, each planted alone into a clean recipe: each is named where the guide says, with evidence."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,52 +14,34 @@ from PIL import Image
 
 Examined = Callable[..., Any]
 
-ITEM = """
-import paceline
-
-
-class Task(paceline.ImageClassification):
-    total = 0.0
-
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        self.total += loss.item()
-        return loss
-"""
-ON_THE_HOST = """
-import torch
+GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "doctor.md"
+LOSS = "return super().loss(model, batch)"
+TASK_CODE = """import torch
 import torch.nn.functional as F
-
 import paceline
-
-
+{above}
 class Task(paceline.ImageClassification):
+    total, weights = 0.0, None
     def loss(self, model, batch):
-        weights = torch.rand(64).to(batch.inputs.device)
-        return F.cross_entropy(model(batch.inputs), batch.targets, weight=weights)
+{loss}
 """
-ANOMALY = """
-import torch
-
-import paceline
-
-torch.autograd.set_detect_anomaly(True)
 
 
-class Task(paceline.ImageClassification):
-    pass
-"""
-ANOMALY_IN_THE_LOSS = """
-import torch
-
-import paceline
+def task(loss: str = LOSS, above: str = "") -> str:
+    """A task of one's own, whose loss begins in line 8."""
+    return TASK_CODE.format(above=above, loss=textwrap.indent(loss, " " * 8))
 
 
-class Task(paceline.ImageClassification):
-    def loss(self, model, batch):
-        with torch.autograd.detect_anomaly(check_nan=False):
-            return super().loss(model, batch)
-"""
+ITEM = task("loss = super().loss(model, batch)\nself.total += loss.item()\nreturn loss")
+WEIGHTED = "return F.cross_entropy(model(batch.inputs), batch.targets, weight=self.weights)"
+ON_THE_HOST = task(f"self.weights = torch.rand(64).to(batch.inputs.device)\n{WEIGHTED}")
+ANOMALY = task(above="torch.autograd.set_detect_anomaly(True)")
+ANOMALY_IN_THE_LOSS = task(f"with torch.autograd.detect_anomaly(check_nan=False):\n    {LOSS}")
+KEPT = task(
+    "if self.weights is None:\n"
+    "    self.weights = torch.rand(64).to(batch.inputs.device)\n"
+    f"    self.largest = self.weights.max().item()\n{WEIGHTED}"
+)
 NETWORK = """
 from torch import nn
 
@@ -90,41 +74,129 @@ def network(*, bias: bool = False, extra: str = "pass") -> str:
     return NETWORK.format(bias=bias, extra=extra)
 
 
-def folder(root: Path) -> Path:
-    """A folder of small pictures of two classes."""
-    noise = np.random.default_rng(0)
-    for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
-        (root / name).mkdir(parents=True)
-        for number in range(8):
-            pixels = noise.integers(0, 256, (40, 40, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(root / name / f"{number}.png")
-    return root
-
-
-KEPT = """
+# A task with a DataLoader of its own, as a user may bring one along.
+OWN_LOADER = """
 import torch
-import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import paceline
+from paceline.data.batch import Batch
+
+OPTIONS = {options}
+
+
+class Samples(Dataset):
+    def __getitem__(self, ids):
+        return torch.zeros(len(ids), 3, 32, 32), torch.zeros(len(ids), dtype=torch.int64)
+
+
+class Own:
+    def __init__(self, placement):
+        self.placement = placement
+
+    def start(self, *, training, evaluation):
+        pass
+
+    def train_batches(self, geometry, first, last, world):
+        parts = list(geometry.stream(first, last, world))
+        loader = DataLoader(Samples(), sampler=[part.ids for part in parts], batch_size=None, **OPTIONS)
+        layout = torch.channels_last if self.placement.channels_last else torch.contiguous_format
+        for part, (images, labels) in zip(parts, loader):
+            yield Batch(images.to(memory_format=layout), labels, part.ids, part)
+
+    def close(self):
+        pass
 
 
 class Task(paceline.ImageClassification):
-    weights = None
-
-    def loss(self, model, batch):
-        if self.weights is None:
-            self.weights = torch.rand(64).to(batch.inputs.device)
-            self.largest = self.weights.max().item()
-        return F.cross_entropy(model(batch.inputs), batch.targets, weight=self.weights)
+    def open_pipeline(self, placement):
+        return Own(placement)
 """
 
+
+def own_loader(**changes: Any) -> str:
+    options = {"num_workers": 1, "pin_memory": True, "persistent_workers": True, **changes}
+    return OWN_LOADER.replace("{options}", repr(options))
+
+
 TASK, NET = {"task": "mine:Task"}, {"model.name": "mine:Net", "model.options": "{}"}
+# What is planted in the code, what in the recipe, and what the doctor calls it.
+FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "`item()` in every step": (ITEM, TASK, "synchronisation"),
+    "no loader processes": (own_loader(num_workers=0, persistent_workers=False), TASK, "no_workers"),
+    "batches from pageable memory": (own_loader(pin_memory=False), TASK, "unpinned"),
+    "images as NCHW": ("", {"model.channels_last": "false"}, "channels_last"),
+    "fp32": ("", {"train.precision": "fp32"}, "precision"),
+    "biases before BatchNorm": (network(bias=True), NET, "bias_before_batchnorm"),
+    "odd widths": ("", {"model.options": "{width: 61, stages: 2}"}, "dimension_alignment"),
+    "anomaly mode": (ANOMALY, TASK, "anomaly_mode"),
+    "tensors made on the host": (ON_THE_HOST, TASK, "host_tensors"),
+    "unused parameters": (network(extra=UNUSED), NET, "unused_parameters"),
+    "a record for every step": ("", {"telemetry.log_every": "1 step"}, "log_every_step"),
+    "loader processes that do not persist": (own_loader(persistent_workers=False), TASK, "no_persistent_workers"),
+}
+# What costs a GPU something, and a CPU nothing or not in any case.
+GPU_ONLY = {"batches from pageable memory", "fp32", "odd widths"}
+# What the finding says for a GPU: lines of code, what stands there and how often; words of the evidence; the change.
+LOADER = {"places": [(25, "DataLoader", 1)]}
+SAYS: dict[str, dict[str, Any]] = {
+    "`item()` in every step": {"places": [(9, ".item()", 1)]},
+    "no loader processes": LOADER,
+    "batches from pageable memory": LOADER,
+    "images as NCHW": {"evidence": "7 convolutions", "overrides": {"model.channels_last": "auto"}},
+    "fp32": {"evidence": "TFLOP/s", "overrides": {"train.precision": "auto"}},
+    "biases before BatchNorm": {"places": [(5, "class Block", 3)]},
+    "odd widths": {"evidence": "61→122", "words": "61 to 64", "predicted": True},
+    "anomaly mode": {"places": [(4, "torch.autograd.set_detect_anomaly(True)", 1)]},
+    "tensors made on the host": {"places": [(8, "torch.rand without device=", 1)]},
+    "unused parameters": {
+        "severity": "breaks",
+        "layers": ("second_head.weight", "second_head.bias"),
+        "overrides": {"model.frozen": ["second_head.*"]},
+    },
+    "a record for every step": {"overrides": {"telemetry.log_every": "10 steps"}},
+    "loader processes that do not persist": {
+        **LOADER,
+        "evidence": "persistent_workers=False in a DataLoader of your own, 1 process",
+    },
+}
 
 
-def first(diagnosis: Any) -> Any:
-    assert diagnosis.findings, diagnosis
-    assert not any(diagnosis.unseen), diagnosis.unseen
-    return diagnosis.findings[0]
+def place_in_the_guide(fault: str, device: str) -> int:
+    """At which place of the findings the guide's table says that a fault's finding stands."""
+    row = rf"^\| {re.escape(fault)} \| `{FAULTS[fault][2]}` \| (\d+) \| (\S+) \|$"
+    found = re.search(row, GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None, fault
+    return int(found[["a100", "cpu"].index(device) + 1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "device"),
+    [*((fault, "a100") for fault in FAULTS), *((fault, "cpu") for fault in FAULTS if fault not in GPU_ONLY)],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_a_fault_is_named_where_the_guide_says_and_told_with_evidence(
+    examined: Examined, fault: str, device: str
+) -> None:
+    code, asked, name = FAULTS[fault]
+    diagnosis = examined(asked, code=code, device=device)
+    assert diagnosis.unseen == {}
+    assert all(each.evidence and each.source for each in diagnosis.findings)
+    names = [each.name for each in diagnosis.findings]
+    assert names.index(name) + 1 == place_in_the_guide(fault, device)
+    if device == "a100":
+        found = diagnosis.findings[names.index(name)]
+        said = {"severity": found.severity, "layers": found.layers, "predicted": found.predicted}
+        said |= {"evidence": found.evidence, "words": found.advice.words, "overrides": found.advice.overrides}
+        said["places"] = [(place.line, place.what, place.count) for place in found.places]
+        for key, wanted in {"severity": "slows", **SAYS[fault]}.items():
+            assert wanted in said[key] if isinstance(wanted, str) else wanted == said[key], key
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+def test_anomaly_mode_in_the_loss_is_found_at_its_line(examined: Examined) -> None:
+    found = examined(TASK, code=ANOMALY_IN_THE_LOSS, device="a100").findings[0]
+    assert (found.name, [place.line for place in found.places]) == ("anomaly_mode", [8])
 
 
 @pytest.mark.parametrize("device", ["a100", "cpu"])
@@ -138,35 +210,26 @@ def test_nothing_is_found_in_it_for_other_accelerators_at_their_precision(examin
     assert examined({"train.precision": "fp16"}, device="t4").findings == examined(device="mi300x").findings == ()
 
 
-def test_nothing_is_found_in_clean_code_of_ones_own(examined: Examined, own_loader: Callable[..., str]) -> None:
+@pytest.mark.parametrize("device", ["a100", "cpu"])
+def test_nothing_is_found_in_clean_code_of_ones_own(examined: Examined, device: str) -> None:
     for code, asked in ((network(), NET), (own_loader(), TASK), (KEPT, TASK)):
-        assert examined(asked, code=code, device="a100").findings == ()
+        assert examined(asked, code=code, device=device).findings == ()
+
+
+def test_what_costs_a_gpu_alone_is_less_or_nothing_on_a_cpu(examined: Examined) -> None:
     assert examined(TASK, code=own_loader(pin_memory=False), device="cpu").findings == ()
+    assert examined(TASK, code=ITEM, device="cpu").findings[0].severity == "notice"
 
 
-# What is planted in code and recipe, the first finding, and its places: line, what, count. What else is found of all of
-# them, and where the command places them for a CPU too, is in tests/cli/test_doctor_planted.py.
-DETECTED = "with torch.autograd.detect_anomaly(check_nan=False):"
-PLANTED: dict[str, tuple[str, dict[str, Any], str, list[tuple[int, str, int]]]] = {
-    "a value read in every step": (ITEM, TASK, "synchronisation", [(10, ".item()", 1)]),
-    "biases": (network(bias=True), NET, "bias_before_batchnorm", [(5, "class Block", 3)]),
-    "anomaly mode": (ANOMALY, TASK, "anomaly_mode", [(6, "torch.autograd.set_detect_anomaly(True)", 1)]),
-    "anomaly mode in the loss": (*(ANOMALY_IN_THE_LOSS, TASK, "anomaly_mode"), [(9, DETECTED, 1)]),
-    "tensors of the host": (ON_THE_HOST, TASK, "host_tensors", [(10, "torch.rand without device=", 1)]),
-}
-
-
-@pytest.mark.parametrize("case", PLANTED)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
-def test_a_finding_says_where(examined: Examined, case: str) -> None:
-    code, asked, name, places = PLANTED[case]
-    found = first(examined(asked, code=code, device="a100"))
-    assert (found.name, found.severity) == (name, "slows")
-    assert [(place.line, place.what, place.count) for place in found.places] == places
-
-
-def test_what_waits_on_a_gpu_is_a_notice_on_a_cpu(examined: Examined) -> None:
-    assert first(examined(TASK, code=ITEM, device="cpu")).severity == "notice"
+def folder(root: Path) -> Path:
+    """A folder of small pictures of two classes."""
+    noise = np.random.default_rng(0)
+    for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (root / name).mkdir(parents=True)
+        for number in range(8):
+            pixels = noise.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{number}.png")
+    return root
 
 
 @pytest.mark.everyday
@@ -176,59 +239,14 @@ def test_no_loader_processes(examined: Examined, tmp_path: Path) -> None:
     files |= {"train.duration": "4 epochs"}
     clean = examined(files, device="a100")
     assert {each.name for each in clean.findings} <= {"memory_bound_layers", "evaluation_often"}, clean.findings
-    found = first(examined(files | {"data.workers": 0}, device="a100"))
-    assert found.name == "no_workers"
+    found = examined(files | {"data.workers": 0}, device="a100").findings[0]
+    assert (found.name, found.advice.overrides) == ("no_workers", {"data.workers": "auto"})
     assert "data.workers=0" in found.evidence
-    assert found.advice.overrides == {"data.workers": "auto"}
 
 
-LOADERS = {
-    "no_workers": {"num_workers": 0, "persistent_workers": False},
-    "unpinned": {"pin_memory": False},
-    "no_persistent_workers": {"persistent_workers": False},
-}
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_loader_of_ones_own(examined: Examined, own_loader: Callable[..., str], name: str) -> None:
-    found = first(examined(TASK, code=own_loader(**LOADERS[name]), device="a100"))
-    assert found.name == name
-    assert [(place.line, place.what) for place in found.places] == [(25, "DataLoader")]
-    if name == "no_persistent_workers":
-        assert found.evidence == "persistent_workers=False in a DataLoader of your own, 1 process"
-
-
-def test_channels_first_and_records_of_every_step(examined: Examined) -> None:
-    found = first(examined({"model.channels_last": "false"}, device="a100"))
-    assert (found.name, "7 convolutions" in found.evidence) == ("channels_last", True)
-    assert found.advice.overrides == {"model.channels_last": "auto"}
-    found = first(examined({"telemetry.log_every": "1 step"}, device="a100"))
-    assert (found.name, found.advice.overrides) == ("log_every_step", {"telemetry.log_every": "10 steps"})
-
-
-def test_fp32(examined: Examined) -> None:
-    for device, precision in {"a100": "auto", "t4": "fp16"}.items():
-        found = first(examined({"train.precision": "fp32"}, device=device))
-        assert found.name == "precision"
-        assert found.advice.overrides == {"train.precision": precision}
-        assert "TFLOP/s" in found.evidence
-
-
-def test_fp32_on_a_processor_with_bf16(examined: Examined) -> None:
+def test_fp32_where_another_precision_is_faster(examined: Examined) -> None:
+    found = examined({"train.precision": "fp32"}, device="t4").findings[0]
+    assert (found.name, found.advice.overrides) == ("precision", {"train.precision": "fp16"})
     if examined().precision != "bf16":
         pytest.skip("this processor has no bf16 products")
-    assert first(examined({"train.precision": "fp32"})).name == "precision"
-
-
-def test_odd_shapes(examined: Examined) -> None:
-    found = first(examined({"model.options": "{width: 61, stages: 2}"}, device="a100"))
-    assert (found.name, found.predicted) == ("dimension_alignment", True)
-    assert "61→122" in found.evidence
-    assert "61 to 64" in found.advice.words
-
-
-def test_unused_parameters(examined: Examined) -> None:
-    found = first(examined(NET, code=network(extra=UNUSED), device="a100"))
-    assert (found.name, found.severity) == ("unused_parameters", "breaks")
-    assert found.layers == ("second_head.weight", "second_head.bias")
-    assert found.advice.overrides == {"model.frozen": ["second_head.*"]}
+    assert examined({"train.precision": "fp32"}).findings[0].name == "precision"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.optim import list_optimizers, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import RMSpropTF, list_optimizers, param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 from paceline.errors import ModelError, RecipeError
@@ -78,11 +78,13 @@ def test_groups_that_would_be_empty_are_left_out() -> None:
     assert len(parameter_groups(nn.BatchNorm1d(3), section(weight_decay=0.1))) == 1
 
 
-def test_shared_parameters_come_once() -> None:
+def test_shared_parameters_come_once_and_frozen_ones_not_at_all() -> None:
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     groups = parameter_groups(tied, section(weight_decay=0.1))
     assert sum(len(group["params"]) for group in groups) == 3
+    tied[0].bias.requires_grad_(requires_grad=False)
+    assert sum(len(group["params"]) for group in parameter_groups(tied, section(weight_decay=0.1))) == 2
 
 
 PLAIN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -93,6 +95,7 @@ PLAIN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw without decay": (torch.optim.AdamW, {}),
     "rmsprop": (torch.optim.RMSprop, {"alpha": 0.95, "eps": 1e-3, "momentum": 0.8, "weight_decay": 0.1}),
     "adafactor": (torch.optim.Adafactor, {"weight_decay": 0.1}),
+    "rmsprop as in tensorflow": (RMSpropTF, {"alpha": 0.95, "eps": 1e-3, "momentum": 0.8, "weight_decay": 0.1}),
 }
 
 
@@ -101,8 +104,9 @@ def test_it_is_torchs_own_to_the_bit(name: str) -> None:
     kind, options = PLAIN[name]
     ours, plain = net(), net()
     more = {"decay_norm_and_bias": True} if "weight_decay" in options else {}
+    more |= {"eps_inside_sqrt": True} if kind is RMSpropTF else {}
     optimizers = (
-        build_optimizer(ours, section(name=kind.__name__.lower(), **options, **more), CPU),
+        build_optimizer(ours, section(name=kind.__name__.lower().removesuffix("tf"), **options, **more), CPU),
         kind(plain.parameters(), lr=0.1, **{"weight_decay": 0.0, **options}),
     )
     generator = torch.Generator().manual_seed(1)

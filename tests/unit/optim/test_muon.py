@@ -49,6 +49,7 @@ def by_hand(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 def test_the_iteration_is_the_published_polynomial_of_the_singular_values(shape: tuple[int, int], steps: int) -> None:
     matrix = 100 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(orthogonalised(matrix, steps).double(), by_hand(matrix, steps), rtol=1e-3, atol=2e-4)
+    assert not orthogonalised(torch.zeros(shape), steps).any()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
