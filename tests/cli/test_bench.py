@@ -58,7 +58,7 @@ def test_what_became_slower_is_found(paceline_here: Call, tiny: tuple[str, ...],
     done = paceline_here("bench", "compare", "after", "before")
     assert done.code == 0
     assert "faster" in done.out
-    assert "one launch" in done.out
+    assert "single launch" in done.out
 
 
 def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Call, tiny: tuple[str, ...]) -> None:
@@ -67,7 +67,7 @@ def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Call, tiny: 
     document = json.loads(done.out)
     (row,) = document["rows"]
     assert (row["backend"], row["same"]) == ("memory", ["cpu fp32 memory batch 128 data"])
-    assert any(note.startswith("measured once, as they come to the same run here: ") for note in document["notes"])
+    assert any(note.startswith("measured once, because they give the same run here: ") for note in document["notes"])
     assert "1 to 1 of 1 combinations" in done.err
 
 

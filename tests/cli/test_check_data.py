@@ -122,7 +122,7 @@ def test_what_was_moved_is_said_where_something_else_is_wrong(paceline_here: Cal
 
 def test_a_mistake_is_one_sentence_and_exit_code_2(paceline_here: Call) -> None:
     for words, said in (
-        (("nowhere",), "paceline: 'nowhere' is no folder or archive of images"),
+        (("nowhere",), "paceline: 'nowhere' is not a folder or archive of images"),
         (("synthetic",), "paceline: 'synthetic' trains on noise"),
         (("digits", "data.nothing=1"), "paceline: "),
         (("digits", "--workers", "0"), "paceline: "),

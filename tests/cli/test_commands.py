@@ -445,7 +445,7 @@ def test_a_run_in_parts(paceline_here: Call, tmp_path: Path, tiny: tuple[str, ..
     assert ended["weights_sha256"] == undisturbed["weights_sha256"]
     wrong = paceline_here(*command, "--until", "3")
     assert (wrong.code, wrong.err.count("\n")) == (2, 1)
-    assert "train.until: found 3, but a duration is a number with its unit" in wrong.err
+    assert "train.until: found 3, but a duration is a number with a unit" in wrong.err
 
 
 def test_what_comes_next_works_for_code_of_ones_own(paceline: Call, tmp_path: Path, tiny: tuple[str, ...]) -> None:

@@ -62,7 +62,7 @@ def test_the_improved_recipe_trains_the_same(paceline_here: Call, tmp_path: Path
         *('  - telemetry.log_every="1 step"', '  + telemetry.log_every="10 steps"'),
     ], done.out
     text = (tmp_path / "better.yaml").read_text()
-    assert "train.precision=auto  (precision; the same training but for rounding; not measured)" in text
+    assert "train.precision=auto  (precision; the same training except for rounding; not measured)" in text
     better = load_recipe(tmp_path / "better.yaml").recipe
     assert (better.train.precision, str(better.telemetry.log_every)) == ("auto", "10 steps")
     assert better.batch.global_size == 1024

@@ -19,7 +19,7 @@ def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: 
     assert lines[1].startswith("  ONNX Runtime answers as the network does: to ")
     again = paceline_here("export", finished, "--format", "onnx", "--output", "a.onnx")
     assert again.code == 2
-    assert "exists already and is not written over" in again.err
+    assert "already exists and is not overwritten" in again.err
     assert "Traceback" not in again.err
     for words, said in {
         ("nowhere", "--output", "new/weights.onnx"): "there is no run directory 'nowhere'",

@@ -42,7 +42,7 @@ def test_no_suggestion_is_exit_code_1_and_no_file(paceline_here: Call, tiny: tup
     nothing = ("--lowest", "1e-12", "--highest", "1e-10", "--steps", "40")
     done = paceline_here("find-lr", "digits", *tiny, *nothing, "--apply", "better.yaml")
     assert done.code == 1
-    assert "does not fall beyond its own noise" in done.out
+    assert "does not fall by more than its noise" in done.out
     assert "better.yaml was not written: there is no suggestion by" in done.out
     assert not (tmp_path / "better.yaml").exists()
 

@@ -92,7 +92,7 @@ def test_a_run_begins_beside_its_script(paceline: Call, tmp_path: Path, tiny: tu
 def test_hosts_that_do_not_know_where_to_meet_are_refused(paceline_here: Call) -> None:
     done = paceline_here("launch", "torchrun", "digits", "--run-dir", "r", "--nodes", "2", "--dry-run")
     assert done.code == 2
-    assert "2 hosts must know where to meet" in done.err
+    assert "2 hosts need a rendezvous address" in done.err
     done = paceline_here(
         "launch", "torchrun", "digits", "--run-dir", "r", "--nodes", "2", "--rdzv-endpoint", "host1", "--dry-run"
     )
@@ -221,4 +221,4 @@ def test_a_pytorch_job(paceline_here: Call, nodes: int, roles: dict[str, int]) -
 def test_a_run_outside_the_volume_or_a_name_without_letters_is_refused(paceline_here: Call) -> None:
     assert "is not below /runs, where the volume is" in paceline_here(*KUBERNETES, "--run-dir", "/tmp/a").err
     named = paceline_here(*KUBERNETES, "--run-dir", "/runs/a", "--job-name", "My_Run")
-    assert "--job-name My_Run is no name for a Kubernetes job" in named.err
+    assert "--job-name My_Run is not a valid name for a Kubernetes job" in named.err

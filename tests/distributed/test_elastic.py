@@ -142,7 +142,7 @@ def test_fewer_ranks_go_on_and_all_are_tried_again(
     kill_rank(launched, run_dir, 0)
     done = launched.wait()
     assert done.code == 0, done.err
-    assert "2 of 3 processes are started: no more of them can share the global batch evenly" in done.out
+    assert "2 of 3 processes are started: more cannot share the global batch evenly" in done.out
     assert "restart 1 of 5, with 1 rank\n" in done.err
     assert "restart 2 of 5, with 2 ranks\n" in done.err
     assert restarts_told(run_dir)[-1]["message"].endswith("2 times by now")
@@ -183,7 +183,7 @@ def test_a_failure_that_comes_again_is_reported(studio: Path, start: Call, tmp_p
     assert done.code == 1
     assert done.err.count("ZeroDivisionError: too many") >= 2, done.err
     assert done.err.count("; restart ") == 1
-    assert "without getting on since, and is not started again" in done.err.splitlines()[-1]
+    assert "without progress since, and is not restarted" in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])

@@ -108,15 +108,15 @@ def load_predictor(
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.described("data")
     if "detects" in described or "labels_pixels" in described:
-        found = "a detector, which finds objects" if "detects" in described else "a network that labels pixels"
-        raise DataError(f"{saved.path} holds {found} and labels no images; use paceline predict.")
+        found = "a detector, which finds objects" if "detects" in described else "a segmentation network"
+        raise DataError(f"{saved.path} holds {found} and does not classify images; use paceline predict.")
     return _labeller(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
 
 
 def _labeller(saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> Predictor:
     if Outputs.described(saved.described("data")) is None:
         raise DataError(
-            f"{saved.path} holds no class names: its task does not label images, so it cannot predict them."
+            f"{saved.path} holds no class names: its task does not classify images, so it cannot predict classes."
         )
     return Predictor(saved, device, make_task)
 

@@ -1,4 +1,4 @@
-"""Several labels of an image: any number of classes, none included, each a yes-or-no question."""
+"""Several labels of an image: any number of classes, none included, each a binary decision."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from paceline.metrics.multilabel import MULTILABEL_METRICS, LabelScores
 from paceline.tasks.image_classification import ClassificationLoss, ClassTask
 from paceline.tasks.task import Model
 
-_SEVERAL = "image_multilabel gives an image any number of labels"
+_SEVERAL = "image_multilabel assigns any number of labels"
 _OF_ONE = ("train.label_smoothing", "train.class_weights", "data.sampling", "evaluate.top_k")
 
 
 class ImageMultilabel(ClassTask):
-    """Gives an image each class whose probability, a sigmoid, is above the class's threshold."""
+    """Assigns each class whose probability, a sigmoid, is above the class's threshold."""
 
     headline = "map"
     metrics = (Metric(name="loss"), *MULTILABEL_METRICS)
@@ -72,7 +72,8 @@ class ImageMultilabel(ClassTask):
             return (asked,) * len(classes)
         if unknown := [name for name in asked if name not in classes]:
             raise RecipeError(
-                f"evaluate.thresholds names {unknown[0]!r}, which is none of the {len(classes)} classes: correct it."
+                f"evaluate.thresholds names {unknown[0]!r}, which is not one of the {len(classes)} classes: correct "
+                f"it."
                 f"{did_you_mean(unknown[0], classes)}"
             )
         return tuple(asked.get(name, 0.5) for name in classes)
@@ -82,7 +83,7 @@ class ImageMultilabel(ClassTask):
         found, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
-                f"data.mix.cutmix={mix.cutmix:g} cuts parts out of images, and nobody knows which labels are left: use "
+                f"data.mix.cutmix={mix.cutmix:g} replaces parts of images, and which labels remain is unknown: use "
                 "data.mix.mixup, which mixes the labels too, or leave it out."
             )
         counts = [labels.sum(axis=0) for labels in (found.train.labels, found.validation.labels)]

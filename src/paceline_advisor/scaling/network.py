@@ -1,4 +1,4 @@
-"""What decides how a network scales: gradients in the order of their arrival, blocks, arithmetic.
+"""Properties that determine how a network scales: gradients in the order of their arrival, blocks, arithmetic.
 
 The network is built without memory (torch's ``meta`` device), called once and sent back, so that nothing is computed.
 """
@@ -91,7 +91,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
     found = _counted(network, facts) or _counted_as_the_task_does(plain)
     costs = _costs(network, found)
     if costs is None:
-        notices.append("the network could not be called without its data: layers are weighed by their parameters")
+        notices.append("the network could not be called without its data: layers are weighted by their parameters")
     parameters = list(network.parameters())
     return Subject(
         network=Network(

@@ -195,7 +195,7 @@ def test_a_loader_of_ones_own(examined: Examined, own_loader: Callable[..., str]
     assert found.name == name
     assert [(place.line, place.what) for place in found.places] == [(25, "DataLoader")]
     if name == "no_persistent_workers":
-        assert found.evidence == "persistent_workers=False in a DataLoader of your own, 1 process"
+        assert found.evidence == "persistent_workers=False in your own DataLoader, 1 process"
 
 
 def test_channels_first_and_records_of_every_step(examined: Examined) -> None:

@@ -59,7 +59,7 @@ def test_words_become_numbers() -> None:
         ("zero_bytes", ["parameter=1", "stage=1"], "has no argument 'parameter'. Did you mean"),
         ("zero_bytes", ["parameters=many", "stage=1"], "parameters=many: 'many' is no number"),
         ("zero_bytes", ["parameters=1", "stage=1.5"], "stage=1.5: give a whole number"),
-        ("zero_bytes", ["parameters=1", "stage=inf"], "stage=inf: 'inf' is no finite number; give a whole number"),
+        ("zero_bytes", ["parameters=1", "stage=inf"], "stage=inf: 'inf' is not a finite number; give a whole number"),
         ("zero_bytes", ["parameters=1", "stage=7"], "has no value for .*ZeRO has the stages 0, 1, 2 and 3"),
         ("zero_bytes", ["parameters=1", "stage=1", "stage=2"], "stage is given twice"),
         ("zero_bytes", ["7.5e9"], "arguments are written NAME=VALUE"),

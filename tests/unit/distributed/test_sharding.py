@@ -57,7 +57,9 @@ def test_modules_that_share_a_parameter_gather_together() -> None:
     network = nn.Sequential(blocks, nn.Linear(3, 3))
     check_sharded(network, parallel())
     blocks[1][0].weight = blocks[0][0].weight
-    with pytest.raises(ModelError, match=r"0\.0\.0\.weight is used by 0\.0 and 0\.1, which gather their weights apart"):
+    with pytest.raises(
+        ModelError, match=r"0\.0\.0\.weight is used by 0\.0 and 0\.1, which gather their weights separately"
+    ):
         check_sharded(network, parallel())
     check_sharded(network, parallel(shard_modules=("0",)))
 

@@ -220,7 +220,7 @@ def test_boxes_in_csv(here: Path) -> None:
         (("--output", "a.txt"), "must end in .jsonl, .csv or .parquet"),
         (("--output", "nowhere/a.csv"), "there is no directory 'nowhere'; create it"),
         (("--stdin-image",), "--stdin-image is for the source - alone"),
-        (("--draw", "found"), "these weights find none"),
+        (("--draw", "found"), "these weights predict none"),
     ],
 )
 def test_what_has_no_effect_is_refused(

@@ -67,7 +67,7 @@ def test_a_window_shorter_than_a_row_would_be_lost_to_a_mask() -> None:
 
 
 def test_a_switch_that_lets_tokens_see_ahead_is_found_out() -> None:
-    with pytest.raises(ModelError, match="its answers depend on tokens that come later"):
+    with pytest.raises(ModelError, match="its outputs depend on later tokens"):
         built("bert", **TINY, intermediate_size=16, is_decoder=False)
 
 

@@ -24,7 +24,7 @@ _TREES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Source:
-    """What a conversion starts from.
+    """The source of a conversion.
 
     Attributes:
         title: What to call it, for the recipe's head: its program and what follows, without passwords in addresses.
@@ -74,7 +74,9 @@ def _split(text: str, where: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
     except ValueError as error:
-        raise RecipeError(f"{where} cannot be read as a shell would ({error}): look for a quote without end.") from None
+        raise RecipeError(
+            f"{where} cannot be parsed as a shell command ({error}): look for an unclosed quote."
+        ) from None
 
 
 def _alone(words: list[str], programs: Sequence[str]) -> list[str]:
@@ -119,7 +121,7 @@ def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) 
     if words and words[0].startswith("-"):
         return Source(_title(words), scripts[0], tuple(words), processes=1)
     raise RecipeError(
-        f"found '{' '.join(words)[:80]}', which is no file, and no command that starts "
+        f"found '{' '.join(words)[:80]}', which is neither a file nor a command that starts "
         f"{' or '.join((*scripts, *wrappers))}; give one of them."
     )
 

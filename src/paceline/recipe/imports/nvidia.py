@@ -97,7 +97,7 @@ def convert_nvidia(
         skipped: Names of options to leave out.
 
     Raises:
-        RecipeError: If what the options come to is not a recipe.
+        RecipeError: If the converted options are not a valid recipe.
     """
     more = "the global batch is larger, or has fewer passes a process"
     draft = Conversion(table, source.title, given, skipped, processes=processes or source.processes, more=more)

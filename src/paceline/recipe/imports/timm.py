@@ -81,7 +81,7 @@ def convert_timm(
         skipped: Names of options to leave out.
 
     Raises:
-        RecipeError: If what the options come to is not a recipe.
+        RecipeError: If the converted options are not a valid recipe.
     """
     more = "the global batch, and with --lr-base the learning rate, are larger"
     draft = Conversion(TIMM, source.title, given, skipped, processes=processes or source.processes, more=more)
@@ -135,7 +135,7 @@ def _put_source(draft: Conversion) -> None:
     path_key = "data_dir" if draft["data_dir"] else "data"
     path = draft[path_key]
     if ours is None:
-        draft.refuse("dataset", "use image_folder, cifar10, webdataset, huggingface or a data set of yours")
+        draft.refuse("dataset", "use image_folder, cifar10, webdataset, huggingface or your own data set")
     elif ours == "huggingface":
         draft.differ("dataset", "data.path must hold it, as `save_to_disk` writes it or as parquet")
         path = path or name

@@ -188,7 +188,7 @@ def test_dali_reads_files_in_threads(tmp_path: Path) -> None:
     assert available_backends()["dali"] == "available"
     assert choose_workers(data, "dali", World()) == (3, "as the recipe says")
     assert choose_workers(Data(backend="dali"), "dali", World())[0] >= 1
-    with pytest.raises(RecipeError, match=r"data\.workers=0, but the dali back-end decodes in threads"):
+    with pytest.raises(RecipeError, match=r"data\.workers=0, but the dali back-end decodes in its own threads"):
         choose_workers(Data(backend="dali", workers=0), "dali", World())
     if not torch.cuda.is_available():
         with pytest.raises(RecipeError, match=r"data\.decode_on=gpu, but no CUDA device is visible"):

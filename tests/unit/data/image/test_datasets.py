@@ -192,7 +192,7 @@ def test_it_is_told_where_held_out_images_come_from(tmp_path: Path) -> None:
     for dataset in ("image_folder", "cifar10"):
         reasons = open_dataset(Data(dataset=dataset, path=str(folder))).reasons
         assert reasons["validation"] == "the folder val/"
-        assert reasons["validation_fraction"] == "the data has a split of its own, the folder val/"
+        assert reasons["validation_fraction"] == "the data has its own split, the folder val/"
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])

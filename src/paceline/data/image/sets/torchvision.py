@@ -48,7 +48,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
     """Open a data set of ``torchvision.datasets``, with ``data.options`` as further arguments of its class.
 
     Raises:
-        DataError: If there is none of that name, its files are not there, or its labels are no classes.
+        DataError: If there is none of that name, its files are missing, or its labels are not classes.
     """
     data, name = request.data, request.data.dataset.removeprefix(PREFIX)
     root = None if data.path is None else request.path
@@ -73,7 +73,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
 
 
 class AskedSource:
-    """Images that a data set hands out as Pillow's, one by one; how it gets at them, only it knows."""
+    """Images that a data set returns as Pillow images, one by one."""
 
     def __init__(self, dataset: Any, labels: Ids, channels: int) -> None:
         self.labels = labels
@@ -182,7 +182,7 @@ def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any])
 def _checked(name: str, root: Path | None) -> Path:
     """Refuse what would load pickles."""
     if root is None:
-        raise DataError(f"data.dataset={PREFIX}{name} needs to know where the data lies: set data.path.")
+        raise DataError(f"data.dataset={PREFIX}{name} needs data.path: set it to where the data is.")
     if name in _REMEMBERED_AS_PICKLES:
         raise DataError(
             f"data.dataset={PREFIX}{name} keeps its list of images as a pickle in the working directory, and loading "
@@ -192,7 +192,7 @@ def _checked(name: str, root: Path | None) -> Path:
     if name in _PICKLED and processed.is_dir():
         raise DataError(
             f"{str(processed)!r} holds files of an older torchvision, which are pickles, and loading those can run any "
-            "code: remove that folder; the published files lie in raw/."
+            "code: remove that folder; the published files are in raw/."
         )
     return root
 
@@ -213,15 +213,15 @@ def _labels(dataset: Any, name: str) -> Ids:
                     return found.astype(np.int64)
     if len(dataset) > _MOST_ASKED:
         raise DataError(
-            f"data.dataset={PREFIX}{name} does not list its labels, and has {len(dataset):,} images to be asked one by "
-            "one: write them as files, and train with data.dataset=csv."
+            f"data.dataset={PREFIX}{name} does not list its labels, and has {len(dataset):,} images that would be read "
+            "one by one: write them as files, and train with data.dataset=csv."
         )
     asked = [dataset[sample][1] for sample in range(len(dataset))]
     odd = next((each for each in asked if not isinstance(each, bool) and not _is_number(each)), None)
     if odd is not None:
         raise DataError(
             f"data.dataset={PREFIX}{name} labels images by {type(odd).__name__} ({str(odd)[:40]}), and a classifier "
-            "learns one class of each image: use another data set, or a factory of your own."
+            "learns one class of each image: use another data set, or your own factory."
         )
     return np.array([int(each) for each in asked], dtype=np.int64)
 
@@ -315,7 +315,7 @@ def _pixels(image: Any, channels: int) -> Image:
 
     if isinstance(image, Pillow.Image):
         return pixels_of(image, channels)
-    raise ValueError(f"it hands out {type(image).__name__}, and no image of Pillow's")
+    raise ValueError(f"it returns {type(image).__name__}, not a Pillow image")
 
 
 def _probe(source: Made) -> Probe:
@@ -365,7 +365,7 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
     hidden = next((each for each in sorted(names) if is_ignored_member(each)), None)
     if hidden is not None:
         raise DataError(
-            f"data.dataset={PREFIX}{name} takes the hidden file {hidden!r} for an image: remove it, or train with "
+            f"data.dataset={PREFIX}{name} treats the hidden file {hidden!r} as an image: remove it, or train with "
             "data.dataset=image_folder, which ignores such files."
         )
     left_out = LeftOut()
@@ -379,6 +379,6 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
 
 def _told(source: SampleSource) -> str:
     if isinstance(source, FileSource):
-        return "torchvision's list of files, decoded as all files are"
+        return "torchvision's list of files, decoded by Paceline"
     is_array = isinstance(source, ArraySource)
-    return "torchvision's array of pixels" if is_array else "torchvision hands the images out one by one"
+    return "torchvision's array of pixels" if is_array else "torchvision returns the images one by one"
