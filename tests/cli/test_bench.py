@@ -140,4 +140,4 @@ def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: 
     done = paceline_here(*bench, "--runs", "1", "--to", "top1_accuracy=99.99")
     row = json.loads(done.out)["rows"][0]
     assert (row["reached"], row["median_seconds"]["middle"]) == (0, None)
-    assert "1 of 1 did not get there" in row["trouble"]
+    assert "1 of 1 missed the target" in row["trouble"]

@@ -31,7 +31,7 @@ def test_findings_are_told_with_evidence_reason_and_change(paceline_here: Call) 
     done = paceline_here("doctor", "digits", *SLOW)
     assert done.code == 1
     first, *rest = [line for line in done.out.splitlines() if line.startswith(("breaks", "slows", "spoils", "notice"))]
-    assert first.startswith("slows   precision: train.precision=fp32 comes to fp32")
+    assert first.startswith("slows   precision: train.precision=fp32 resolves to fp32")
     assert any(line.split()[1] == "log_every_step:" for line in rest)
     assert "change: train.precision=auto (bf16)" in done.out
     assert "expected, not measured: 1.5 to 3 times as fast" in done.out

@@ -119,7 +119,7 @@ MISTAKES = [
     ("drill digits --only kill-al", "Did you mean 'kill-all'"),
     ("prove digits --processes 0", "0 is not in the range"),
     ("prove synthetic data.samples=7 data.classes=2", "there are 7 training samples"),
-    ("prove digits evaluate.metric=f1", "evaluate.metric=f1 is not measured"),
+    ("prove digits evaluate.metric=f1", "evaluate.metric=f1 is not a metric"),
     ("prove digits task=nowhere:Task", "there is no module 'nowhere'"),
     # What is predicted.
     ("estimate digits --device h10", "device: 'h10' is not known. Did you mean 'h100'"),
@@ -143,7 +143,7 @@ MISTAKES = [
     (f"{SCALE} --throughput nan", "nan is not a finite number"),
     (f"{SCALE} --cluster ethernet-10g parallel.device=cpu", "give --throughput"),
     # Said before anything is run: one sentence, and no line of a measurement before it.
-    (f"{SCALE} --world-sizes 1,32 --measure parallel.device=cpu", "16 at the most"),
+    (f"{SCALE} --world-sizes 1,32 --measure parallel.device=cpu", "at most 16"),
     (f"{GIVEN} --price-per-gpu-hour inf", "inf is not a finite number"),
     (f"{GIVEN} --rounds 3", "--rounds has no effect here"),
     (f"{GIVEN} --world-sizes 7", "7 processes"),

@@ -348,7 +348,7 @@ def test_a_full_queue_says_when_to_come_back(start: Call, finished: Path) -> Non
     service = start(finished, "--max-queue", 1)
     status, told, headers = service.predict(picture(0), picture(1))
     assert (status, headers["retry-after"]) == (503, "1")
-    assert "come back" in told["error"]
+    assert "try again" in told["error"]
     assert service.predict(picture(0))[0] == 200
 
 

@@ -214,8 +214,8 @@ def test_a_mistake_is_not_tried_again(studio: Path, start: Call, tmp_path: Path)
             "--resume never is for one start, and --max-restarts 1 may start the ranks again",
         ),
         (("--processes", "1:2", "--run-dir", "run"), "add --max-restarts, or give one number"),
-        (("--processes", "2:1", "--max-restarts", 1, "--run-dir", "run"), "'2:1' is no number of ranks"),
-        (("--processes", "0"), "'0' is no number of ranks"),
+        (("--processes", "2:1", "--max-restarts", 1, "--run-dir", "run"), "'2:1' is not a number of ranks"),
+        (("--processes", "0"), "'0' is not a number of ranks"),
         pytest.param(
             ("--processes", "3:3", "--max-restarts", 1, "--run-dir", "run"),
             "run it on 1, 2, 4 processes",  # as three processes say

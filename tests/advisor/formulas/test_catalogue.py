@@ -57,7 +57,7 @@ def test_words_become_numbers() -> None:
         ("roofline.zero_bytes", [], "there is no formula 'roofline.zero_bytes'"),
         ("zero_bytes", ["parameters=1"], "needs stage: paceline formulas zero_bytes parameters=… stage=…"),
         ("zero_bytes", ["parameter=1", "stage=1"], "has no argument 'parameter'. Did you mean"),
-        ("zero_bytes", ["parameters=many", "stage=1"], "parameters=many: 'many' is no number"),
+        ("zero_bytes", ["parameters=many", "stage=1"], "parameters=many: 'many' is not a number"),
         ("zero_bytes", ["parameters=1", "stage=1.5"], "stage=1.5: give a whole number"),
         ("zero_bytes", ["parameters=1", "stage=inf"], "stage=inf: 'inf' is not a finite number; give a whole number"),
         ("zero_bytes", ["parameters=1", "stage=7"], "has no value for .*ZeRO has the stages 0, 1, 2 and 3"),
@@ -65,7 +65,7 @@ def test_words_become_numbers() -> None:
         ("zero_bytes", ["7.5e9"], "arguments are written NAME=VALUE"),
         ("intensity", ["flops=1", "bytes_moved=0"], "has no value for flops=1.0, bytes_moved=0.0"),
         ("linear_as_gemm", ["batch=1", "inputs=1", "outputs=1", "phase=back"], "give forward, dgrad or wgrad"),
-        ("olympic_mean", ["values=1,x"], "'x' is no number"),
+        ("olympic_mean", ["values=1,x"], "'x' is not a number"),
         (
             "training_days",
             ["parameters=1", "tokens=1", "devices=1", "flops_per_second=1", "recompute=2"],

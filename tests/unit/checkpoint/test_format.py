@@ -347,7 +347,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": ENTRY, "__metadata__": {"x": 1}}, b"12345678", None, "does not describe|not a JSON object"),
         ({"a": ENTRY, "__metadata__": {"raw_dtypes": '{"a": "save"}'}}, b"12345678", None, "unknown dtype"),
         ({"a": ENTRY, "__metadata__": {"raw_dtypes": '{"b": "int8"}'}}, b"12345678", None, "but has no such tensor"),
-        ({"a": ENTRY, "__metadata__": {"raw_dtypes": '{"a": "int8"}'}}, b"12345678", None, "do not fit"),
+        ({"a": ENTRY, "__metadata__": {"raw_dtypes": '{"a": "int8"}'}}, b"12345678", None, "do not match"),
         ({"a": ENTRY, "__metadata__": {"raw_dtypes": "[]"}}, b"12345678", None, "raw dtypes"),
         ({"a": ENTRY, "__metadata__": {"raw_dtypes": "{"}}, b"12345678", None, "raw dtypes"),
     ],

@@ -107,7 +107,7 @@ def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: st
         ({**CONFIG, "model_args": {"pretrained_cfg_overlay": {"url": "x"}}}, "has pretrained_cfg_overlay"),
         ({**CONFIG, "model_args": {"global_pool": ""}}, "global_pool off"),
         *(
-            ({**CONFIG, "label_names": said}, "not one text")
+            ({**CONFIG, "label_names": said}, "not one string")
             for said in (["cat"], [None, "a"], ["\ud800", "a"], {"1": "a"})
         ),
         ({**CONFIG, "num_classes": 10**30}, "no tensor of model.safetensors has as many rows"),

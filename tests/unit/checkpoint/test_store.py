@@ -304,7 +304,7 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_not_damaged(tmp_path: Path) -> 
     disk = link_elsewhere(store, 1, 3, 4).rename(tmp_path / "unmounted")
     for attempt in (store.newest_whole, lambda: read_weights(store.directory)):
         with pytest.raises(
-            UnreadableError, match=r"step-00000004 is a link to .*disk/step-00000004, which is not there"
+            UnreadableError, match=r"step-00000004 is a link to .*disk/step-00000004, which does not exist"
         ):
             attempt()
     assert store.steps() == [1, 2, 3, 4]

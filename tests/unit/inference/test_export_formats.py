@@ -326,7 +326,7 @@ def left(folder: Path) -> set[str]:
         ("torch-export", "a.onnx", {}, r"must end in \.pt2"),
         ("timm", "a.onnx", {}, "a hub folder's name does not end in"),
         ("safetensors", "a.bin", {}, r"must end in \.safetensors"),
-        ("safetensors", "mine.safetensors/a.safetensors", {}, "is no directory"),
+        ("safetensors", "mine.safetensors/a.safetensors", {}, "is not a directory"),
         ("safetensors", "mine.safetensors", {}, "already exists and is not overwritten"),
         ("timm", "there", {}, "already exists and is not overwritten"),
         ("timm", "/", {}, "already exists and is not overwritten"),
@@ -418,7 +418,7 @@ def test_answers_that_differ_are_not_kept(digits: Path, tmp_path: Path) -> None:
     other = copy.deepcopy(exportable.network)
     with torch.no_grad():
         other.fc.weight[0, 0] += 0.1
-    with pytest.raises(PacelineError, match="answers differs from the network by up to"):
+    with pytest.raises(PacelineError, match="differs from the network by up to"):
         exportable.compare(other, what="it")
     with pytest.raises(PacelineError, match="or NaN"):
         exportable.compare(lambda *inputs: exportable.network(*inputs) * torch.nan, what="it")
@@ -461,7 +461,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(PacelineError, match=r"Cannot write .*No space left"):
             placed(tmp_path / "new" / "deep" / "mine")
     assert left(tmp_path) == set(), "nor do the folders that were made for it stay"
-    with pytest.raises(PacelineError, match="exists already"):
+    with pytest.raises(PacelineError, match="already exists"):
         placed(tmp_path / "mine", is_overtaken=True)
     assert (tmp_path / "mine").read_text() == "someone else's, meanwhile"
     assert left(tmp_path) == {"mine"}

@@ -28,7 +28,7 @@ def test_what_fits_is_taken_and_the_rest_is_named() -> None:
     assert torch.equal(target[0].weight, source[0].weight)
     assert torch.equal(target[1].running_var, source[1].running_var)
     assert torch.equal(target[3].weight, own)
-    assert "7 of 9 tensors come from old.safetensors; 3.weight, 3.bias begin anew" in said
+    assert "7 of 9 tensors come from old.safetensors; 3.weight, 3.bias are newly initialised" in said
     assert "3.weight, 3.bias, extra of the source are not used" in said
     with pytest.raises(ModelError, match="no parameter of x fits this network"):
         load_fitting(net(), {"body.weight": torch.zeros(3)}, source="x")

@@ -37,7 +37,7 @@ def test_nothing_is_asked_where_no_log_is() -> None:
 
 @pytest.mark.parametrize("key", ["org", "platform", "division", "status"])
 def test_who_and_where_must_be_stated(key: str) -> None:
-    with pytest.raises(RecipeError, match=rf"nothing is said of telemetry\.submission\.{key}; set them"):
+    with pytest.raises(RecipeError, match=rf"these are not set: telemetry\.submission\.{key}; set them"):
         check({f"telemetry.submission.{key}": None})
 
 

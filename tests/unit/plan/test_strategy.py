@@ -64,7 +64,7 @@ def test_a_replica_that_leaves_no_room_is_spread() -> None:
     made = plan(asked, large)
     assert made.strategy == "fsdp"
     assert "take 104 GiB, more than 70% of the 80 GiB" in made.reasons["parallel.strategy"]
-    assert "spread over the processes it is 13 GiB each" in made.reasons["parallel.strategy"]
+    assert "sharded over the processes it is 13 GiB each" in made.reasons["parallel.strategy"]
     assert "parallel.bucket_cap_mb" in made.unused
     assert "parallel.shard_size" not in made.unused
 
@@ -128,7 +128,7 @@ def test_one_process_has_nobody_to_share_with() -> None:
 def test_keys_of_what_is_not_done() -> None:
     asked = recipe("parallel.shard_size=2")
     made = plan(asked, BILLION)
-    assert made.unused["parallel.shard_size"] == "parallel.strategy=auto chose ddp, which spreads nothing"
+    assert made.unused["parallel.shard_size"] == "parallel.strategy=auto chose ddp, which shards nothing"
     assert "parallel.bucket_cap_mb" not in made.unused
     spread = recipe("parallel.strategy=fsdp", "parallel.bucket_cap_mb=50")
     assert plan(spread, BILLION).unused["parallel.bucket_cap_mb"] == "fsdp has no buckets"

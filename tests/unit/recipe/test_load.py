@@ -234,7 +234,7 @@ def test_a_tracker_is_named_once() -> None:
 
 def test_keys_of_a_misspelt_data_set_are_left_to_who_opens_it() -> None:
     loaded = load_recipe("digits", overrides=["data.dataset=imagefolder", "data.path=photos"])
-    with pytest.raises(DataError, match=r"data.dataset is 'imagefolder', .* Did you mean 'image_folder'"):
+    with pytest.raises(DataError, match=r"data.dataset is 'imagefolder'; .* Did you mean 'image_folder'"):
         open_dataset(loaded.recipe.data)
     assert "'data.samples' has no effect" in refusal("data.dataset=digits", "data.samples=4")
 
@@ -376,7 +376,7 @@ def test_a_base_that_cannot_be(base: str, text: str, said: str, tmp_path: Path) 
         ("nowhere/mine.yaml", "there is no file 'nowhere/mine.yaml'. Correct the path, "),
         ("data.path=a/b", "no recipe 'data.path=a/b': it is neither "),
         ("digitz", "no recipe 'digitz'. Did you mean 'digits'? "),
-        ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor an existing file or run directory "),
+        ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor an existing file or run directory"),
     ],
 )
 def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str, said: str) -> None:

@@ -108,8 +108,8 @@ def test_two_runs_are_compared_by_their_step_records(tmp_path: Path) -> None:
     [
         (None, "holds no benchmark result"),
         ("{", "cannot be read"),
-        ("{}", "no result"),
-        ('{"kind": "latency"}', "no result"),
+        ("{}", "not a benchmark result"),
+        ('{"kind": "latency"}', "not a benchmark result"),
     ],
 )
 def test_what_is_no_result_is_refused(tmp_path: Path, content: str | None, said: str) -> None:

@@ -119,15 +119,15 @@ def test_parquet_tables_are_read_alike(tmp_path: Path, kind: str) -> None:
         ({"train.loss": "asl", "train.loss_options": {"clip": 1}}, "found clip=1, but it must be a number from 0 to"),
         (
             {"train.label_smoothing": 0.1},
-            "train.label_smoothing=.* has no effect: .* gives an image any number of labels",
+            "train.label_smoothing=.* has no effect: .* assigns any number of labels",
         ),
         (
             {"train.class_weights": "balanced"},
-            "train.class_weights=.* has no effect: .* gives an image any number of labels",
+            "train.class_weights=.* has no effect: .* assigns any number of labels",
         ),
         ({"data.sampling": "balanced"}, "data.sampling=.* has no effect"),
         ({"evaluate.augment": "flip"}, "evaluate.augment=flip has no effect"),
-        ({"evaluate.top_k": 3}, "evaluate.top_k=.* has no effect: .* gives an image any number of labels"),
+        ({"evaluate.top_k": 3}, "evaluate.top_k=.* has no effect: .* assigns any number of labels"),
     ],
 )
 def test_what_it_does_not_do_is_refused(change: dict[str, Any], error: str) -> None:

@@ -175,7 +175,7 @@ def test_the_plan_says_of_what_has_no_effect_that_it_is_not_used(recipe: Path) -
     ("overrides", "message"),
     [
         ({"model.name": "bert"}, r"bert sees later tokens.* choose model.name=gpt, or the other objective"),
-        ({"data.text.objective": "masked"}, r"gpt sees only what comes before.* choose model.name=bert"),
+        ({"data.text.objective": "masked"}, r"gpt sees only earlier tokens.* choose model.name=bert"),
     ],
 )
 def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides: dict[str, Any], message: str) -> None:

@@ -132,7 +132,7 @@ def test_one_class_only_has_no_area(train: Make) -> None:
 def test_exact_runs_and_their_refusals(train: Make) -> None:
     exact = {"parallel.exact": True, "batch.micro_size": 4, "train.duration": "6 steps"}
     assert train("exact", exact).status == "completed"
-    with pytest.raises(RecipeError, match=r"parallel\.exact=true does not go with sparse gradients"):
+    with pytest.raises(RecipeError, match=r"parallel\.exact=true does not support sparse gradients"):
         train("sparse", {**exact, **SPARSE})
 
 

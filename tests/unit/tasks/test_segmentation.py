@@ -250,7 +250,7 @@ def two_answers(num_classes: int) -> nn.Module:
             {"model.name": f"{__name__}:constant_answer", "model.options": {}},
             r"must return logits of shape \[1, 4, 16, 16\]",
         ),
-        ({"model.name": f"{__name__}:half_size", "model.options": {}}, r"with shape \[1, 4, 8, 8\]"),
+        ({"model.name": f"{__name__}:half_size", "model.options": {}}, r"returns shape \[1, 4, 8, 8\]"),
         ({"evaluate.augment": "flip"}, "no effect"),
         ({"task": "image_classification", "train.loss": "cross_entropy_dice"}, "is not a loss of task=image_class"),
     ],
@@ -386,7 +386,7 @@ def test_it_is_exported(trained: Path, tmp_path: Path, form: str) -> None:
         session = onnxruntime.InferenceSession(str(output))
         (found,) = session.run(["logits"], {"images": images.numpy()})
         assert np.allclose(found, expected.numpy(), atol=1e-5)
-        with pytest.raises(PacelineError, match="labels no images"):
+        with pytest.raises(PacelineError, match="is not an image classifier"):
             open_predictor(output, device=CPU)
     elif form == "torch-export":
         assert torch.allclose(torch.export.load(output).module()(images), expected, atol=1e-6)

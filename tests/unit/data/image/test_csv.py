@@ -74,7 +74,7 @@ def test_columns_are_named(tmp_path: Path) -> None:
         ("path,label\na.png,x\na.png,y\n", "names too, with the label 'x' there and 'y' here: keep one"),
         ("path,label\na.png,1.5\nb.png,2\n", "has the label 1.5, but labels are whole numbers from 0, or names"),
         ("path,label\na.png,x\nb.png,x\n", "has one class, 'x'"),
-        ("path,label,split\na.png,x,train\nb.png,y,tset\n", "says 'tset' of the split .* Did you mean 'test'"),
+        ("path,label,split\na.png,x,train\nb.png,y,tset\n", "has the split 'tset' .* Did you mean 'test'"),
         ("path,label,split\na.png,x,val\nb.png,y,val\n", "has no row whose split is train"),
         ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out images of the class 'y', but none to train on"),
         ("path,label\na.png,x,1\n", r"line 2 of '.*' has 3 fields, but its first line names 2 columns"),

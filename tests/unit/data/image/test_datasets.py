@@ -169,7 +169,7 @@ def test_unknown_names_are_answered() -> None:
 
 @pytest.mark.parametrize("name", ["image_folder", "cifar10"])
 def test_a_path_is_needed(name: str) -> None:
-    with pytest.raises(DataError, match=r"set data\.path"):
+    with pytest.raises(DataError, match=r"needs data\.path"):
         open_dataset(Data(dataset=name))
 
 

@@ -94,8 +94,8 @@ def test_what_is_used_and_what_is_reported_is_all_there_is(folder: Folder) -> No
     for sentence in (
         "images without a mask: 1 left out",
         "masks without an image: 1 left out",
-        "files in images/ with other endings: 1 left out",
-        "files in masks/ with other endings: 1 left out",
+        "files in images/ with other extensions: 1 left out",
+        "files in masks/ with other extensions: 1 left out",
         "images with the same name as another one: 1 left out",
         "folders that are not read: 1 left out",
         "files that are not read: 1 left out",

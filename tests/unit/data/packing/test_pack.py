@@ -355,7 +355,7 @@ def test_the_beginning_of_another_is_refused(photos: Path, tmp_path: Path, break
     with pytest.raises(DataError, match=r"unfinished packed dataset \(how images are stored and the shards"):
         packed(photos, tmp_path / "dest", mode="raw", size=8, shard_bytes=200)
     (photos / "train" / "cat" / "001.jpg").unlink()
-    with pytest.raises(DataError, match=r"the unfinished packed dataset \(the source"):
+    with pytest.raises(DataError, match=r"an unfinished packed dataset \(the source"):
         packed(photos, tmp_path / "dest")
 
 
