@@ -272,9 +272,9 @@ def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> Non
     ("settings", "said"),
     [
         ({"lowest": 0.0}, "must go from a rate above 0"),
-        ({"lowest": 1.0, "highest": 0.1}, "from 1 to 0.1 cannot be"),
+        ({"lowest": 1.0, "highest": 0.1}, "from 1 to 0.1 is not possible"),
         ({"highest": math.inf}, "from 1e-07 to inf"),
-        ({"highest": math.nan}, "cannot be"),
+        ({"highest": math.nan}, "is not possible"),
         ({"steps": 19}, "19 steps is too short"),
         ({"shape": "cubic"}, "shape='cubic'"),
         ({"smoothing": 1.0}, r"not in \[0, 1\)"),

@@ -59,7 +59,7 @@ MISTAKES = [
     ("predict RUN nowhere.png", "nowhere.png"),
     ("predict RUN", "a language model takes --prompt"),
     ("predict RUN picture.png --prompt x", "give one of them"),
-    ("predict RUN picture.png --tokens 3", "--tokens has no effect here: it is for --prompt"),
+    ("predict RUN picture.png --tokens 3", "--tokens has no effect here: it is used only with --prompt"),
     ("predict RUN --prompt x", "are not a language model"),
     *(
         pair
@@ -92,7 +92,7 @@ MISTAKES = [
     ("bench compare a b", "--output"),
     ("bench compare a", "B"),
     ("bench digits --output there.yaml", "folder"),
-    ("find-lr digits --lowest 1 --highest 0.1", "a range test from 1 to 0.1 cannot be"),
+    ("find-lr digits --lowest 1 --highest 0.1", "a range test from 1 to 0.1 is not possible"),
     ("find-lr digits --steps 3", "3 steps is too short"),
     ("find-lr digits --suggestion vally", "'vally' is not one of"),
     ("find-lr digits --apply there.yaml", "this file already exists"),
@@ -111,7 +111,7 @@ MISTAKES = [
     ("doctor runs/nowhere", "there is no file or run directory 'runs/nowhere'"),
     ("doctor digits --device a1000", "'a1000' is not known. Did you mean 'a100'"),
     ("doctor digits --measure --rounds 1", "1 is not in the range"),
-    ("doctor digits --rounds 5", "--rounds has no effect here: it is for --measure"),
+    ("doctor digits --rounds 5", "--rounds has no effect here: it is used only with --measure"),
     ("doctor digits --apply there.yaml", "this file already exists"),
     ("doctor digits --apply nowhere/better.yaml", "there is no folder"),
     ("doctor digits --device a100 --measure", "measures on this machine's device"),

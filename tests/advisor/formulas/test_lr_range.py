@@ -54,7 +54,7 @@ def test_a_trough_is_where_the_loss_is_lowest_and_its_average_is_not() -> None:
 
 
 def test_a_window_that_slides_needs_room_and_a_place_to_rest() -> None:
-    with pytest.raises(ValueError, match="more than 16 points, and 16 count"):
+    with pytest.raises(ValueError, match="more than 16 points, but 16 are usable"):
         slide(RATES[:16], [1.0] * 16)
     bent = [float(each) for each in 0.01 * np.arange(40.0) ** 2]
     with pytest.raises(ValueError, match="the slope keeps changing"):

@@ -70,7 +70,7 @@ def test_networks_that_cannot_be_spread() -> None:
             super().__init__(3, 3)
             self.scale = nn.Parameter(torch.ones(()))
 
-    with pytest.raises(ModelError, match="cannot spread scale, which is a single number"):
+    with pytest.raises(ModelError, match="cannot shard scale, which is a single number"):
         check_sharded(Scaled(), parallel())
     with pytest.raises(ModelError, match=r"the network has torch.float32 and torch.float64"):
         check_sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()), parallel())

@@ -118,5 +118,5 @@ def test_folders_of_no_language_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         built(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_own", "auto_map": {"AutoConfig": "code.Own"}}))
-    with pytest.raises(ModelError, match="'my_own' is no causal language model"):
+    with pytest.raises(ModelError, match="'my_own' is not a causal language model"):
         built(str(tmp_path))

@@ -389,7 +389,7 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run, run_pack_here:
     assert "Missing argument 'DEST'" in done.stderr
     done = run_pack_here(tmp_path / "dest", "--verify", "--shard-size", "5")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--shard-size has no effect here: without DEST it says nothing" in done.stderr
+    assert "--shard-size has no effect here: it needs DEST" in done.stderr
     done = run_pack_here(tmp_path / "nothing", tmp_path / "dest")
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: there is no ")
