@@ -121,7 +121,7 @@ def test_our_launcher_starts_a_killed_rank_again(
     told = [line for line in done.err.splitlines() if "; restart " in line]
     assert [line.partition("; ")[2] for line in told] == ["restart 1 of 3, with 2 ranks"]
     assert "paceline: rank 1 was ended by SIGKILL" in done.err
-    assert restarts_told(run_dir)[-1]["message"].endswith("1 time by now")
+    assert restarts_told(run_dir)[-1]["message"].endswith("1 time so far")
     assert summary(run_dir)["resumes"] == 1
     ends_undisturbed(run_dir)
     launched.seconds_until_alone()
@@ -145,7 +145,7 @@ def test_fewer_ranks_go_on_and_all_are_tried_again(
     assert "2 of 3 processes are started: more cannot share the global batch evenly" in done.out
     assert "restart 1 of 5, with 1 rank\n" in done.err
     assert "restart 2 of 5, with 2 ranks\n" in done.err
-    assert restarts_told(run_dir)[-1]["message"].endswith("2 times by now")
+    assert restarts_told(run_dir)[-1]["message"].endswith("2 times so far")
     assert json.loads((run_dir / "plan.json").read_text())["world_size"] == 2
     ends_undisturbed(run_dir)
 
