@@ -109,6 +109,9 @@ def _described(name: str, found: Any, path: Path) -> Cluster:
             case "extra_forbidden":
                 known = _LinkTable.model_fields if "." in key else _ClusterTable.model_fields
                 told = f"key '{key}' is unknown.{did_you_mean(str(first['loc'][-1]), known)} It has {', '.join(known)}."
+            case "model_type":
+                keys = " and ".join(_LinkTable.model_fields)
+                told = f"{key} is {first['input']!r}, but it has exactly the keys {keys}."
             case _:
                 told = f"{key} is {first['input']!r}; {first['msg'].replace('Input should', 'it must')}."
         raise RecipeError(f"{path}: {told}") from None

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from paceline.errors import RecipeError, TrainingError
+from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.processes import ProcessGroup, received_signals, without_rank
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, default_run_directory
+from paceline.records.run_directory import RunDirectory, default_run_directory, why_no_run
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
@@ -48,7 +48,7 @@ def train(
 
     Args:
         recipe: A shipped recipe's name, the path of a YAML file, or your images: a folder of class folders or a table.
-            With your own task it may be left out.
+            Left out, it is that of the run in ``run_dir``; with a task of your own, all keys then have their defaults.
         overrides: ``{"train.duration": "3 epochs"}`` or ``["train.duration=3 epochs"]``.
         run_dir: The run directory; by default a new one under ``runs/``.
         resume: ``auto``, ``never``, or the path of one of the run's checkpoints.
@@ -63,10 +63,18 @@ def train(
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
+    directory = None if run_dir is None else Path(run_dir).expanduser()
     if recipe is None and task is None:
-        raise RecipeError("neither a recipe nor a task was given; name a recipe, for example paceline.train('digits').")
+        if directory is None:
+            raise RecipeError(
+                "neither a recipe nor a task was given; name a recipe, for example paceline.train('digits'), or the "
+                "run_dir of a run to go on with."
+            )
+        if not RunDirectory(directory).exists():
+            raise RunDirectoryError(why_no_run(directory, "that of a run to go on with, or name a recipe"))
+        recipe = directory
     options = Options(
-        run_dir=None if run_dir is None else Path(run_dir).expanduser(),
+        run_dir=directory,
         resume=os.path.expanduser(resume),
         display=None if quiet else choose_display(sys.stdout),
         task=task,

@@ -90,7 +90,8 @@ class Launch:
     def workers(self) -> list[int]:
         """Loader processes: copies of a rank that a rank has forked."""
         ranks = self.ranks()
-        return sorted(pid for pid in self.family() if _parent(pid) in ranks and _command(pid) == _command(_parent(pid)))
+        mine = [pid for pid in self.family() if _parent(pid) in ranks]
+        return sorted(pid for pid in mine if _read(pid, "cmdline") == _read(_parent(pid), "cmdline"))
 
     def send(self, number: signal.Signals, pids: set[int] | list[int]) -> None:
         """Send a signal to processes of this launch; those that have ended are ignored."""
@@ -202,23 +203,18 @@ def last_step(run_dir: Path) -> int:
 
 def _variable(pid: int, name: str) -> str | None:
     """A variable a process was started with; None if it has none of that name, or is gone."""
-    prefix = f"{name}=".encode()
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
+    prefix, entries = f"{name}=".encode(), _read(pid, "environ").split(b"\0")
     return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None)
 
 
 def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    found = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(found[1]) if found else 0
 
 
-def _command(pid: int) -> bytes:
+def _read(pid: int, name: str) -> bytes:
+    """What the system tells of a process; nothing if it is gone."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_each_precision_has_its_peak() -> None:
 def test_odd_sizes_are_named_with_what_to_change() -> None:
     odd = work("head", 2 * 256 * 1001 * 768, 10, product=Product(256, 1001, 768))
     (found,) = shape_findings(StepWork((odd,)), A100, lambda _: "bf16")
-    assert {each.name: (each.is_aligned, each.advice) for each in found.dimensions} == {
+    assert {each.name: (each.aligned, each.advice) for each in found.dimensions} == {
         "samples": (True, ""),
         "inputs": (True, ""),
         "outputs": (False, "8 should divide it: 1000 or 1008"),
@@ -169,6 +170,7 @@ def test_this_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_the_page_has_every_layer_under_the_roof(tmp_path: Path) -> None:
     report = roofline(Roofline(recipe="digits", device="a100"), print)
+    assert replace(report, layers=(), shapes=()).__paceline__().on_page  # the roof alone
     (chart,) = report.__paceline__().on_page
     assert isinstance(chart, Chart)
     roof, *phases = chart.traces

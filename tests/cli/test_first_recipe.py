@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import paceline
 from paceline.errors import PacelineError
 from paceline.models import build
-from paceline.recipe.load import is_data
+from paceline.recipe.load import is_data, load_recipe
 from paceline.trainer import first_recipe
 
 SHORT = ("parallel.device=cpu", "parallel.threads=1")
@@ -57,6 +57,16 @@ def test_what_is_data(photos: Path, tmp_path: Path) -> None:
     assert not is_data(tmp_path)  # as a run directory has it
     assert not is_data(tmp_path / "recipe.yaml")
     assert not is_data("photo")
+
+
+def test_a_folder_named_like_a_recipe_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("cifar10").notices == ()
+    (tmp_path / "cifar10" / "cat").mkdir(parents=True)
+    (told,) = load_recipe("cifar10").notices
+    assert "write ./cifar10" in told
+    assert is_data("./cifar10")
+    assert load_recipe("cifar10", ["data.path=cifar10"]).notices == ()
 
 
 def test_python_takes_the_same_and_resumes(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,14 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from calls import Call
 
 from paceline.inference.answer_files import answer_file
+from paceline.inference.answers import Answer
 
 ESCAPE = "\x1b]0;title\x07"
 RECIPE = """
@@ -97,7 +100,8 @@ def test_our_own_tables_are_read_back(paceline_here: Call, write_images: Call, t
         for name in names
         for each in write_images(tmp_path / name).iterdir()
     ]
-    with answer_file(tmp_path / "answers.csv", boxes=False) as file:
+    predictor: Any = SimpleNamespace(number_names=(), finds_boxes=False, kind=Answer)
+    with answer_file(tmp_path / "answers.csv", predictor) as file:
         file.write(rows)
     assert (tmp_path / "answers.csv").read_text().count("'=cat/") == 4
     done = paceline_here("check-data", "answers.csv", "data.label_column=label", "data.image_column=path", "--json")

@@ -59,19 +59,17 @@ def test_what_is_refused_ends_with_two_and_names_it(tmp_path: Path, capsys: pyte
         "--",
         *A3.split(),
         "--sync-bn",
-        "--reprob",
-        "0.1",
-        "--recount",
+        "--cooldown-epochs",
         "3",
     ]
     assert run(words) == 2
     said = capsys.readouterr().err
-    assert "--recount 3: data.augment.erase erases one rectangle" in said
+    assert "--cooldown-epochs 3: schedules have no cooldown" in said
     assert "--sync-bn true: BatchNorm normalises" in said
-    assert "--skip sync-bn --skip recount" in said
+    assert "--skip sync-bn --skip cooldown-epochs" in said
     assert not output.exists()
-    assert run([*words[:3], "--skip", "sync-bn", "--skip", "recount", *words[3:]]) == 0
-    assert "# Left out: --recount" in output.read_text()
+    assert run([*words[:3], "--skip", "sync-bn", "--skip", "cooldown-epochs", *words[3:]]) == 0
+    assert "# Left out: --cooldown-epochs" in output.read_text()
 
 
 def test_a_file_is_not_written_over_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ def test_a_prompt_is_gone_on_from(paceline_here: Call, trained: Call) -> None:
     document = json.loads(paceline_here(*words, "--json").out)
     assert document["text"] + "\n" == first.out
     assert (document["written"], document["seed"], document["top_k"]) == (5, 3, 4)
+    assert paceline_here("predict", run_dir, "--prompt", "", "--tokens", 5).code == 0  # a document begins
     refused = paceline_here("predict", run_dir, Path(__file__).parent)
     assert refused.code == 2
     assert "does not classify images" in refused.err or "contains no image" in refused.err

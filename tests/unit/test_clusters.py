@@ -54,7 +54,10 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
         (f"gpus_per_node: 0\n{WITHIN}\n{NETWORK}\n", "gpus_per_node is 0"),
         (f"gpus_per_node: 2.5\n{WITHIN}\n{NETWORK}\n", "gpus_per_node is 2.5"),
         (f"gpus_per_node: yes\n{WITHIN}\n{NETWORK}\n", "gpus_per_node is True"),
-        (f"gpus_per_node: 4\nwithin: 20\n{NETWORK}\n", "within is 20"),
+        (
+            f"gpus_per_node: 4\nwithin: 20\n{NETWORK}\n",
+            "within is 20, but it has exactly the keys gigabytes_per_second and",
+        ),
         (f"gpus_per_node: 4\n{WITHIN.replace('20', '-1')}\n{NETWORK}\n", "gigabytes_per_second is -1"),
         (f"gpus_per_node: 4\n{WITHIN}\n{NETWORK}\ncores_per_gpu: many\n", "cores_per_gpu is 'many'"),
         ("- 4\n", "a cluster is keys and values"),

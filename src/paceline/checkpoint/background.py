@@ -138,7 +138,9 @@ class Cadence:
         self._mtbf = checkpoint.mtbf.seconds
         self._is_auto = checkpoint.every == "auto"
         self._is_measured = False
-        self._interval = _interval_of(checkpoint)
+        self._interval = _FIRST_SECONDS if self._is_auto else math.inf
+        if isinstance(checkpoint.every, TimeSpan):
+            self._interval = checkpoint.every.seconds
         self._saved_at = clock()
         self._write_seconds = 0.0
         self._ends_at = None if ends_at is None or checkpoint.every is None else clock() + ends_at - time.time()
@@ -175,13 +177,3 @@ class Cadence:
         """When a save must begin to be whole before the job is ended."""
         assert self._ends_at is not None
         return self._ends_at - _MARGIN_SECONDS - 3 * self._write_seconds
-
-
-def _interval_of(checkpoint: Checkpoint) -> float:
-    match checkpoint.every:
-        case TimeSpan() as span:
-            return span.seconds
-        case "auto":
-            return _FIRST_SECONDS
-        case _:
-            return math.inf

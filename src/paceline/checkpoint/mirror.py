@@ -167,17 +167,14 @@ class Mirror:
             UnreadableError: If it, or a record, cannot be read now.
             StorageError: If the address refuses, or another launch writes there.
         """
-        if self._has(what):
+        newest = next(iter(in_line(self._commits.values())), None)
+        digest = hashlib.sha256(_manifest_bytes(what.path)).hexdigest()
+        if newest is not None and newest.files[MANIFEST].sha256 == digest:
             return
         files = self._send_files(what)
         records = {name: self._send_growing(root / name, name, size) for name, size in what.growing.items()}
         records |= {name: (self._send_small(root / name, name),) for name in what.small}
         self._commit(what, files, records)
-
-    def _has(self, what: Sendable) -> bool:
-        newest = next(iter(in_line(self._commits.values())), None)
-        digest = hashlib.sha256(_manifest_bytes(what.path)).hexdigest()
-        return newest is not None and newest.files[MANIFEST].sha256 == digest
 
     def _send_files(self, what: Sendable) -> dict[str, Piece]:
         before = _manifest_bytes(what.path)
@@ -294,7 +291,12 @@ class Mirror:
         if not kept:
             return
         present = [*self._remote.listed("checkpoints"), *self._remote.listed("records")]
-        self._check_newest(kept.values(), present)
+        # What others are deleted for must be there: a launch that began later may have taken it for litter.
+        newest = in_line(kept.values())[0]
+        if lost := newest.pieces.difference(present):
+            del self._commits[newest.name]  # so that the next try sends it again
+            self._sent.clear()
+            raise StorageError(f"{self._remote.path(min(lost))} is missing, but a commit lists it.")
         # Names first: what is half deleted is not to be chosen.
         self._remote.delete([name for _, name in there if name not in kept])
         self._commits = dict(kept)
@@ -302,18 +304,6 @@ class Mirror:
         # What this launch has sent of its records, the next commit builds on.
         needed |= {piece.name for pieces in self._sent.values() for piece in pieces}
         self._remote.delete([name for name in present if name not in needed])
-
-    def _check_newest(self, kept: Iterable[Commit], present: Iterable[str]) -> None:
-        """See to it that what others are deleted for is there; a launch that began later may have taken it for litter.
-
-        Raises:
-            StorageError: If it is not; it is sent again with the next try.
-        """
-        newest = in_line(kept)[0]
-        if lost := newest.pieces.difference(present):
-            del self._commits[newest.name]
-            self._sent.clear()
-            raise StorageError(f"{self._remote.path(min(lost))} is missing, but a commit lists it.")
 
 
 class TakenError(StorageError):

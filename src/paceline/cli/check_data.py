@@ -105,12 +105,17 @@ def _progress() -> Iterator[Progress]:
         yield show
 
 
+_SINGULAR = {"classes": "class", "labels": "label", "numbers": "number"}
+
+
 def _lines(report: DataReport) -> Iterator[str | Text]:
     """Say what was looked at, what was found, and whether the data can be trained on."""
     from rich.text import Text
 
     splits = ", ".join(f"{each['samples']:,} {name}" for name, each in report.splits.items())
-    yield f"{one_line(report.source)}: {report.dataset}, {report.classes['count']} classes, {splits}"
+    count, learned = report.classes["count"], report.learned
+    learned = _SINGULAR[learned] if count == 1 else learned
+    yield f"{one_line(report.source)}: {report.dataset}, {count} {learned}, {splits}"
     checked, samples = (sum(each[key] for each in report.splits.values()) for key in ("checked", "samples"))
     if checked < samples:
         yield f"looked at {checked:,} of {samples:,} images; duplicates among the others are not found"
@@ -157,7 +162,9 @@ def _relative(text: str, root: str | None) -> str:
 
 def _figures(report: DataReport) -> Iterator[str]:
     classes = report.classes
-    yield f"classes   {classes['smallest_train']:,} to {classes['largest_train']:,} training images each"
+    if classes["samples"]:
+        images = f"{classes['smallest_train']:,} to {classes['largest_train']:,} training images each"
+        yield f"{report.learned:<9} {images}"
     for name in ("width", "height") if report.sizes else ():
         each = report.sizes[name]
         sides = f"{each['minimum']:.0f} to {each['maximum']:.0f} pixels, half of them up to {each['median']:.0f}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -181,11 +182,6 @@ def targets(incomplete: str) -> Iterator[CompletionItem[str]]:
     yield from (item for item in _files(incomplete, suffix=".safetensors") if item.value.endswith(".safetensors"))
 
 
-def _recipe_or_run(incomplete: str) -> Iterator[CompletionItem[str]]:
-    yield from _recipe_names(incomplete)
-    yield from runs(incomplete)
-
-
 # By command and parameter; a parameter of any command where none is named.
 _OFFERS: dict[tuple[str, str], Offer] = {
     ("", "recipe"): recipes,
@@ -195,7 +191,7 @@ _OFFERS: dict[tuple[str, str], Offer] = {
     ("", "run_dir"): runs,
     ("", "target"): targets,
     ("mlperf", "targets"): runs,
-    ("noise-scale", "target"): _recipe_or_run,
+    ("noise-scale", "target"): lambda incomplete: chain(_recipe_names(incomplete), runs(incomplete)),
     ("recipes", "action"): lambda _: iter([CompletionItem("show")]),
     ("recipes", "name"): _recipe_names,
 }

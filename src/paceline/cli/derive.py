@@ -55,6 +55,7 @@ class _Command(click.Command):
 
 _WORDS = "paceline.words"
 _WIDTH = 120  # columns, where rich's tables go into a file
+_NOT_GIVEN = (None, False, ())  # an empty text is given
 
 
 def click_command(kind: type[Any]) -> click.Command:
@@ -228,14 +229,14 @@ def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     context = click.get_current_context()
     for name, annotation in hints.items():
         shape = _parts(annotation)[2]
-        if shape.only is not None and not values[shape.only]:
+        if shape.only is not None and values[shape.only] in _NOT_GIVEN:
             main = next(each for each in context.command.params if each.name == shape.only)
             without = f"it needs {main.make_metavar(context).strip('[]')}"
             refuse_idle(
                 context, name, f"it is used only with {main.opts[0]}" if isinstance(main, click.Option) else without
             )
         for other in shape.without:
-            if values[other]:
+            if values[other] not in _NOT_GIVEN:
                 refuse_idle(context, name, f"it does not apply with --{other.replace('_', '-')}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from paceline.units import metric_unit
 if TYPE_CHECKING:
     from paceline.trainer.evaluate_target import EvaluationReport, SizeSweep
 
-_OF_LABELS = ("AP", "threshold", "best threshold")
+# What is shown of a class, as far as its scores have it.
+_SHARES = {"precision": "precision", "recall": "recall", "f1": "F1", "average_precision": "AP", "iou": "IoU"}
+_THRESHOLDS = {"threshold": "threshold", "best_threshold": "best threshold"}
 
 
 def _pixels(text: str) -> int:
@@ -62,8 +65,8 @@ class Evaluate:
     per_class: Annotated[
         bool,
         Shape(without=("sizes",)),
-        "Also show precision, recall, F1 and the number of samples of each class, worst first; for multi-label data "
-        "also the average precision and the threshold with the highest F1.",
+        "Also show precision, recall, F1 and the number of samples of each class, worst first; of any number of labels "
+        "the average precision and the threshold of the highest F1 too; of segmentation IoU and the number of pixels.",
     ] = False
     weights: Weights = "auto"
     best: Best = False
@@ -112,12 +115,24 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
         *(one_line(f"  not scored, unreadable: {path}") for path in report.broken),
     ]
     if report.no_confusion:
-        blocks.append(f"  no confusion matrix (--json has one): {report.no_confusion}")
+        blocks.append(one_line(f"  incomplete: {report.no_confusion}"))
     scores = _by_class(report) if per_class else {}
     if per_class:
-        columns = ("class", "samples", "precision", "recall", "F1", *(_OF_LABELS if report.per_class else ()))
-        means = {"class": "mean over classes", "count": report.samples, **scores["mean"]}
-        blocks.append(Table(columns=columns, rows=[_class_row(each) for each in (*scores["per_class"], means)]))
+        found = scores["per_class"]
+        shares, thresholds = ([key for key in keys if key in found[0]] for keys in (_SHARES, _THRESHOLDS))
+        counted = "pixels" if "iou" in shares else "samples"
+        titles = [(_SHARES | _THRESHOLDS)[key] for key in (*shares, *thresholds)]
+        whole = sum(each["count"] for each in found) if counted == "pixels" else report.samples
+        rows = [
+            (
+                one_line(each["class"]),
+                f"{each['count']:,}",
+                *_cells(each, shares, "{:.2f} %"),
+                *_cells(each, thresholds, "{:.3g}"),
+            )
+            for each in (*found, {"class": "mean over classes", "count": whole, **scores["mean"]})
+        ]
+        blocks.append(Table(columns=("class", counted, *titles), rows=rows))
     blocks += [f"note: {sentence}" for sentence in report.left_out]
     fields = dataclasses.asdict(report)
     apart = {"metrics", "counts", "seconds", "not_finite", "per_class"}
@@ -133,25 +148,21 @@ def _by_class(report: EvaluationReport) -> dict[str, Any]:
     """
     from paceline.metrics.confusion import MOST_CLASSES, scores_by_class
 
-    found: Sequence[Mapping[str, Any]] = report.per_class
-    if not found and report.confusion is None:
+    found = report.per_class if report.confusion is None else scores_by_class(report.confusion)
+    if not found:
         why = (
             report.no_confusion or f"samples do not have one label each, or there are more than {MOST_CLASSES} classes"
         )
         raise PacelineError(f"--per-class has nothing to show: {why}; leave it out.")
-    if report.confusion is not None:
-        found = scores_by_class(report.confusion)
-    known = [each for each in found if each["count"]] if report.per_class else found
-    keys = ("precision", "recall", "f1", *(("average_precision",) if report.per_class else ()))
-    means = {key: sum(each[key] for each in known) / max(len(known), 1) for key in keys}
+    # Of labels, the average precision of a class that no sample has is not known.
+    known = [each for each in found if each["count"] or "average_precision" not in each]
+    means = {key: sum(each[key] for each in known) / max(len(known), 1) for key in _SHARES if key in found[0]}
     return {"per_class": found, "mean": means}
 
 
-def _class_row(scores: Mapping[str, Any]) -> tuple[str, ...]:
-    shares = (f"{scores[key]:.2f} %" for key in ("precision", "recall", "f1", "average_precision") if key in scores)
-    keys = ("threshold", "best_threshold") if "average_precision" in scores else ()
-    thresholds = (f"{scores[key]:.3g}" if key in scores else "" for key in keys)
-    return (one_line(scores["class"]), f"{scores['count']:,}", *shares, *thresholds)
+def _cells(scores: Mapping[str, Any], keys: Sequence[str], form: str) -> list[str]:
+    """The figures of a class in words; nothing for what is not known of it."""
+    return ["" if math.isnan(value := scores.get(key, math.nan)) else form.format(value) for key in keys]
 
 
 def _of_sizes(sweep: SizeSweep) -> Result:
@@ -190,4 +201,6 @@ def _not_finite(report: EvaluationReport) -> Iterator[NotFiniteError]:
 
 
 def _in_words(name: str, value: float) -> str:
+    if math.isnan(value):
+        return "absent" if name.startswith("iou_") else "nan"
     return f"{value:.2f} %" if metric_unit(name) else f"{value:.4f}"

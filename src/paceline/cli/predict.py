@@ -18,9 +18,12 @@ from paceline.cli.output import concluded, echo, print_json
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.escaping import one_line
 from paceline.loading import loading
+from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    import torch
 
     from paceline.files import LeftOut
     from paceline.inference.answer_files import AnswerWriter
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 
 _LABELS = 3
 _LINES = (".tsv", ".txt", ".gz", ".jsonl")
+
+
+def _thresholds(text: str) -> float | dict[str, float]:
+    """Read them as the recipe's key is written."""
+    return load_recipe(None, [f"evaluate.thresholds={text}"]).recipe.evaluate.thresholds
 
 
 @command("predict")
@@ -77,6 +85,12 @@ class Predict:
         "Maximum predictions for each image or masked token (default: 3), or objects (default: all); when generating, "
         "sample from this many tokens only.",
     ] = None
+    thresholds: Annotated[
+        float | dict[str, float] | None,
+        Shape(metavar="P", parse=_thresholds, without=("prompt",)),
+        "Of any number of labels: give those above this probability, 0.3, or {cat: 0.3} for some classes (default: as "
+        "trained, evaluate.thresholds).",
+    ] = None
     draw: Annotated[
         Path | None,
         Shape(metavar="DIR", path="folder", without=("prompt",)),
@@ -87,8 +101,8 @@ class Predict:
         Shape(metavar="FILE", path="file", without=("prompt",)),
         "Write the predictions to a new file: .jsonl, .csv (a line for each label, or a column for each number; "
         "multi-label: "
-        "a column for the labels and one for each probability) or "
-        ".parquet. Until it is complete, it is called FILE.partial.",
+        "a column for the labels and one for each probability) or .parquet. Until it is complete, it is called "
+        "FILE.partial.",
     ] = None
     batch_size: Annotated[int | None, Ge(1), Shape(without=("prompt",)), "Images per batch (default: 64)."] = None
     stdin_image: Annotated[
@@ -118,14 +132,9 @@ class Predict:
         with loading():
             from paceline.distributed.device import choose_device
             from paceline.world import World
-        load_options: dict[str, Any] = {
-            "weights": self.weights,
-            "best": self.best,
-            "trust_code": self.trust_code,
-            "device": choose_device("auto", World()),
-        }
+        device = choose_device("auto", World())
         if self.prompt is not None:
-            _answer_prompt(self, self.prompt, load_options, as_json=as_json)
+            _answer_prompt(self, self.prompt, device, as_json=as_json)
             return 0
         if all(
             each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources
@@ -135,19 +144,21 @@ class Predict:
 
             saved = read_weights(self.target, self.weights, best=self.best)
             if "table_rows" in saved.described("data"):
-                for name in ("draw", "output", "batch_size", "stdin_image"):
+                for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
                         refuse_idle(click.get_current_context(), name, "these weights take lines of samples")
-                clicks = ClickPredictor(saved, load_options["device"], trust_code=self.trust_code)
+                clicks = ClickPredictor(saved, device, trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
-        return _answer_images(self, load_options, as_json=as_json)
+        return _answer_images(self, device, as_json=as_json)
 
 
-def _answer_prompt(asked: Predict, prompt: str, load_options: dict[str, Any], *, as_json: bool) -> None:
+def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
     """Continue a prompt, or fill in its hidden tokens."""
-    from paceline.inference.text import Sampling, load_text_predictor
+    from paceline.checkpoint.weights import read_weights
+    from paceline.inference.text import Sampling, TextPredictor
 
-    predictor = load_text_predictor(asked.target, **load_options)
+    saved = read_weights(asked.target, asked.weights, best=asked.best)
+    predictor = TextPredictor(saved, device, trust_code=asked.trust_code)
     if not predictor.is_masked:
         sampling = Sampling(top_k=asked.top_k, **asked.writing)
         ids = list(predictor.write(prompt, sampling))
@@ -188,7 +199,7 @@ def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json
     return code
 
 
-def _answer_images(asked: Predict, load_options: dict[str, Any], *, as_json: bool) -> int:
+def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> int:
     """Answer for every image; 1 if one of them could not be read."""
     with loading():
         from paceline.files import LeftOut
@@ -204,13 +215,17 @@ def _answer_images(asked: Predict, load_options: dict[str, Any], *, as_json: boo
         check_output(output)
     left_out = LeftOut()
     pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
-    predictor = open_predictor(asked.target, **load_options)
+    predictor = open_predictor(
+        asked.target, weights=asked.weights, best=asked.best, trust_code=asked.trust_code, device=device
+    )
     if asked.draw is not None and not predictor.draws:
         raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
     if asked.top_k is not None and predictor.number_names:
         raise click.UsageError(
             "--top-k has no effect: a prediction of these weights has all its numbers. Leave it out."
         )
+    if asked.thresholds is not None:
+        predictor.set_thresholds(asked.thresholds)
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
             f"--batch-size={batch_size} has no effect: a detector takes one picture at a time, since larger ones in a "
@@ -225,10 +240,7 @@ def _answer_images(asked: Predict, load_options: dict[str, Any], *, as_json: boo
     )
     with contextlib.closing(answers):
         if output is not None:
-            numbers = predictor.number_names
-            is_multilabel = bool(numbers and predictor.classes)
-            writing = answer_file(output, boxes=predictor.finds_boxes, numbers=numbers, multilabel=is_multilabel)
-            code = _to_file(answers, output, writing, left_out, as_json=as_json)
+            code = _to_file(answers, output, answer_file(output, predictor), left_out, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
     for sentence in left_out.told():

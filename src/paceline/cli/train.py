@@ -332,7 +332,7 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "logical ranks": format_count(plan.logical_ranks),
         "steps per epoch": format_count(plan.steps_per_epoch),
         "steps": f"{format_count(plan.total_steps)} = {plan.total_epochs:.4g} epoch{'s' * (plan.total_epochs != 1)}",
-        "until": f"after step {format_count(plan.until_step)} (train.until)" if plan.until_step else None,
+        "until": f"after step {format_count(plan.until_step)} (train.until)" if plan.until_step is not None else None,
         "last step of an epoch": counted(plan.last_step_samples, "sample"),
         "warm-up": counted(plan.warmup_steps, "step"),
         "evaluation": evaluation,

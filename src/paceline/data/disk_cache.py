@@ -33,6 +33,14 @@ def stamp_of(path: str) -> Stamp:
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
+def stamp_if_there(path: str) -> Stamp | None:
+    """As :func:`stamp_of`; None of a file that is not there."""
+    try:
+        return stamp_of(path)
+    except OSError:
+        return None
+
+
 def remember(path: Path, content: bytes) -> bool:
     """Write a cache file atomically; False if it cannot be written, or the disk is full."""
     try:

@@ -221,20 +221,15 @@ def affinity_restored() -> Iterator[None]:
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
-    before, mine = _affinities(), os.sched_getaffinity(0)
+    before, mine = dict[int, set[int]](), os.sched_getaffinity(0)
+    for thread in _threads():
+        with suppress(ProcessLookupError):  # it has ended since
+            before[thread] = os.sched_getaffinity(thread)
     try:
         yield
     finally:
         if os.sched_getaffinity(0) != mine:
             _set(lambda thread: before.get(thread, mine))
-
-
-def _affinities() -> dict[int, set[int]]:
-    found = {}
-    for thread in _threads():
-        with suppress(ProcessLookupError):  # it has ended since
-            found[thread] = os.sched_getaffinity(thread)
-    return found
 
 
 def _set(cpus: Callable[[int], frozenset[int] | set[int]]) -> None:

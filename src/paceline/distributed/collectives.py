@@ -181,7 +181,13 @@ class Collectives:
         return result  # type: ignore[return-value]  # None only where T is None
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Run on every rank; an error for the user on one of them is raised on all alike, the first rank's first."""
+        """Run on every rank; an error for the user on one of them is raised on all alike, the first rank's first.
+
+        Any other error is raised as it is where it comes up, and named on the other ranks.
+
+        Raises:
+            OtherProcessError: On the others, for such an error.
+        """
         if self._alone:
             return action()
         failure: PacelineError | None = None
@@ -189,6 +195,9 @@ class Collectives:
             result = action()
         except PacelineError as error:
             failure = error
+        except Exception as error:
+            self.gather(OtherProcessError(f"rank {self.world.rank} failed: {error!r}"))
+            raise
         for each in self.gather(failure):
             if each is not None:
                 raise each
@@ -225,9 +234,12 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
         timeout = dt.timedelta(seconds=timeout_seconds)
         try:
             with closing(EndedBySignals(world)), uninterrupted():
+                # A URL, or the store that torchrun's agent keeps.
+                store = None if launch.store is None else agents_store(launch.store, world, timeout=timeout)
                 torch.distributed.init_process_group(
                     torch.distributed.get_default_backend_for_device(device),
-                    **_meeting_place(launch, timeout),
+                    init_method=launch.rendezvous if store is None else None,
+                    store=store,
                     rank=world.rank,
                     world_size=world.world_size,
                     timeout=timeout,
@@ -241,13 +253,6 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
             ) from error
         _ours.append(torch.distributed.group.WORLD)
     return Collectives(world)
-
-
-def _meeting_place(launch: Launch, timeout: dt.timedelta) -> dict[str, Any]:
-    """What tells torch where the processes meet."""
-    if launch.store is None:
-        return {"init_method": launch.rendezvous}
-    return {"store": agents_store(launch.store, launch.world, timeout=timeout)}
 
 
 def open_store(name: str) -> Store | None:

@@ -6,6 +6,7 @@ exit code. Ranks write their errors to files, so that the first one is shown fir
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -263,16 +264,12 @@ def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> d
     }
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-    if (loopback := _loopback()) is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+    # The machine's interface to itself: on Linux, or on macOS.
+    loopback = {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex())
+    if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
         # All ranks are here; the machine's own name may resolve to an address that nobody answers.
-        variables["GLOO_SOCKET_IFNAME"] = loopback
+        variables["GLOO_SOCKET_IFNAME"] = min(loopback)
     return variables
-
-
-def _loopback() -> str | None:
-    """The name of this machine's interface to itself: ``lo`` on Linux, ``lo0`` on macOS."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
@@ -325,7 +322,10 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
 
     A mistake of the user's is one sentence; anything else is a traceback.
     """
-    rank, world_size = _place(environ)
+    rank, world_size = 0, 1
+    with contextlib.suppress(LaunchError):  # variables that describe no world may be the very error
+        world = read_launch(environ).world
+        rank, world_size = world.rank, world.world_size
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
     notes = [_shown(str(note)) for note in getattr(error, "__notes__", ())]
@@ -339,7 +339,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "rank": rank,
         "time": time.time(),
         "message": message,
-        "summary": _summary(error),
+        # Without notes, which tell more of the moment than of the error.
+        "summary": _lines(error)[-1] if mistake else _shown(f"{type(error).__name__}: {error}".strip().splitlines()[0]),
         "notes": notes,
         "exit_code": code,
         "is_traceback": not mistake,
@@ -356,27 +357,11 @@ def _shown(text: str) -> str:
     return printable(without_secrets(text))
 
 
-def _summary(error: BaseException) -> str:
-    """An error's one line: without notes, which tell more of the moment than of the error."""
-    if isinstance(error, PacelineError):
-        return _lines(error)[-1]
-    return _shown(f"{type(error).__name__}: {error}".strip().splitlines()[0])
-
-
 def _lines(error: BaseException) -> list[str]:
     """A message's lines. A newline in the name of a file is shown escaped; what failed in training may quote many."""
     if isinstance(error, TrainingError):
         return _shown(str(error)).strip().splitlines() or [""]
     return [one_line(without_secrets(str(line))) for line in error.args] or [""]
-
-
-def _place(environ: Mapping[str, str]) -> tuple[int, int]:
-    """This process's rank and the size of its world; variables that describe none may be the very error."""
-    try:
-        world = read_launch(environ).world
-    except LaunchError:
-        return 0, 1
-    return world.rank, world.world_size
 
 
 def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE_WITHOUT_LAUNCHER_SECONDS) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.errors import DataError, PacelineError
 from paceline.escaping import csv_cell, utf8
+from paceline.inference.answers import PLURALS, ImagePredictor
 from paceline.records.run_directory import encode_json, sync_directory
 
 _AT_ONCE = 1024
@@ -44,7 +45,7 @@ class AnswerWriter(ABC):
 class _JsonLines(AnswerWriter):
     """One JSON object for each image."""
 
-    def __init__(self, path: Path, **_: Any) -> None:
+    def __init__(self, path: Path, _: ImagePredictor) -> None:
         self._file = path.open("w", encoding="utf-8")
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -58,13 +59,14 @@ class _Csv(AnswerWriter):
     Of numbers one line for each image, with a column for each number, and of any number of labels one for these too.
     """
 
-    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
+    def __init__(self, path: Path, predictor: ImagePredictor) -> None:
         self._file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
-        self._sides = _SIDES if boxes else ()
+        self._sides = _SIDES if predictor.finds_boxes else ()
         self._csv = csv.writer(self._file, lineterminator="\n")
-        self._numbers, self._multilabel = tuple(numbers), multilabel
-        columns = [csv_cell(each) for each in numbers] or ["rank", "label", "probability", *self._sides]
-        self._csv.writerow(["path", *(["labels"] * multilabel), *columns, "error"])
+        self._numbers, self._measures = predictor.number_names, PLURALS[predictor.kind.measure]
+        self._multilabel = bool(self._numbers and predictor.classes)
+        columns = list(map(csv_cell, self._numbers)) or ["rank", "label", predictor.kind.measure, *self._sides]
+        self._csv.writerow(["path", *(["labels"] * self._multilabel), *columns, "error"])
 
     def write(self, rows: Iterable[Row]) -> None:
         for row in rows:
@@ -75,7 +77,7 @@ class _Csv(AnswerWriter):
                 self._csv.writerow([path, *labels, *numbers, csv_cell(row["error"] or "")])
                 continue
             boxes = row.get("boxes") or [()] * len(row["labels"])
-            for rank, found in enumerate(zip(row["labels"], row["probabilities"], boxes, strict=True), start=1):
+            for rank, found in enumerate(zip(row["labels"], row[self._measures], boxes, strict=True), start=1):
                 self._csv.writerow([path, rank, csv_cell(found[0]), found[1], *found[2], ""])
             if not row["labels"]:
                 self._csv.writerow([path, "", "", "", *("" for _ in self._sides), csv_cell(row["error"] or "")])
@@ -85,7 +87,7 @@ class _Csv(AnswerWriter):
 class _Parquet(AnswerWriter):
     """One row for each image, with lists of labels and probabilities; needs the extra ``pack``."""
 
-    def __init__(self, path: Path, *, boxes: bool, numbers: Sequence[str], multilabel: bool) -> None:
+    def __init__(self, path: Path, predictor: ImagePredictor) -> None:
         try:
             import pyarrow as pa
             from pyarrow import parquet
@@ -95,14 +97,15 @@ class _Parquet(AnswerWriter):
                 ".jsonl or .csv."
             ) from error
         self._arrow = pa
-        of_labels = {
-            "labels": pa.list_(pa.string()),
-            "probabilities": pa.list_(pa.float64()),
-            **({"boxes": pa.list_(pa.list_(pa.float64(), 4))} if boxes else {}),
-        }
-        of_numbers = {"numbers": pa.struct([(name, pa.float64()) for name in numbers])}
-        said = of_labels | of_numbers if multilabel else of_numbers if numbers else of_labels
-        columns = {"path": pa.string(), **said, "error": pa.string()}
+        columns = {"path": pa.string()}
+        if predictor.classes:
+            measures = PLURALS[predictor.kind.measure]
+            columns |= {"labels": pa.list_(pa.string()), measures: pa.list_(pa.float64())}
+        if predictor.finds_boxes:
+            columns["boxes"] = pa.list_(pa.list_(pa.float64(), 4))
+        if predictor.number_names:
+            columns["numbers"] = pa.struct([(name, pa.float64()) for name in predictor.number_names])
+        columns["error"] = pa.string()
         self._schema = pa.schema(list(columns.items()))
         self._writer = parquet.ParquetWriter(path, self._schema)
         self._rows: list[Row] = []
@@ -145,16 +148,12 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def answer_file(
-    path: Path, *, boxes: bool, numbers: Sequence[str] = (), multilabel: bool = False
-) -> Iterator[AnswerWriter]:
+def answer_file(path: Path, predictor: ImagePredictor) -> Iterator[AnswerWriter]:
     """Open a new file of answers, of the kind its ending names; it is there when everything has been written.
 
     Args:
         path: The new file.
-        boxes: Whether answers have boxes.
-        numbers: What the numbers are called of which every answer has all; empty where there are none.
-        multilabel: Whether an answer may have several labels, and has a number for every class.
+        predictor: Whose answers it will hold.
 
     Raises:
         DataError: As :func:`check_output`, or if the disk refuses.
@@ -162,7 +161,7 @@ def answer_file(
     check_output(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        writer = _WRITERS[path.suffix](partial, boxes=boxes, numbers=numbers, multilabel=multilabel)
+        writer = _WRITERS[path.suffix](partial, predictor)
         try:
             yield writer
         except BaseException:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
 from paceline.checkpoint.weights import SavedWeights, weights_sha256
 from paceline.data.image.decode import BrokenImageError
-from paceline.errors import DataError
+from paceline.errors import DataError, RecipeError
 from paceline.inference.sources import PictureFile
 from paceline.machine import available_cores
 
@@ -26,6 +26,10 @@ inside."""
 
 NOT_FINITE = "the network's output is not a finite number; use other weights"
 """Why an image has no answer where the network computed none."""
+
+Measure = Literal["probability", "share"]
+PLURALS: dict[Measure, str] = {"probability": "probabilities", "share": "shares"}
+"""What rows call all of an image's together."""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom edge, in pixels of the file's picture."""
@@ -38,10 +42,12 @@ class Answer:
     Attributes:
         path: The image file, or its archive and its name in there.
         labels: Class names, the most probable first; empty if the image could not be read.
-        probabilities: Of each, in [0, 1].
+        probabilities: Of each, in [0, 1]; or whatever ``measure`` says.
         error: Why there is no answer, if there is none.
+        measure: What stands beside each label: its probability, or the share of the pixels that it has.
     """
 
+    measure: ClassVar[Measure] = "probability"
     path: Path
     labels: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
@@ -66,7 +72,7 @@ class Answer:
         return {"path": self.path, **self._columns(), "error": self.error}
 
     def _columns(self) -> dict[str, Any]:
-        return {"labels": self.labels, "probabilities": self.probabilities}
+        return {"labels": self.labels, PLURALS[self.measure]: self.probabilities}
 
     def drawn(self, prepared: Prepared, classes: Sequence[str]) -> Image.Image:
         """A copy of the image that was prepared, with the answer drawn into it.
@@ -91,6 +97,7 @@ class ImagePredictor(ABC):
         largest_batch: Maximum batch size; None if the caller chooses.
         finds_boxes: Whether answers have boxes.
         draws: Whether answers can be drawn.
+        kind: The class of answers.
     """
 
     classes: tuple[str, ...]
@@ -99,6 +106,7 @@ class ImagePredictor(ABC):
     largest_batch: int | None = None
     finds_boxes = False
     draws = False
+    kind: type[Answer] = Answer
 
     _saved: SavedWeights
 
@@ -119,9 +127,17 @@ class ImagePredictor(ABC):
     def answer(self, prepared: Sequence[Prepared], top_k: int) -> Sequence[Answer]:
         """One answer for each image, in order, without paths."""
 
+    def set_thresholds(self, asked: float | Mapping[str, float]) -> None:
+        """Give labels above other probabilities than the run's: one for all classes, or those of some.
+
+        Raises:
+            RecipeError: If a name is no class's, or images do not have any number of labels.
+        """
+        raise RecipeError("--thresholds has no effect: these weights do not give images any number of labels.")
+
     def unreadable(self, path: Path, reason: str) -> Answer:
         """The answer for an image that cannot be read."""
-        return Answer(path, error=reason)
+        return self.kind(path, error=reason)
 
 
 BATCH = 64

@@ -81,6 +81,7 @@ class DetectionPredictor(ImagePredictor):
     largest_batch = 1
     finds_boxes = True
     draws = True
+    kind = Detections
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         from paceline.models.shown_pictures import ShownPictures
@@ -139,10 +140,6 @@ class DetectionPredictor(ImagePredictor):
             boxes=tuple(boxes),
             masks=found.get("masks"),
         )
-
-    def unreadable(self, path: Path, reason: str) -> Detections:
-        """The answer for a picture that cannot be read."""
-        return Detections(path, error=reason)
 
     def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:
         self._is_finite.append(scores.isfinite().all())

@@ -9,7 +9,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,16 +175,13 @@ class SampleImages:
             yield self.normalize(part).contiguous()
 
 
-def calibration_images(
-    saved: SavedWeights, overrides: Overrides, *, trust_code: bool, most: int = HELD_OUT_IMAGES
-) -> SampleImages:
+def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code: bool) -> SampleImages:
     """Read some images of the data that weights were trained on.
 
     Args:
         saved: The weights.
         overrides: Changes to the recipe's ``data`` section: where the data are now.
         trust_code: Whether the weights' recipe may name code to import.
-        most: Held-out images to read.
 
     Raises:
         PacelineError: If they are not images, or not where the recipe says.
@@ -210,25 +209,13 @@ def calibration_images(
         images = [evaluation_image(source.read(each), size, crop, recipe.data.interpolation) for each in ids]
         return torch.stack(images) if images else torch.empty((0, found.channels, size, size), dtype=torch.uint8), ids
 
-    held_out, ids = shown(found.validation, most)
+    held_out, ids = shown(found.validation, HELD_OUT_IMAGES)
     return SampleImages(
         calibration=shown(found.train, CALIBRATION_IMAGES)[0],
         held_out=held_out,
         labels=torch.as_tensor(found.validation.labels[ids]),
         normalize=Normalize(found.mean, found.std, Placement(device=torch.device("cpu"))),
     )
-
-
-class Reader:
-    """Provides calibration batches to ONNX Runtime."""
-
-    def __init__(self, images: SampleImages) -> None:
-        self._batches = images.batches(images.calibration)
-
-    def get_next(self) -> dict[str, Any] | None:
-        """Return the next batch by the input's name; None after the last."""
-        batch = next(self._batches, None)
-        return None if batch is None else {"images": batch.numpy()}
 
 
 def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> Trial:
@@ -244,6 +231,7 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
     from onnxruntime.quantization import QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
+    batches = ({"images": each.numpy()} for each in images.batches(images.calibration))
     prepared = whole.with_name(f"{whole.stem}-prepared{whole.suffix}")
     try:
         with quiet():
@@ -252,7 +240,7 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
             quantize_static(
                 prepared,
                 path,
-                Reader(images),
+                SimpleNamespace(get_next=partial(next, batches, None)),  # as ONNX Runtime asks for them
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,

@@ -25,7 +25,7 @@ from paceline.files import refuse_odd_kinds
 from paceline.inference.answers import BATCH, NOT_FINITE, Answer, ImagePredictor, answers_ahead
 from paceline.inference.sources import PictureFile
 from paceline.tasks.image_classification import CROPS, AveragedViews
-from paceline.tasks.image_multilabel import label_probabilities
+from paceline.tasks.image_multilabel import label_probabilities, thresholds_of
 from paceline.tasks.image_regression import in_units, rounded
 
 
@@ -166,6 +166,17 @@ class ImageLabeller(ImagePredictor):
         Args:
             images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
         """
+
+    def set_thresholds(self, asked: float | Mapping[str, float]) -> None:
+        """Give labels above other probabilities than the run's: one for all classes, or those of some.
+
+        Raises:
+            RecipeError: If a name is no class's, or images do not have any number of labels.
+        """
+        if not self.outputs.thresholds:
+            super().set_thresholds(asked)
+        usual = dict(zip(self.classes, self.outputs.thresholds, strict=True))
+        self.outputs = replace(self.outputs, thresholds=thresholds_of(asked, usual, key="--thresholds"))
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -33,6 +33,9 @@ class Predictor(ImageLabeller):
         device: Where to compute.
         make_task: Makes that task.
 
+    Raises:
+        DataError: If they do not label images.
+
     Attributes:
         network: The network, in evaluation on the device.
     """
@@ -41,7 +44,12 @@ class Predictor(ImageLabeller):
         self._saved = saved
         self._device = device
         data = saved.described("data")
-        super().__init__(Outputs.described(data) or Outputs(()), Shown.described(data, str(saved.path)))
+        outputs = Outputs.described(data)
+        if outputs is None:
+            raise DataError(
+                f"{saved.path} holds no class names: its task does not classify images, so it cannot predict classes."
+            )
+        super().__init__(outputs, Shown.described(data, str(saved.path)))
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
         task = make_task(trained_recipe(saved))
         # The size that the network was built for; it may be shown another.
@@ -110,15 +118,7 @@ def load_predictor(
     if "detects" in described or "labels_pixels" in described:
         found = "a detector, which finds objects" if "detects" in described else "a segmentation network"
         raise DataError(f"{saved.path} holds {found} and does not classify images; use paceline predict.")
-    return _labeller(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
-
-
-def _labeller(saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> Predictor:
-    if Outputs.described(saved.described("data")) is None:
-        raise DataError(
-            f"{saved.path} holds no class names: its task does not classify images, so it cannot predict classes."
-        )
-    return Predictor(saved, device, make_task)
+    return Predictor(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
 
 
 def open_predictor(
@@ -139,4 +139,4 @@ def open_predictor(
         return DetectionPredictor(saved, device, trust_code=trust_code)
     if "labels_pixels" in saved.described("data"):
         return SegmentationPredictor(saved, device, trust_code=trust_code)
-    return _labeller(saved, device, trained_task(saved, trust_code=trust_code))
+    return Predictor(saved, device, trained_task(saved, trust_code=trust_code))

@@ -34,6 +34,7 @@ class Segments(Answer):
         classes: The class of each pixel of the file's image, uint8 [H, W].
     """
 
+    measure = "share"
     classes: LabelMap | None = field(default=None, repr=False, compare=False)
 
     def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
@@ -57,6 +58,7 @@ class SegmentationPredictor(ImagePredictor):
     usual_top_k = IGNORED
     largest_batch = 4  # images wait at their full size
     draws = True
+    kind = Segments
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         data = saved.described("data")

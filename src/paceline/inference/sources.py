@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import Any, Self
 
 from paceline.data.image.dataset import BAD
 from paceline.data.image.decode import BrokenImageError, read_file
@@ -167,7 +167,7 @@ def _matching(pattern: str, left_out: LeftOut) -> Iterable[PictureFile]:
 
 _TARS = (".tar", ".tar.gz", ".tgz")
 _SPECIAL = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
-_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
+_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 _LONGEST_NAME_BYTES = 2**16
 # What the readers of archives raise of damaged files, and zipfile (a RuntimeError) of locked ones and foreign methods.
 _DAMAGES = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -269,6 +269,12 @@ class _Head(tarfile.TarInfo):
         if head.type in _NAMES and head.size > _LONGEST_NAME_BYTES:
             raise tarfile.ReadError(f"a name of {head.size:,} bytes")
         return head
+
+    def _refuse_holes(self, *_: Any) -> Self:
+        raise tarfile.ReadError("a file with holes, of which it may name any number")
+
+    # What tarfile calls for such files, of each kind of tar.
+    _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_holes
 
 
 def _in_tar(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
+from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.text.corpus import TextDataset, encoded
 from paceline.data.text.tokenizer import MASK_WORDS, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError
@@ -59,12 +58,17 @@ class TextPredictor:
         device: Where to compute.
         trust_code: Whether the weights' recipe may name code to import.
 
+    Raises:
+        RecipeError: If they are no language model's.
+
     Attributes:
         network: The network, in evaluation on the device.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         data, where = saved.described("data"), str(saved.path)
+        if "tokenizer" not in data:
+            raise RecipeError(f"the weights in {where} are not a language model and take no prompt; give files.")
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.is_masked: bool = data["objective"] == "masked"
         self._context: int = data["context"]
@@ -146,32 +150,6 @@ class TextPredictor:
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")
         return logits
-
-
-def load_text_predictor(
-    target: str | Path,
-    *,
-    weights: str = "auto",
-    best: bool = False,
-    trust_code: bool = False,
-    device: torch.device | None = None,
-) -> TextPredictor:
-    """Load a trained language model.
-
-    Args:
-        target: Run directory, checkpoint or safetensors file.
-        weights: ``auto``, ``model`` or ``ema``.
-        best: Take a run's best checkpoint instead of its newest.
-        trust_code: Whether the weights' recipe may name code to import.
-        device: Where to compute; the CPU by default.
-
-    Raises:
-        PacelineError: If there are no such weights, or they are not of a language model.
-    """
-    saved = read_weights(Path(target), weights, best=best)
-    if "tokenizer" not in saved.described("data"):
-        raise RecipeError(f"the weights in {saved.path} are not a language model and take no prompt; give files.")
-    return TextPredictor(saved, device or torch.device("cpu"), trust_code=trust_code)
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

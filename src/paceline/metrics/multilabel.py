@@ -88,7 +88,8 @@ def precision_and_best_f1(scores: NDArray[np.float32], labels: NDArray[np.bool_]
     positives = int(labels.sum())
     if positives == 0 or np.isnan(scores).any():
         return math.nan, math.nan, math.nan
-    distinct, which = np.unique(-scores, return_inverse=True)
+    # Infinite ones as the largest numbers that there are: between these there is a middle.
+    distinct, which = np.unique(np.nan_to_num(-scores), return_inverse=True)
     given = np.cumsum(np.bincount(which))
     added = np.bincount(which[labels], minlength=len(distinct))
     right = np.cumsum(added)

@@ -81,9 +81,9 @@ class NamedMetrics:
         order = np.argsort(ids, kind="stable")
         found = {}
         for name, made in self._made.items():
-            value = made(torch.from_numpy(scores[order]), torch.from_numpy(targets[order]))
             try:
-                found[name] = float(value)
+                found[name] = float(made(torch.from_numpy(scores[order]), torch.from_numpy(targets[order])))
             except (TypeError, ValueError, RuntimeError) as error:
-                raise RecipeError(f"evaluate.metrics.{name} gave no number for all samples: {error}") from error
+                told = f"scores {list(scores.shape)} and targets {list(targets.shape)}"
+                raise RecipeError(f"evaluate.metrics.{name} gave no number for {told}: {error}") from error
         return found

@@ -30,7 +30,8 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 _TORCHVISION = "torchvision:"
 _HUB_SECONDS = 3.0  # an answer of the hub that takes longer is as good as none
-_WEIGHTS = "model.safetensors"
+# Names that weights have there, the first of them nearly always.
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 _BLOCK = 16  # channels that oneDNN computes at once, at most
 
 
@@ -130,12 +131,13 @@ def why_no_weights(name: str) -> str:
     if known is None or not known.has_weights:
         return f"timm has no published weights of {name}"
     hub = known.hf_hub_id
-    if hub is None or isinstance(try_to_load_from_cache(hub, _WEIGHTS), str):
+    names = filter(None, (known.hf_hub_filename, *_WEIGHTS))
+    if hub is None or any(isinstance(try_to_load_from_cache(hub, name), str) for name in names):
         return ""
     why = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
         try:
-            urlopen(Request(hf_hub_url(hub, _WEIGHTS), method="HEAD"), timeout=_HUB_SECONDS).close()
+            urlopen(Request(hf_hub_url(hub, _WEIGHTS[0]), method="HEAD"), timeout=_HUB_SECONDS).close()
         except HTTPError:
             return ""  # the hub is there; what it lacks under this name it may have under another
         except OSError as error:
@@ -162,7 +164,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
             "leave it out."
         )
     if model.pretrained and (why := why_no_weights(model.name)):
-        raise no_weights(model, why, of="")
+        raise no_weights(model, why)
     try:
         network: nn.Module = timm.create_model(
             model.name,

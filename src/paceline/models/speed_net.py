@@ -103,9 +103,7 @@ def speed_net(
     Raises:
         ModelError: If an option is out of range.
     """
-    are_widths = (
-        isinstance(widths, list | tuple) and widths and all(isinstance(w, int) and 1 <= w <= _WIDEST for w in widths)
-    )
+    are_widths = len(widths) > 0 and all(1 <= width <= _WIDEST for width in widths)
     rules = (
         ("widths", widths, are_widths, f"as a list of whole numbers from 1 to {_WIDEST}"),
         ("depth", depth, depth in (1, 2, 3), "of 1, 2 or 3"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
@@ -176,6 +176,9 @@ def make(
         other.
     """
     _check_facts(recipe, data, machine)
+    if network is not None and network.is_depthwise and machine.device == "cpu":
+        why = "nearly all wide convolutions are depthwise, which CPUs compute faster in fp32"
+        machine = replace(machine, fast_bf16=False, reasons=machine.reasons | {"fast_bf16": why})
     micro = micro_batch_size(recipe, world.world_size)
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
     total = epochs.total(recipe.train.duration)

@@ -121,8 +121,11 @@ class NetworkFacts:
         parameters: How many numbers it has.
         groups: Its parameters as the optimizer treats them.
         fp8_layers: Names of the layers that compute in fp8.
+        is_depthwise: Whether CPUs compute it faster in fp32: nearly all of its convolutions that are wider than a pixel
+            are depthwise.
     """
 
     parameters: ParameterNumbers
     groups: tuple[ParameterGroupFacts, ...] = ()
     fp8_layers: tuple[str, ...] = ()
+    is_depthwise: bool = False

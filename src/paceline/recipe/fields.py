@@ -103,10 +103,12 @@ class Applies:
     Attributes:
         to: Name of the deciding field.
         values: Its values under which the marked field has an effect.
+        also_off: Whether the marked field is refused under others even where it asks for nothing (``false``).
     """
 
     to: str
     values: Collection[object]
+    also_off: bool = True
 
     def allow(self, choice: object) -> bool:
         """Whether the marked field has an effect under a choice; code of one's own may use every field."""

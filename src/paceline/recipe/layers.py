@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
+from paceline.plain_yaml import as_switch
 from paceline.recipe.fields import Applies, Belongs, Names, plain
 from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
@@ -220,7 +221,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
     section = type(recipe)
     for key, value in tree.items():
         applies = mark(section, key, Applies)
-        if applies is not None:
+        if applies is not None and (applies.also_off or as_switch(value) is not False):
             choice, known = getattr(recipe, applies.to), named_choices(section, applies.to)
             # Where any name may be written, a misspelt one is refused by who opens it.
             is_known = not known or choice in known or (isinstance(choice, str) and ":" in choice)

@@ -46,7 +46,7 @@ class LoadedRecipe:
     Attributes:
         recipe: The recipe.
         name: Short name for run directories: the file's stem, or the shipped name.
-        notices: One sentence for each key that was set and has no effect.
+        notices: One sentence for each key that was set and has no effect, and for a folder named like the recipe.
         origins: Whether a dotted key was set by a file or by an override; keys nobody set are not in it.
     """
 
@@ -75,9 +75,11 @@ def is_data(source: str | Path) -> bool:
     path = os.path.expanduser(source)
     if str(source) in shipped_recipes():
         return False
-    if os.path.isdir(path):
-        return not os.path.isfile(os.path.join(path, "recipe.yaml"))
-    return os.path.splitext(path)[1].lower() in TABLES and os.path.isfile(path)
+    return _is_data_folder(path) or (os.path.splitext(path)[1].lower() in TABLES and os.path.isfile(path))
+
+
+def _is_data_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "recipe.yaml"))
 
 
 PATH_KEYS = ("data.path", "data.saved_split", "model.initialize_from", "distillation.teacher")
@@ -117,6 +119,10 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
         if (asked_path := getattr(part, key)) is not None:
             absolute = asked_path if is_address(asked_path) else str(Path(asked_path).absolute())
             recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: absolute})})
+    if str(source) in shipped_recipes() and _is_data_folder(str(source)):
+        folder, data = Path(str(source)).absolute(), recipe.data.path
+        if data is None or not Path(data).is_relative_to(folder):
+            notices.append(f"{source} is the shipped recipe; to mean the folder of that name here, write ./{source}")
     name = path.parent.name if path.name == "recipe.yaml" else path.stem
     return LoadedRecipe(recipe, name, tuple(notices), origins)
 

@@ -67,7 +67,8 @@ class Model:
     """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, for language models `gpt`, `bert`,
     `transformers:NAME` (an architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER`
     (with a config.json), or `package.module:factory`."""
-    pretrained: Annotated[Switch, Applies("initialize_from", (None,))] = False
+    # Earlier versions stored it as false with every run.
+    pretrained: Annotated[Switch, Applies("initialize_from", (None,), also_off=False)] = False
     """Start from the library's published weights."""
     initialize_from: Annotated[LocalPath | None, Off] = None
     """Start a new run from these weights: a safetensors file, a checkpoint, a run directory or a hub folder."""

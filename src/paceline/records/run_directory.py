@@ -165,8 +165,8 @@ class RunDirectory:
                 raise cannot("look at", path, error) from error
             if not is_same:
                 raise RunDirectoryError(
-                    f"'{path}' was moved, removed or unmounted during the run; nothing more is saved. Restore it, or "
-                    "give its new path with --run-dir, and run the same command again."
+                    f"'{path}' was moved, removed or unmounted while the run trained; nothing more is saved. Bring "
+                    "it back, or give the run directory's new place, and run the same command again."
                 )
 
 

@@ -332,7 +332,8 @@ class ImageClassification(ClassTask):
         # As where years are taken for the numbers of classes.
         empty = len(found.classes) - len(np.unique(found.train.labels))
         if empty:
-            reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
+            said = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
+            reasons["data.classes"] = "; ".join([said, *filter(None, [reasons.get("data.classes")])])
         if top_k < len(found.classes):
             self._top_k = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
             self.metrics = (*(m for m in self.metrics if m.name != self._top_k.name), self._top_k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -19,21 +20,34 @@ from paceline.data.image.selection import relabelled
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.multilabel import MULTILABEL_METRICS, LabelScores
+from paceline.recipe.schema import Recipe
+from paceline.recipe.training import Train
 from paceline.tasks.image_classification import ClassificationLoss, ClassTask
 from paceline.tasks.task import Model
 
 _SEVERAL = "image_multilabel assigns any number of labels"
+_USUAL = 0.5  # a threshold, as the recipe's default
 _OF_ONE = ("train.label_smoothing", "train.class_weights", "data.sampling", "evaluate.top_k")
 
 
 class ImageMultilabel(ClassTask):
-    """Assigns each class whose probability, a sigmoid, is above the class's threshold."""
+    """Assigns each class whose probability, a sigmoid, is above the class's threshold.
+
+    Subclass it as :class:`~paceline.tasks.image_classification.ImageClassification`; there too the usual ``train.loss``
+    is ``bce``.
+    """
 
     headline = "map"
     metrics = (Metric(name="loss"), *MULTILABEL_METRICS)
     learns = "labels"
     gives_scores = True
     unused = MappingProxyType(dict.fromkeys(_OF_ONE, _SEVERAL))
+
+    def __init__(self, recipe: Recipe) -> None:
+        # A recipe that names a subclass is read without a look at what it learns: its loss is then the usual one.
+        if recipe.task != "image_multilabel" and recipe.train.loss == Train.loss:
+            recipe = replace(recipe, train=replace(recipe.train, loss="bce"))
+        super().__init__(recipe)
 
     @cached_property
     def dataset(self) -> ImageDataset:
@@ -67,16 +81,8 @@ class ImageMultilabel(ClassTask):
         Raises:
             RecipeError: If the recipe names an unknown class.
         """
-        asked, classes = self.recipe.evaluate.thresholds, self.dataset.classes
-        if isinstance(asked, float):
-            return (asked,) * len(classes)
-        if unknown := [name for name in asked if name not in classes]:
-            raise RecipeError(
-                f"evaluate.thresholds names {unknown[0]!r}, which is not one of the {len(classes)} classes: correct "
-                f"it."
-                f"{did_you_mean(unknown[0], classes)}"
-            )
-        return tuple(asked.get(name, 0.5) for name in classes)
+        usual = dict.fromkeys(self.dataset.classes, _USUAL)
+        return thresholds_of(self.recipe.evaluate.thresholds, usual, key="evaluate.thresholds")
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
         """How many classes there are, and the threshold of each."""
@@ -116,6 +122,27 @@ class ImageMultilabel(ClassTask):
         given = (found > torch.tensor(self.thresholds, dtype=torch.float64)).int()
         columns = {"probability": found, "predicted": given, "target": batch.targets.int()}
         return {f"{kind}_{name}": each[:, at] for kind, each in columns.items() for at, name in enumerate(names)}
+
+
+def thresholds_of(asked: float | Mapping[str, float], usual: Mapping[str, float], *, key: str) -> tuple[float, ...]:
+    """The threshold of each class: one for all, or the usual one where only others are named.
+
+    Args:
+        asked: For all classes, or by the names of some.
+        usual: Of all classes, in order.
+        key: Who asks, for the message.
+
+    Raises:
+        RecipeError: If a name is no class's.
+    """
+    if isinstance(asked, float):
+        return (asked,) * len(usual)
+    if unknown := [name for name in asked if name not in usual]:
+        raise RecipeError(
+            f"{key} names {unknown[0]!r}, which is none of the {len(usual)} classes: correct it."
+            f"{did_you_mean(unknown[0], usual)}"
+        )
+    return tuple(({**usual, **asked}).values())
 
 
 def label_probabilities(logits: Tensor) -> Tensor:

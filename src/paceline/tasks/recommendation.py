@@ -126,7 +126,8 @@ class Recommendation(Task):
         if is_criteo:
             found |= {f"data.recommendation.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
         else:
-            found["data.recommendation.cache"] = "generated samples are not stored"
+            found["data.recommendation.cache"] = "only data.dataset=criteo is stored"
+        if is_generated:
             found["data.path"] = "generated samples are not in a file"
         if self.recipe.data.recommendation.tables != "auto":
             found["data.recommendation.max_rows"] = "data.recommendation.tables says how many rows each table has"

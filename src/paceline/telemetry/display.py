@@ -86,8 +86,10 @@ class _UnfailingStream:
         except OSError as error:
             self._is_lost = True
             why = error.strerror or str(error)
+            # Live bars show what is written to standard error above them: here the stream beneath is meant.
+            errors = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
             with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(f"paceline: progress is no longer shown ({why}); the run continues.\n")
+                errors.write(f"paceline: progress is no longer shown ({why}); the run continues.\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -110,7 +110,7 @@ class Kept:
         confusion: The confusion matrix; None where there are more than 1000 classes.
         examples: What the file of examples says; None if none were requested.
         details: What a collector says of all answers; None if none does.
-        failure: Why nothing was kept, or an empty string.
+        failure: Which method failed, and with what; or an empty string.
     """
 
     confusion: dict[str, Any] | None = None
@@ -142,35 +142,35 @@ class KeptAnswers:
             answered: Gives the answer that was scored again, and no other.
             batch: What was scored.
         """
-        with self.looking():
+        answers = None
+        with self.looking("answers"):
             answers = self._task.answers(answered, batch)
-            if answers is None:
-                return
-            if answers.classes <= MOST_CLASSES:
+            if answers is not None and answers.classes <= MOST_CLASSES:
                 self._confusion.add(answers)
-            if self._keep.examples:
+        if answers is not None and self._keep.examples:
+            with self.looking("pictures"):
                 draws = uniforms(0, 0, batch.ids, 1)[:, 0]
                 self._examples.add(batch.ids, draws, batch.inputs, answers)
 
     def part(self) -> Part:
         """This process's results; waits for the device."""
-        with self.looking():
+        with self.looking("answers"):
             if not self._failure:
                 candidates = tuple(self._examples.candidates())
                 return Part(self._confusion.counts(), candidates, self._confusion.classes)
         return Part(Confusion().counts(), failure=self._failure)
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """A task's own code runs inside: keeping examples must not fail an evaluation."""
+    def looking(self, method: str) -> Iterator[None]:
+        """A method of the task's own runs inside: an evaluation must not fail of being looked at."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # whatever it raises
-            self.give_up(error)
+            self.give_up(method, error)
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, method: str, error: Exception) -> None:
         """Keep nothing of this pass."""
-        self._failure = self._failure or f"{type(error).__name__}: {error}"
+        self._failure = self._failure or _failed(self._task, method, error)
 
     def together(self, parts: Sequence[Part], collectives: Collectives, pipeline: Pipeline) -> Kept:
         """Put the parts of all processes together; a collective if pictures are kept."""
@@ -182,13 +182,13 @@ class KeptAnswers:
         if chosen:
             own: dict[int, dict[str, Any]] = {}
             # A process that fails here must not leave the others waiting.
-            with self.looking():
+            with self.looking("pictures"):
                 mine = set(parts[collectives.world.rank].candidates)
                 own = {each.sample: self._as_shown(each, pipeline) for each in chosen if each in mine}
             for failure, entries in collectives.gather_on_first((self._failure, own)):
                 self._failure = self._failure or failure
                 shown |= entries
-        with self.looking():
+        with self.looking("description"):
             names = [str(each) for each in self._task.description().get("class_names", range(classes))]
             if len(names) < classes:
                 raise ValueError(f"the task names {len(names)} classes, but predicts {classes}")
@@ -207,6 +207,10 @@ class KeptAnswers:
         picture = {} if pixels is None else {"image": as_png(pixels)}
         # A file's name may hold bytes that are no text.
         return {**picture, **fields, "name": utf8(pipeline.sample_name(candidate.sample, training=False))}
+
+
+def _failed(owner: object, method: str, error: Exception) -> str:
+    return f"{type(owner).__name__}.{method} failed with {type(error).__name__}: {error}"
 
 
 def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> None:
@@ -354,7 +358,7 @@ class Evaluator:
                     collected = [part.collected[self.keep.weights][index] for part in parts]
                     return replace(kept, details=each.details(collected))
                 except Exception as error:  # noqa: BLE001  # a task's own code, and for the report only
-                    return replace(kept, failure=kept.failure or f"{type(error).__name__}: {error}")
+                    return replace(kept, failure=kept.failure or _failed(each, "details", error))
         return kept
 
     def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:
@@ -366,7 +370,7 @@ class Evaluator:
             if looked_at is asked or answers.weights == "" or self.rounds is not None:
                 raise
             scores = self.task.score(asked, batch)
-            answers.give_up(error)
+            answers.give_up("score", error)
             return scores
 
     def _go_along(self, models: Mapping[str, nn.Module], batch: Batch) -> None:

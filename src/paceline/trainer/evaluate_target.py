@@ -93,10 +93,11 @@ class EvaluationReport:
         seconds: How long that took, reading included.
         confusion: Which classes were taken for which, as in a run's ``evaluation/confusion.json``; None where samples
             do not have one label each, or of more than 1000.
-        no_confusion: Why there is none although they do; else empty.
+        no_confusion: Which method failed on the way to it or to the scores of classes, and with what; else empty.
         not_finite: The metrics that are infinite or nan and are no result.
         left_out: Data that is not used, one sentence per kind.
-        per_class: The scores of each class where images have any number of labels, the lowest F1 first; else empty.
+        per_class: The scores of each class where images have any number of labels, or pixels have one, the lowest
+            first; else empty.
     """
 
     path: Path
@@ -207,7 +208,7 @@ def _score(
         )
     if request.predictions is not None:
         lines.write(request.predictions, evaluator.collectives)
-    task, metrics = evaluator.task, evaluation.results[saved.weights]
+    task, metrics, details = evaluator.task, evaluation.results[saved.weights], evaluation.kept.details or {}
     return EvaluationReport(
         path=saved.path,
         weights=saved.weights,
@@ -223,7 +224,7 @@ def _score(
         confusion=evaluation.kept.confusion,
         no_confusion=evaluation.kept.failure,
         not_finite=not_finite(task, metrics),
-        per_class=(evaluation.kept.details or {}).get("label_scores", ()),
+        per_class=details.get("label_scores") or details.get("class_iou", ()),
     )
 
 

@@ -371,8 +371,8 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
         return MirrorState(found.damaged, found.names)
     if request.resume == "never":
         raise RunDirectoryError(
-            f"checkpoint.mirror={address} already holds a copy of a run, and --resume=never was given; choose another "
-            "address, or leave --resume out to resume it."
+            f"checkpoint.mirror={address} holds a copy of a run already and resume=never was asked; choose another "
+            "address, or leave resume out to go on with it."
         )
 
     def accept(folder: Path) -> None:
@@ -411,8 +411,8 @@ def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) ->
     if not wanted:
         steps = ", ".join(str(each) for each in sorted({each.step for each in found.commits}))
         raise RunDirectoryError(
-            f"--resume={resume}: there is no run in '{directory.root}', and the copies at {address} are of other steps "
-            f"({steps}); give one of those, or leave --resume out."
+            f"resume={resume}: there is no run in '{directory.root}', and the copies at {address} are of other steps "
+            f"({steps}); give one of those, or leave resume out."
         )
     return wanted
 
@@ -427,7 +427,7 @@ def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
     if found.commits and (found.commits[0].run != run if run is not None else not never_trained(directory)):
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
-            "or another --run-dir to resume from that copy."
+            "or another run directory to go on from that copy."
         )
 
 
@@ -474,7 +474,7 @@ def mirror_checkpoints(
     )
     try:
         if decision.completed:  # its last checkpoint may not be there yet
-            wait_until_copied(mirroring, recipe, collectives, lambda: mirroring is not None and mirroring.is_failing)
+            wait_until_copied(mirroring, recipe, collectives, lambda each: each.is_failing)
             if mirroring is not None and mirroring.lacks:
                 say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {mirroring.lacks}")
         yield None if decision.completed else mirroring
@@ -517,7 +517,7 @@ def wait_until_copied(
     mirroring: Mirroring | None,
     recipe: Recipe,
     collectives: Collectives,
-    has_ended: Callable[[], bool],
+    has_ended: Callable[[Mirroring], bool],
     tick: Callable[[], object] = lambda: None,
 ) -> None:
     """Wait until everything is copied, for ``checkpoint.mirror_wait`` at most; a collective.
@@ -533,8 +533,8 @@ def wait_until_copied(
     deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds
 
     def is_over() -> bool:
-        is_copied = mirroring is None or mirroring.is_over(within_seconds=patience)
-        return is_copied or has_ended() or time.monotonic() > deadline
+        is_copied = mirroring is None or mirroring.is_over(within_seconds=patience) or has_ended(mirroring)
+        return is_copied or time.monotonic() > deadline
 
     while not collectives.on_first(is_over):
         tick()

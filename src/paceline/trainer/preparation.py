@@ -116,6 +116,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     """
     if recipe.train.deterministic or recipe.parallel.exact:
         reserve_deterministic_workspace()
+    # A task may have another usual loss than recipes.
+    recipe = replace(recipe, train=replace(recipe.train, loss=task.recipe.train.loss))
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
@@ -492,12 +494,21 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
             parameters=numbers,
             groups=describe_groups(network, recipe.optimizer, first, last),
             fp8_layers=fp8_layers(network, name=recipe.model.name) if before.precision == "fp8" else (),
+            is_depthwise=_is_depthwise(network),
         )
     )
     check_tables(network, recipe, strategy=plan.strategy, device=plan.device)
     if plan.strategy == "fsdp":
         check_sharded(network, recipe.parallel)
     return plan
+
+
+def _is_depthwise(network: nn.Module) -> bool:
+    """What makes fp32 the faster precision on CPUs, measured by benchmarks/precision_families.py."""
+    modules = list(network.modules())
+    wide = [each for each in modules if isinstance(each, nn.Conv2d) and max(each.kernel_size) > 1]
+    depthwise = sum(each.groups == each.in_channels > 1 for each in wide)
+    return depthwise > 0.9 * len(wide) and any(isinstance(each, nn.BatchNorm2d) for each in modules)
 
 
 def _check_single_samples(prepared: Prepared) -> None:

@@ -143,16 +143,16 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     if position > total_steps:
         raise RunDirectoryError(
             f"the run in '{directory.root}' is at step {position}, beyond the {total_steps} steps of "
-            "train.duration; give a longer one, or go back with --resume and one of its checkpoints."
+            "train.duration; give a longer one, or go back: resume from one of its checkpoints."
         )
     lost = []
     if choice.path is not None:  # the event of a checkpoint is on the disk before the checkpoint is
-        events = list(reader.read_events(directory.events)) if directory.events.exists() else []
-        saved = (event for event in events if event["event"] == "checkpoint")
-        if all(step_of(Path(str(event.get("checkpoint")))) != choice.step for event in saved):
-            last = events[-1]["step"] if events else 0
-            missing = not directory.events.exists()
-            lost.append("there is no events.jsonl" if missing else f"events.jsonl ends at step {last}")
+        has_events, is_recorded, last = directory.events.exists(), False, 0
+        for event in reader.read_events(directory.events) if has_events else ():
+            last = event["step"]
+            is_recorded |= event["event"] == "checkpoint" and step_of(Path(str(event.get("checkpoint")))) == choice.step
+        if not is_recorded:
+            lost.append(f"events.jsonl ends at step {last}" if has_events else "there is no events.jsonl")
     unusable = [("damaged", "damaged", each) for each in choice.damaged]
     unusable += [("foreign", "of another run", each) for each in foreign]
     for kind, _, each in unusable:
@@ -183,7 +183,7 @@ def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[Damaged
         if choice.path is None or each.step == choice.step:
             raise CheckpointError(
                 f"{each.path} is a checkpoint of another run than '{directory.root}': {each.reason}. Put the run's own "
-                "checkpoints back, or train in another --run-dir."
+                "checkpoints back, or train in another run directory."
             )
     if choice.path is None:
         _check_none_is_lost(directory)
@@ -193,7 +193,8 @@ def _check_none_is_lost(directory: RunDirectory) -> None:
     if reader.had_checkpoint(directory):
         raise CheckpointError(
             f"the records of '{directory.root}' say that checkpoints were saved, but {directory.checkpoints} holds "
-            "none; nothing was changed. Restore them (is their disk mounted?), or start again in another --run-dir."
+            "none; nothing was changed. Bring them back (is their disk mounted?), or begin again in another run "
+            "directory."
         )
 
 
@@ -298,7 +299,7 @@ class RunLock:
             holder = (_read_or_nothing(path) or "").partition(",")[0]
             raise RunDirectoryError(
                 f"another process is training in '{directory.root}'{f' ({holder})' if holder else ''}, or a run that "
-                "failed still saves there; wait for it, stop it, or choose another --run-dir."
+                "failed still saves there; wait for it, stop it, or choose another run directory."
             ) from None
         except OSError:
             pass  # a file system without locks: the check is a courtesy
@@ -343,13 +344,13 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     wanted = None if request.resume in ("auto", "never") else Path(request.resume)
     if wanted and (wanted.parent.resolve() != directory.checkpoints.resolve() or step_of(wanted) is None):
         raise RunDirectoryError(
-            f"--resume={request.resume} is not a checkpoint of the run in '{directory.root}'; give one of its "
+            f"resume={request.resume} is not a checkpoint of the run in '{directory.root}'; give one of its "
             "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
         )
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
-            f"'{directory.root}' already holds a run, and --resume=never was given; choose another --run-dir, or leave "
-            "--resume out to resume it."
+            f"'{directory.root}' holds a run already and resume=never was asked; choose another run directory, "
+            "or leave resume out to go on with it."
         )
     check_links(directory)
     if wanted is None and _is_complete(directory, request):
@@ -457,8 +458,8 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         )
     if request.resume not in ("auto", "never"):
         of_run = Path(request.resume).parent.parent
-        meant = f" Did you mean --run-dir {of_run}?" if RunDirectory(of_run).exists() else ""
-        raise RunDirectoryError(f"--resume={request.resume}: there is no run in '{root}' to resume.{meant}")
+        meant = f" Did you mean the run in {of_run}?" if RunDirectory(of_run).exists() else ""
+        raise RunDirectoryError(f"resume={request.resume}: there is no run in '{root}' to resume.{meant}")
     tracked = [directory.tracked(name) for name in TRACKERS]
     outdated = (directory.events, directory.first_batch, *directory.evaluation_files, *tracked)
     return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
@@ -482,13 +483,13 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         RunDirectoryError: If it does not.
     """
     where = f"'{directory.root}'" if address is None else address
-    elsewhere = "in another --run-dir" if address is None else "at another address (checkpoint.mirror)"
+    elsewhere = "in another run directory" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
     if listed := fixed_differences(stored, request.recipe):
         if address is not None:
             raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Start {elsewhere}.")
         raise RunDirectoryError(
-            f"{where} holds a run of another recipe: {listed}. Choose another --run-dir, or repeat its own recipe: "
+            f"{where} holds a run of another recipe: {listed}. Choose another run directory, or repeat its own recipe: "
             f"paceline train {directory.recipe} --run-dir {directory.root}"
         )
     plan = reader.read_plan_to_resume(directory)

@@ -155,8 +155,8 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
     if new and count > most:
         found = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
         advice = (
-            f"data.max_broken={most}; the same command with data.max_broken={count} continues without them, or repair "
-            "or remove them and start in another --run-dir."
+            f"data.max_broken={most}; the same command with data.max_broken={count} goes on without them, or repair or "
+            "remove them and begin in another run directory."
         )
         if data.on_bad == "skip":
             advice = (
@@ -237,9 +237,8 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             }
             for (picture, caption), sample in zip(shown, first.ids.tolist(), strict=False)
         ]
+        if pictures:
+            write_text(run.directory.first_batch, encode_json({"examples": pictures}) + "\n")
     except Exception as error:  # noqa: BLE001  # a run must not fail of being looked at
         run.display.message(f"The first batch is not shown in the report ({type(error).__name__}: {error}).")
-        return ahead.again()
-    if pictures:
-        write_text(run.directory.first_batch, encode_json({"examples": pictures}) + "\n")
     return ahead.again()

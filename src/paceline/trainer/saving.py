@@ -166,11 +166,7 @@ def finish_mirroring(run: Run) -> None:
     mirroring, recipe = run.mirroring, run.recipe
     if recipe.checkpoint.mirror is None:
         return
-    wait_until_copied(
-        *(mirroring, recipe, run.collectives),
-        has_ended=lambda: mirroring is not None and mirroring.has_failed,
-        tick=run.heartbeat.tick,
-    )
+    wait_until_copied(mirroring, recipe, run.collectives, lambda each: each.has_failed, run.heartbeat.tick)
 
     def report() -> None:
         if mirroring is None:

@@ -40,7 +40,7 @@ _WARM_QUERIES = 10
 _WARM_SECONDS = 0.5
 # The 99th percentile of fewer is their largest.
 _FEWEST_QUERIES = 100
-# Slow networks are not waited for until they have answered so many, but for some times as long as others.
+# A slow network need not answer so many: it is given this many times the time of others.
 _PATIENCE = 5
 _PARTS = 10
 _MULTI_STREAM = 8
@@ -216,7 +216,7 @@ def _row(device: str, precision: str, scenario: str, size: int | None, *, troubl
 
 
 def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: float) -> list[float]:
-    """Seconds of one query after the other: so many and for so long, but slow ones only some times as long."""
+    """Seconds of each query, one after the other: for so long, and so many unless that takes far longer."""
     times: list[float] = []
     begun = last = time.perf_counter()
     while len(times) < 2 or last - begun < seconds or (len(times) < fewest and last - begun < _PATIENCE * seconds):

@@ -214,14 +214,11 @@ def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[
         return found if math.isfinite(found) else None
 
     return {
-        "type": "scatter",
         "mode": "lines+markers",
         "name": label,
         "x": [size for size, _ in line],
         "y": [rate["middle"] for _, rate in line],
         "error_y": {
-            "type": "data",
-            "symmetric": False,
             "array": [distance(rate, "high") for _, rate in line],
             "arrayminus": [distance(rate, "low") for _, rate in line],
         },

@@ -95,7 +95,7 @@ def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
 
 def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: Any, samples: int) -> Layer | None:
     given = next((each for each in arguments if isinstance(each, Tensor)), None)
-    made = result[0] if isinstance(result, tuple) else result
+    made = next(iter(result), None) if isinstance(result, tuple) else result
     if given is None or not isinstance(made, Tensor):
         return None
     own: dict[str, Any]

@@ -493,7 +493,7 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
         calls.debugging["anomaly"] = place or calls.debugging["anomaly"]
     # The settings of cuDNN that are not as `untouched` set them.
     calls.states = {
-        f"torch.backends.{name}={value}": find_line(files, rf"\b{name}\s*=")
+        f"torch.backends.{name}={value}": find_line(files, rf"\b{name}\s*=[^=]")
         for name, value in _AUTOTUNE.items()
         if getattr(cudnn, name.partition(".")[2]) is value
     }

@@ -141,7 +141,7 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
             return Lack(
                 memory=memory,
                 largest=largest,
-                divisor=next((each for each in range(min(largest, job.share), 0, -1) if job.share % each == 0), 0),
+                divisor=job.divisor(largest),
                 normalises=any(isinstance(each, _OVER_THE_BATCH) for each in step.network.modules()),
             )
     return None

@@ -105,7 +105,9 @@ class Formula:
             raise PacelineError(f"{self.name} has no value for {_spelled(arguments)}: {error}.") from None
         if isinstance(value, float) and not math.isfinite(value):
             raise PacelineError(f"{self.name} has no value for {_spelled(arguments)}: the result is too large.")
-        return arguments, _plain(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return arguments, asdict(value)
+        return arguments, list(value) if isinstance(value, tuple) else value
 
     def _read(self, typed: Sequence[str]) -> dict[str, Any]:
         hints = typing.get_type_hints(self.function)
@@ -296,12 +298,6 @@ def _number(name: str, text: str, kind: type) -> int | float:
     if value != int(value):
         raise PacelineError(f"{name}={text}: give a whole number.")
     return int(value)
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _listed(names: Sequence[str], word: str = "and") -> str:

@@ -220,7 +220,6 @@ def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
         yield _turned(run.surface, "Loss around the weights, rotatable", axes)
     if way is not None:
         points = {
-            "type": "scatter",
             "mode": "lines+markers",
             "name": "checkpoints",
             "x": [x for x, _ in way.coordinates],
@@ -242,7 +241,7 @@ def _curve_charts(curves: Mapping[str, Curve], where: str) -> Iterator[Chart]:
         yield Chart(
             title=f"{titled} {where}",
             traces=[
-                {"type": "scatter", "mode": "lines+markers", "name": on, "x": curve.positions, "y": curve.values[name]}
+                {"mode": "lines+markers", "name": on, "x": curve.positions, "y": curve.values[name]}
                 for on, curve in curves.items()
             ],
             layout={"xaxis": {"title": "position"}, "yaxis": {"title": titled}},

@@ -197,7 +197,6 @@ class MemoryEstimate:
         device: What it is called.
         memory: Bytes that it has for a process; None if unknown.
         outside: Of these, what is not tensors': on a GPU an allowance for the driver and libraries.
-        accumulates: Whether gradients of earlier micro-batches are there.
         peak: The highest point of its steps and its evaluation.
         allocator: How PyTorch's allocator is set.
         needed: Bytes that a process takes from its device in all, if it can.
@@ -220,7 +219,6 @@ class MemoryEstimate:
     device: str
     memory: int | None
     outside: int
-    accumulates: bool
     peak: Peak
     allocator: Settings
     needed: int
@@ -419,6 +417,8 @@ def estimate_memory(
         largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
         # Inside: a network whose steps do not grow in proportion is run at each of these sizes.
         now = job.plan.micro_batch_size
+        # Around the one asked for, each twice the one before.
+        sizes = sorted({max(1, now * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
         found = MemoryEstimate(
             recipe=loaded.name,
@@ -427,15 +427,23 @@ def estimate_memory(
             device=machine.device_name,
             memory=memory,
             outside=job.outside,
-            accumulates=job.accumulates(now),
             peak=job.peak(now),
             allocator=allocator,
             needed=job.needed(now),
             least=job.least(now, memory),
             fits=None if memory is None else job.fits(now, memory),
-            sizes=tuple(_size(job, each, memory) for each in _sizes(now) if each <= max(now, job.most)),
+            sizes=tuple(
+                Size(
+                    micro_batch=each,
+                    needed=job.needed(each),
+                    least=job.least(each, memory),
+                    fits=None if memory is None else job.fits(each, memory),
+                )
+                for each in sizes
+                if each <= max(now, job.most)
+            ),
             largest=largest,
-            micro_size=_divisor(job.share, largest) if largest else None,
+            micro_size=job.divisor(largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             # Where samples are gone through one by one, spread weights would be gathered for each.
@@ -482,22 +490,6 @@ def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
     steps.confirm(max(low, 1))
     job.forget()
     return low, verified
-
-
-def _sizes(now: int) -> tuple[int, ...]:
-    """Sizes around the one asked for, each twice the one before."""
-    return tuple(sorted({max(1, now * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)}))
-
-
-def _size(job: Job, micro_batch: int, memory: int | None) -> Size:
-    fits = None if memory is None else job.fits(micro_batch, memory)
-    return Size(
-        micro_batch=micro_batch, needed=job.needed(micro_batch), least=job.least(micro_batch, memory), fits=fits
-    )
-
-
-def _divisor(share: int, most: int) -> int:
-    return next(each for each in range(min(most, share), 0, -1) if share % each == 0)
 
 
 def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]:

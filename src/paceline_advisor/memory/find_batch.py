@@ -334,7 +334,10 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
     ground = TrialGround(
         recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, say=say
     )
-    low, high = search(ground.fits, start=_start(job, memory, share), most=share)
+    expected = job.plan.device_memory_bytes if job is not None and memory is None else memory
+    # A quarter of what is expected to fit, since a trial that does not fit costs most.
+    start = 1 if job is None or expected is None else max(1, min(job.largest(expected, roughly=True), share) // 4)
+    low, high = search(ground.fits, start=start, most=share)
     if low == 0:
         raise TrainingError(
             f"not even one sample fits ({ground.trials[-1].why}); `paceline estimate` shows ways to save memory."
@@ -347,6 +350,9 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
     micro = proposed(ground.fits, most=low, share=share)
     if micro == 0:
         raise TrainingError(f"no size that divides the {share} samples of a process fits, though {low} samples do.")
+    estimated = None
+    if job is not None:  # as a trial's peak is measured: all that a process has, or what PyTorch allocates of a GPU
+        estimated = job.needed(low) if job.plan.device == "cpu" else job.peak(low).allocated
     found = replace(loaded.recipe, batch=replace(loaded.recipe.batch, micro_size=micro))
     if asked.apply is not None:
         write_new(asked.apply, to_yaml(found))
@@ -361,7 +367,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
         micro_size=micro,
         accumulation_steps=recipe.batch.global_size // (micro * processes),
         memory=memory,
-        estimated=None if job is None else _as_measured(job, low),
+        estimated=estimated,
         why_not=why_not,
         applied=asked.apply,
     )
@@ -409,17 +415,6 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
     except ModelError as error:
         return None, str(error)
     return (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps differ in more than size")
-
-
-def _start(job: Job | None, memory: int | None, share: int) -> int:
-    """Where to begin: a quarter of what is expected to fit, since a trial that does not fit costs most."""
-    memory = job.plan.device_memory_bytes if job is not None and memory is None else memory
-    return 1 if job is None or memory is None else max(1, min(job.largest(memory, roughly=True), share) // 4)
-
-
-def _as_measured(job: Job, micro_batch: int) -> int:
-    """Bytes of a trial's peak: on a CPU all that a process has, on a GPU what PyTorch allocates."""
-    return job.needed(micro_batch) if job.plan.device == "cpu" else job.peak(micro_batch).allocated
 
 
 def _share(recipe: Recipe, processes: int) -> int:

@@ -170,6 +170,10 @@ class Job:
         """Whether gradients of earlier micro-batches are there."""
         return micro_batch < self.share
 
+    def divisor(self, most: int) -> int:
+        """The largest micro-batch of at most so many samples that divides a process's share; 0 for 0."""
+        return next((each for each in range(min(most, self.share), 0, -1) if self.share % each == 0), 0)
+
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
         """Bytes that a process takes from its device if it can, driver and libraries included."""
         return self.peak(micro_batch, strategy).taken + self._outside(strategy)

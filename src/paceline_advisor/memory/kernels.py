@@ -54,7 +54,7 @@ def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
     if weight.ndim != 4 or images.device.type != "cpu":
         return 0
     filters = copies * _size(weight)
-    if not _is_channels_last(images, weight):
+    if not any(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight)):
         return filters + _size(output) + (_size(images) if copies > 1 else 0)
     return max(filters, _padded(weight, output)) if copies > 1 else filters
 
@@ -66,10 +66,6 @@ def _padded(weight: Tensor, output: Tensor) -> int:
     if not is_depthwise or (side <= _LARGEST_OWN_KERNEL and side <= min(output.shape[2:])):
         return 0
     return _PADDED * weight.numel() * 4
-
-
-def _is_channels_last(images: Tensor, weight: Tensor) -> bool:
-    return any(each.is_contiguous(memory_format=torch.channels_last) for each in (images, weight))
 
 
 def _size(tensor: Tensor) -> int:

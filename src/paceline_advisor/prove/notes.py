@@ -241,7 +241,7 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def content_of(tensors: Iterable[Tensor]) -> str:
-    """What a sample's tensors, [1, ...], hold, in a form that :func:`alike` compares: as they are, and less padded.
+    """What a sample's tensors, [1, ...], hold, in a form that :func:`alike` compares: as they are, and unpadded.
 
     A sample that is shorter than its company is padded, and how far depends on the company.
     """
@@ -249,19 +249,23 @@ def content_of(tensors: Iterable[Tensor]) -> str:
 
 
 def _content(row: Tensor) -> str:
-    padded = 0
+    """Digests of a row, of it without the equal numbers at its end, and of that with the number."""
+    stem, padding = row, None
     if row.ndim and row.numel():
-        same = (row == row[-1].reshape(-1)[0]).reshape(len(row), -1).all(dim=1).tolist()
-        padded = next((count for count, is_same in enumerate(reversed(same)) if not is_same), len(same))
-    shorter = [row, *(row[:-cut] for cut in range(1, padded + 1))]
+        padding = row[-1].reshape(-1)[0]
+        differ = (row != padding).reshape(len(row), -1).any(dim=1).nonzero()
+        stem = row[: int(differ[-1]) + 1 if len(differ) else 0]
     kind = f"{row.dtype}{tuple(row.shape[1:])}"
-    return ",".join(hashlib.sha256(f"{kind} {digest_of([each])}".encode()).hexdigest()[:16] for each in shorter)
+    told = [(kind, row), (kind, stem), (f"{kind}{None if padding is None else padding.item()!r}", stem)]
+    return ",".join(hashlib.sha256(f"{what} {digest_of([each])}".encode()).hexdigest()[:16] for what, each in told)
 
 
 def alike(one: str, other: str) -> bool:
     """Whether two samples' contents are the same but for how far they were padded."""
     parts = [(mine.split(","), its.split(",")) for mine, its in zip(one.split(";"), other.split(";"), strict=False)]
-    return one.count(";") == other.count(";") and all(mine[0] in its or its[0] in mine for mine, its in parts)
+    return one.count(";") == other.count(";") and all(
+        mine[0] in its[:2] or its[0] in mine[:2] or mine[2:] == its[2:] for mine, its in parts
+    )
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -212,7 +212,9 @@ class Witness(Task):
             # Without what was rehearsed before it and moved nothing: the largest micro-batch of all, and its first.
             notes = self.notes.micro_batches
             begin = len(notes) - 1
-            while begin and notes[begin - 1].step == notes[-1].step and _follow(notes[begin - 1 : begin + 1]):
+            while begin and notes[begin - 1].step == notes[-1].step:
+                if notes[begin - 1].logical_rank >= notes[begin].logical_rank:
+                    break
                 begin -= 1
             self.notes.micro_batches = notes[begin:]
         gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
@@ -239,10 +241,6 @@ class Witness(Task):
                 self._average[name] = decay * self._average[name] + (1 - decay) * current
             else:
                 self._average[name] = current.clone()
-
-
-def _follow(notes: list[MicroBatchNote]) -> bool:
-    return notes[0].logical_rank < notes[1].logical_rank
 
 
 def _passed_on(name: str) -> Callable[..., Any]:

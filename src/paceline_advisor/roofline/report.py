@@ -99,6 +99,7 @@ class Dimension:
         must: What should divide it for matrix units to be used (16 bytes).
         should: What divides it where they do best (128 bytes).
         advice: What to change, if it is the user's to; empty if nothing need be.
+        aligned: Whether matrix units can read it as it is.
     """
 
     name: str
@@ -106,11 +107,7 @@ class Dimension:
     must: int
     should: int
     advice: str
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether matrix units can read it as it is."""
-        return self.size % self.must == 0
+    aligned: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +131,6 @@ class ShapeFinding:
     tiling: Tiling | None
     better: tuple[int | None, int | None]
     seconds_lost: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {
-            **{key: value for key, value in asdict(self).items() if key != "dimensions"},
-            "better": list(self.better),
-            "dimensions": [{**asdict(each), "aligned": each.is_aligned} for each in self.dimensions],
-        }
 
 
 def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work], str]) -> Iterator[ShapeFinding]:
@@ -192,7 +181,7 @@ def _dimensions(product: Product, width: int) -> Iterator[Dimension]:
         elif size % must:
             lower, upper = aligned_sizes(size, must)
             advice = f"{must} should divide it: {f'{lower} or ' * (lower < size)}{upper}"
-        yield Dimension(name=name, size=size, must=must, should=should, advice=advice)
+        yield Dimension(name=name, size=size, must=must, should=should, advice=advice, aligned=size % must == 0)
 
 
 _FEW = 8
@@ -382,12 +371,9 @@ class RooflineReport:
     def _chart(self) -> Chart:
         """The device's roof, and the layers beneath it, each by its least time."""
         layers = [each for each in self.layers if each.flops and each.intensity and each.seconds]
-        ends = [
-            min(self.ridge, *(each.intensity for each in layers)) / 2,
-            max(self.ridge, *(each.intensity for each in layers)) * 2,
-        ]
+        reached = [self.ridge, *(each.intensity for each in layers)]
         peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
-        roof = [ends[0], self.ridge, ends[1]]
+        roof = [min(reached) / 2, self.ridge, max(reached) * 2]
         traces: list[dict[str, Any]] = [
             {"mode": "lines", "name": "roof", "x": roof, "y": [min(peak, each * rate) / 1e12 for each in roof]}
             | {"line": {"color": "var(--muted)", "width": 1.5}}
@@ -451,7 +437,7 @@ class RooflineReport:
             "best_fused_mfu": self.best_fused_mfu,
             "phases": self.phases(),
             "layers": [asdict(each) for each in self.layers],
-            "shapes": [each.to_json() for each in self.shapes],
+            "shapes": [asdict(each) for each in self.shapes],
             "low_intensity": None if low is None else asdict(low),
             "uncounted": [asdict(each) for each in self.found.uncounted],
             "notices": list(self.notices),

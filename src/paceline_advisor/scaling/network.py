@@ -5,8 +5,9 @@ The network is built without memory (torch's ``meta`` device), called once and s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,20 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
     """
     # Weights that are loaded change no shape.
     plain = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
-    plain, assumed = _with_data(plain)
+    assumed = None
+    if not isinstance(build_task(plain), ImageTask):  # an image task's are in its plan
+        plain, assumed = with_stand_in_data(plain)
     facts, build, notices = _opened(plain)
-    notices = assumed + notices
+    notices = [*([assumed] if assumed else []), *notices]
     with torch.device("meta"):
         network = build()
         adapt(network, plain.model)
     network.train()
     found = _counted(network, facts) or _counted_as_the_task_does(plain)
     costs = _costs(network, found)
-    if costs is None:
+    if found is None:
         notices.append("the network could not be called without its data: layers are weighted by their parameters")
+    moving = [] if found is None else [each for each in found.works if each.bytes_moved or each.flops]
     parameters = list(network.parameters())
     return Subject(
         network=Network(
@@ -104,19 +108,13 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
         samples=facts["samples"] if samples is None else samples,
         work=found,
         work_samples=_TRIED,
-        launches=_launches(found),
+        launches=Launches(
+            eager=sum(each.calls for each in moving), products=sum(each.calls for each in moving if each.flops)
+        ),
         decodes=bool(facts["decodes"]),
         unsharded=why_not_sharded(build_task(plain)),
         notices=tuple(notices),
     )
-
-
-def _with_data(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with data that stand in where it does not say where its own lie; an image task's are in its plan."""
-    if isinstance(build_task(recipe), ImageTask):
-        return recipe, []
-    found, said = with_stand_in_data(recipe)
-    return found, [] if said is None else [said]
 
 
 def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], list[str]]:
@@ -168,14 +166,15 @@ def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
     return counter.found
 
 
-def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float] | None:
+def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float]:
     """Arithmetic of the backward pass by module that has parameters, in the order of the forward pass.
 
-    What a module without any does (attention's own products) is added to the one that came before it.
+    What a module without any does (attention's own products) is added to the one that came before it. Where nothing is
+    known of the pass, numbers of parameters stand for arithmetic, in the order of the network.
     """
+    owners = {name: sum(each.numel() for each in own) for name, own in _parameters(network).items()}
     if found is None:
-        return None
-    owners = {name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))}
+        return {name: float(numbers) for name, numbers in owners.items()}
     costs: dict[str, float] = {}
     answers: dict[str, str | None] = {}
     last: str | None = None
@@ -189,35 +188,17 @@ def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float] | Non
         owner = answers.get(work.layer)
         if owner is not None and work.phase in ("dgrad", "wgrad"):
             costs[owner] += work.flops
-    return costs
+    return _with_uncalled(costs, owners)
 
 
-def _launches(found: StepWork | None) -> Launches:
-    """How many kernels a pass launches: operator by operator, or what a compiler leaves of them."""
-    if found is None:
-        return Launches()
-    moving = [each for each in found.works if each.bytes_moved or each.flops]
-    return Launches(eager=sum(each.calls for each in moving), products=sum(each.calls for each in moving if each.flops))
+def _parameters(network: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Those of each module itself, of modules that have some."""
+    own = {name: list(module.parameters(recurse=False)) for name, module in network.named_modules()}
+    return {name: parameters for name, parameters in own.items() if parameters}
 
 
-def _gradients(network: nn.Module, costs: Mapping[str, float] | None, size: int) -> tuple[Gradient, ...]:
-    """In the order in which a backward pass produces them: the last layer called is the first."""
-    names = _order(network, costs)
-    weighed = {name: _weight(network, name, costs) for name in names}
-    total = sum(weighed.values()) or 1.0
-    done, found = 0.0, []
-    for name in reversed(names):
-        done += weighed[name]
-        own = [each for each in network.get_submodule(name).parameters(recurse=False) if each.requires_grad]
-        found += [Gradient(each.numel() * size, min(1.0, done / total)) for each in own]
-    return tuple(found)
-
-
-def _order(network: nn.Module, costs: Mapping[str, float] | None) -> list[str]:
-    owners = [name for name, module in network.named_modules() if any(True for _ in module.parameters(recurse=False))]
-    if costs is None:
-        return owners
-    called, behind = list(costs), {name: [name] for name in costs}
+def _with_uncalled(costs: Mapping[str, float], owners: Iterable[str]) -> dict[str, float]:
+    behind = {name: [name] for name in costs}
     first: list[str] = []
     for name in owners:
         if name in costs:
@@ -228,27 +209,32 @@ def _order(network: nn.Module, costs: Mapping[str, float] | None) -> list[str]:
         while around and around not in costs:
             around = around.rpartition(".")[0]
         (behind[around] if around else first).append(name)
-    return [*first, *(each for name in called for each in behind[name])]
+    return {name: costs.get(name, 0.0) for name in (*first, *chain.from_iterable(behind.values()))}
 
 
-def _weight(network: nn.Module, name: str, costs: Mapping[str, float] | None) -> float:
-    if costs is not None:
-        return costs.get(name, 0.0)
-    return float(sum(each.numel() for each in network.get_submodule(name).parameters(recurse=False)))
+def _gradients(network: nn.Module, costs: dict[str, float], size: int) -> tuple[Gradient, ...]:
+    """In the order in which a backward pass produces them: the last layer called is the first."""
+    total, own = sum(costs.values()) or 1.0, _parameters(network)
+    done, found = 0.0, []
+    for name in reversed(costs):
+        done += costs[name]
+        found += [Gradient(each.numel() * size, min(1.0, done / total)) for each in own[name] if each.requires_grad]
+    return tuple(found)
 
 
-def _units(network: nn.Module, costs: Mapping[str, float] | None, recipe: Recipe) -> tuple[Unit, ...]:
+def _units(network: nn.Module, costs: Mapping[str, float], recipe: Recipe) -> tuple[Unit, ...]:
     """What FSDP would gather at once, in the order of the forward pass; what no block holds comes first."""
     sharded = modules_to_shard(network, recipe.parallel)
     numbers: dict[str, tuple[int, int]] = {"": (0, 0)}
     shares: dict[str, float] = {"": 0.0}
-    for name in _order(network, costs):
+    owned = _parameters(network)
+    for name, cost in costs.items():
         unit = max((each for each in sharded if name == each or name.startswith(f"{each}.")), key=len, default="")
-        own = list(network.get_submodule(name).parameters(recurse=False))
+        own = owned[name]
         every, trained = numbers.get(unit, (0, 0))
         added = sum(each.numel() for each in own)
         numbers[unit] = (every + added, trained + sum(each.numel() for each in own if each.requires_grad))
-        shares[unit] = shares.get(unit, 0.0) + _weight(network, name, costs)
+        shares[unit] = shares.get(unit, 0.0) + cost
     total = sum(shares.values()) or 1.0
     gathered = 2 if recipe.parallel.gather_dtype == "bf16" else _FP32_BYTES
     sent = min(gathered, _SENT_BYTES[recipe.parallel.gradient_compression])

@@ -612,7 +612,7 @@ def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float
     found = []
     for name, mode, points in series:
         x, y = zip(*(place(*each) for each in points), strict=True) if points else ((), ())
-        found.append({"type": "scatter", "mode": mode, "name": f"{rule.rule}: {name}", "x": list(x), "y": list(y)})
+        found.append({"mode": mode, "name": f"{rule.rule}: {name}", "x": list(x), "y": list(y)})
     return found
 
 

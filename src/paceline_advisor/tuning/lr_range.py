@@ -406,15 +406,10 @@ def _scratch(world: World) -> Iterator[Path | None]:
 
 def _facts(run: Run, asked: Recipe) -> dict[str, Any]:
     plan = run.plan
+    names = ["device", "device_name", "precision", "strategy", "world_size"]
+    names += ["global_batch_size", "micro_batch_size", "steps_per_epoch"]
     return {
-        "device": plan.device,
-        "device_name": plan.device_name,
-        "precision": plan.precision,
-        "strategy": plan.strategy,
-        "world_size": plan.world_size,
-        "global_batch_size": plan.global_batch_size,
-        "micro_batch_size": plan.micro_batch_size,
-        "steps_per_epoch": plan.steps_per_epoch,
+        **{name: getattr(plan, name) for name in names},
         "optimizer": asked.optimizer.name,
         "optimizer_lr": asked.optimizer.lr,
         "lr_factor": lr_factor(asked, min(plan.global_batch_size, plan.train_samples)),

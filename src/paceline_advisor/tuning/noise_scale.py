@@ -138,7 +138,6 @@ class NoiseReport:
             title=f"Gradient noise scale, in {self.unit}",
             traces=[
                 {
-                    "type": "scatter",
                     "mode": "lines+markers",
                     "name": "noise scale",
                     "x": [step for step, _ in known],
@@ -146,14 +145,11 @@ class NoiseReport:
                     # A bar that ends at its point would say that nothing larger is possible.
                     "marker": {"symbol": ["circle" if math.isfinite(f.high) else "arrow-up" for _, f in known]},
                     "error_y": {
-                        "type": "data",
-                        "symmetric": False,
                         "array": [f.high - f.middle if math.isfinite(f.high) else None for _, f in known],
                         "arrayminus": [found.middle - found.low for _, found in known],
                     },
                 },
                 {
-                    "type": "scatter",
                     "mode": "lines",
                     "name": "the recipe's batch",
                     "x": [each.step for each in self.points],

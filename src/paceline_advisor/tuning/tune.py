@@ -296,13 +296,7 @@ class TuneReport:
         values = [each.params.get(key) for each in ranked]
         is_log = isinstance(space := read_search(self.asked.search).get(key), dict) and bool(space.get("log"))
         names = [each.user_attrs["run"] for each in ranked]
-        points = {
-            "type": "scatter",
-            "mode": "markers",
-            "x": values,
-            "y": [each.value for each in ranked],
-            "text": names,
-        }
+        points = {"mode": "markers", "x": values, "y": [each.value for each in ranked], "text": names}
         axis = {"title": key, "type": "log" if is_log else None}
         return Chart(
             title=f"{self.target.metric} by {key}",

@@ -74,7 +74,7 @@ class Host:
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": _loopback(),
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "MKL_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -242,7 +242,3 @@ def _try(trial: Trial, program: Path, scratch: Path, limits: Limits, host: Host)
 def _processor_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-def _loopback() -> str:
-    return "lo0" if sys.platform == "darwin" else "lo"

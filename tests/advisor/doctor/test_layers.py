@@ -22,6 +22,13 @@ from paceline_advisor.doctor.behaviour import behave, untouched
 SAMPLES = 3
 
 
+class Silent(nn.Module):
+    """It is given nothing and makes nothing."""
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return ()
+
+
 class Odd(nn.Module):
     """Layers whose arithmetic is no product of their two sizes; one is called twice."""
 
@@ -31,8 +38,10 @@ class Odd(nn.Module):
         self.mix = nn.Conv2d(6, 6, 3, padding=1, groups=3)
         self.over = nn.LSTM(11, 10, num_layers=2, bidirectional=True, batch_first=True)
         self.head = nn.Linear(20, 5)
+        self.silent = Silent()
 
     def forward(self, inputs: Tensor) -> Tensor:
+        self.silent()
         hidden = self.mix(self.mix(self.up(inputs))).mean(1)
         out: Tensor = self.head(self.over(hidden)[0])
         return out

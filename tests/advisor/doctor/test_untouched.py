@@ -25,6 +25,7 @@ from torch.backends import cudnn
 import paceline
 
 torch.autograd.set_detect_anomaly(True)
+assert cudnn.benchmark == bool(cudnn.benchmark)
 cudnn.benchmark = False
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 os.environ.pop("PACELINE_TEST_STAYS")
@@ -115,7 +116,7 @@ def test_a_rude_task_changes_nothing(examined: Any, tmp_path: Path, switches: st
     found = {each.name: each for each in diagnosis.findings}
     assert "debug_environment" in found
     (place,) = found["autotune_off"].places
-    assert (place.line, place.what) == (12, "cudnn.benchmark = False")
+    assert (place.line, place.what) == (13, "cudnn.benchmark = False")
     own = set(tmp_path.glob("mine_*.py"))  # what the test itself has written
     assert {path.name for path in set(tmp_path.iterdir()) - files - own} <= {"__pycache__"}
 

@@ -81,6 +81,10 @@ def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             collectives.on_first(lambda: 1 // 0)
         except (ZeroDivisionError, OtherProcessError) as error:
             answer["failed"] = collectives.gather(f"{type(error).__name__}: {error}")
+        try:
+            collectives.on_all(lambda: 1 // (1 - rank))
+        except (ZeroDivisionError, OtherProcessError) as error:
+            answer["failed on all"] = collectives.gather(f"{type(error).__name__}: {error}")
 
         try:
             join(replace(launch, world=World()), CPU)
@@ -109,6 +113,12 @@ def test_an_error_of_the_first_process_is_an_error_of_the_others_and_no_mistake(
     here, there = told["failed"]
     assert here.startswith("ZeroDivisionError: ")
     assert there.startswith("OtherProcessError: the first process failed: ZeroDivisionError(")
+
+
+def test_an_error_of_any_process_reaches_the_others_at_once(told: dict[str, Any]) -> None:
+    there, here = told["failed on all"]
+    assert here.startswith("ZeroDivisionError: ")
+    assert there.startswith("OtherProcessError: rank 1 failed: ZeroDivisionError(")
 
 
 def test_a_group_of_another_size_is_refused(told: dict[str, Any]) -> None:

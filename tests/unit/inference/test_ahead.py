@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from paceline.checkpoint.weights import read_weights
 from paceline.cli.main import run as command
 from paceline.errors import CheckpointError, DataError
 from paceline.inference.answer_files import answer_file
-from paceline.inference.answers import answers_ahead
+from paceline.inference.answers import Answer, answers_ahead
+from paceline.inference.detection import Detections
 from paceline.inference.labelling import ImageLabeller
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.inference.sources import PictureFile
@@ -179,11 +181,15 @@ def test_parquet(trained: Path, pictures: Path, here: Path, capsys: pytest.Captu
     assert parquet.read_table("a.parquet").to_pylist() == expected
 
 
+LABELS: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=False, kind=Answer)
+BOXES: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=True, kind=Detections)
+
+
 def test_a_file_is_whole_or_not_there(here: Path) -> None:
     rows = [{"path": Path("a.png"), "labels": ("x",), "probabilities": (1.0,), "error": None}]
 
     def interrupted() -> None:
-        with answer_file(Path("a.jsonl"), boxes=False) as file:
+        with answer_file(Path("a.jsonl"), LABELS) as file:
             file.write(rows)
             assert not Path("a.jsonl").exists()
             # What a kill would leave.
@@ -193,10 +199,10 @@ def test_a_file_is_whole_or_not_there(here: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [each.name for each in here.iterdir()] == ["a.jsonl.partial"]
-    with answer_file(Path("a.jsonl"), boxes=False) as file:
+    with answer_file(Path("a.jsonl"), LABELS) as file:
         file.write(rows)
     assert [each.name for each in here.iterdir()] == ["a.jsonl"]
-    with pytest.raises(DataError, match="already exists"), answer_file(Path("a.jsonl"), boxes=False):
+    with pytest.raises(DataError, match="already exists"), answer_file(Path("a.jsonl"), LABELS):
         pass
 
 
@@ -204,7 +210,7 @@ def test_boxes_in_csv(here: Path) -> None:
     found = {"labels": ("x", "y"), "probabilities": (1.0, 0.5), "boxes": ((1, 2, 3, 4),) * 2}
     rows = [{"path": Path("a"), "error": None, **found}]
     rows += [{"path": Path("b"), "error": None, **dict.fromkeys(found, ())}]
-    with answer_file(Path("a.csv"), boxes=True) as file:
+    with answer_file(Path("a.csv"), BOXES) as file:
         file.write(rows)
     assert Path("a.csv").read_text().splitlines() == [
         "path,rank,label,probability,left,top,right,bottom,error",

@@ -141,7 +141,8 @@ def test_members_are_no_larger_than_pictures(tmp_path: Path, monkeypatch: pytest
     assert "cannot be read from its archive" in str(read(list(members(tmp_path / "x.zip", LeftOut()))[1]))
 
 
-def test_a_name_cannot_fill_the_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE])
+def test_a_name_cannot_fill_the_memory(tmp_path: Path, kind: bytes) -> None:
     """A header that only names the next member, by a name of 70,000 bytes; of 70 GB it would be no other."""
 
     def member(name: str, content: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -149,13 +150,26 @@ def test_a_name_cannot_fill_the_memory(tmp_path: Path) -> None:
         entry.type, entry.size = kind, len(content)
         return entry.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)
 
-    named = member("././@LongLink", b"n" * 70_000, tarfile.GNUTYPE_LONGNAME)
+    named = member("././@LongLink", b"n" * 70_000, kind)
     with gzip.open(tmp_path / "x.tar.gz", "wb") as file:
         file.write(member("1.png", b"1") + named + member("2.png", b"2") + bytes(1024))
     found = list(members(tmp_path / "x.tar.gz", LeftOut()))
     assert read(found[0]) == b"1"
     assert "a name of 70,000 bytes" in str(read(found[1]))
     assert len(found) == 2
+
+
+def test_holes_cannot_fill_the_memory(tmp_path: Path) -> None:
+    """A file with holes, whose headers may name any number of them."""
+    entry = tarfile.TarInfo("2.png")
+    entry.type, entry.pax_headers = tarfile.GNUTYPE_SPARSE, {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    for kind in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        archive = written_tar(tmp_path / "x.tar", {"1.png": b"1"})
+        with tarfile.open(archive, "a", format=kind) as tar:
+            tar.addfile(entry)
+        entry.type = tarfile.REGTYPE
+        first, second = members(archive, LeftOut())
+        assert (read(first), "a file with holes" in str(read(second))) == (b"1", True)
 
 
 @pytest.mark.parametrize("cut", [100, 700, 1000])

@@ -82,7 +82,8 @@ def test_what_has_no_value_is_no_number() -> None:
     assert all(map(math.isnan, none.values()))
     scores[7, 1] = math.nan
     assert math.isnan(scored(scores, labels, [np.arange(300)])[0]["map"])
-    certain = np.where(labels > 0, 100, -100).astype(np.float32)
-    found, by_class = scored(certain, labels, [np.arange(300)])
-    assert found == {"map": 100, "macro_f1": 100, "micro_f1": 100}
-    assert all(0 < each["best_threshold"] < 1 for each in by_class[:3])
+    for largest in (100, math.inf):
+        certain = np.where(labels > 0, largest, -largest).astype(np.float32)
+        found, by_class = scored(certain, labels, [np.arange(300)])
+        assert found == {"map": 100, "macro_f1": 100, "micro_f1": 100}
+        assert [each["best_threshold"] for each in by_class[:3]] == [0.5] * 3

@@ -283,6 +283,30 @@ def test_predictions_are_those_of_evaluation(trained: Path, pictures: Path, eval
     assert (refused.exit_code, "--top-k" in refused.output) == (2, True)
 
 
+def test_thresholds_may_be_others(trained: Path, pictures: Path) -> None:
+    def labels(thresholds: str) -> list[str]:
+        (row,) = json.loads(run(Predict, trained, pictures / "0.png", "--thresholds", thresholds, "--json").output)
+        return sorted(row["labels"])
+
+    assert (labels("0.000001"), labels("0.999999")) == (FIGURES, [])
+    assert "square" in labels("{square: 0.000001}")
+    predictor: Any = open_predictor(trained, device=CPU)
+    predictor.set_thresholds({"square": 0.1})
+    assert predictor.outputs.thresholds == (0.45, 0.1, 0.5)
+    for thresholds, said in (("{sqare: 0.1}", "Did you mean 'square'"), ("2", "must be less than 1")):
+        assert said in str(run(Predict, trained, pictures / "0.png", "--thresholds", thresholds).exception)
+
+
+def test_a_subclass_has_the_loss_of_labels(tmp_path: Path) -> None:
+    class Mine(ImageMultilabel):
+        pass
+
+    plain = {"task": None, "train.loss": None, "evaluate.thresholds": None}
+    overrides = {**SHORT, **plain, "train.ema": None, "train.duration": "1 steps", "evaluate.every": "off"}
+    result = paceline.train("figures", overrides=overrides, run_dir=tmp_path / "run", task=Mine, quiet=True)
+    assert load_recipe(result.run_dir / "recipe.yaml").recipe.train.loss == "bce"
+
+
 @pytest.mark.thorough
 def test_an_onnx_file_says_what_the_network_does(trained: Path, pictures: Path, evaluated: Any, tmp_path: Path) -> None:
     export(ExportRequest(target=trained, output=tmp_path / "m.onnx", form="onnx"))

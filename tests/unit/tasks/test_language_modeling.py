@@ -17,7 +17,7 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.text.pipeline import EVALUATION_SEED, NOTHING, Masking, chunked_rows
 from paceline.errors import PacelineError
-from paceline.inference.text import Sampling, load_text_predictor
+from paceline.inference.text import Sampling, TextPredictor
 from paceline.models.language import build_language_model
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
@@ -185,7 +185,7 @@ def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides:
 
 def test_what_it_writes_follows_from_seed_and_prompt(train: Make, tmp_path: Path) -> None:
     run_dir = train("gpt").run_dir
-    predictor = load_text_predictor(run_dir)
+    predictor = TextPredictor(read_weights(run_dir), torch.device("cpu"))
 
     def written(**asked: Any) -> list[int]:
         return list(predictor.write("the ", Sampling(tokens=40, **asked)))
@@ -193,13 +193,15 @@ def test_what_it_writes_follows_from_seed_and_prompt(train: Make, tmp_path: Path
     assert written(seed=1) == written(seed=1) != written(seed=2)
     assert written(seed=1, temperature=0) == written(seed=2, temperature=0) == written(seed=3, top_k=1)
     (lone,) = (run_dir / "checkpoints").glob("*8/model.safetensors")
-    assert list(load_text_predictor(lone).write("the ", Sampling(tokens=40, seed=1))) == written(seed=1)
+    assert list(
+        TextPredictor(read_weights(lone), torch.device("cpu")).write("the ", Sampling(tokens=40, seed=1))
+    ) == written(seed=1)
     with pytest.raises(PacelineError, match="does not fill in masked tokens"):
         predictor.fill("th[MASK]")
 
 
 def test_it_fills_in_what_is_hidden(train: Make) -> None:
-    predictor = load_text_predictor(train("bert", MASKED).run_dir)
+    predictor = TextPredictor(read_weights(train("bert", MASKED).run_dir), torch.device("cpu"))
     filled = predictor.fill("th<mask> b[MASK]k", top_k=2)
     assert len(filled.guesses) == 2
     assert len(filled.guesses[0].texts) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_keys_without_effect_are_refused(recipe: Path, override: str) -> None:
     loaded = load_recipe(recipe, [override])
     with pytest.raises(RecipeError, match="has no effect"):
         loaded.checked(plan_only(loaded).unused)
+
+
+def own_clicks(data: Any) -> Any:
+    """Clicks of one's own."""
+    return replace(open_clicks(replace(data, dataset="synthetic_clicks", path=None)), name="mine")
+
+
+def test_a_data_set_of_one_s_own_may_have_a_path(recipe: Path, tmp_path: Path) -> None:
+    loaded = load_recipe(recipe, [f"data.dataset={__name__}:own_clicks", f"data.path={tmp_path}"])
+    loaded.checked(plan_only(loaded).unused)
 
 
 def test_sections_go_with_their_data(recipe: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.cli.derive import click_command
+from paceline.cli.evaluate import Evaluate, _of_one
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.masks.folder import read_mask
@@ -36,7 +37,7 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Model
 from paceline.tasks.segmentation import Segmentation, pixel_losses
 from paceline.tasks.task import build_task
-from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 
@@ -309,6 +310,24 @@ def test_each_class_s_iou_is_in_the_report(trained: Path) -> None:
     assert "Intersection over union by class" in page
 
 
+def test_each_class_s_iou_is_shown(trained: Path) -> None:
+    asked = click_command(Evaluate), [str(trained), "--per-class", "--trust-code"]
+    shown = CliRunner().invoke(*asked).output
+    assert "pixels" in shown
+    assert "precision" not in shown
+    answer = json.loads(CliRunner().invoke(asked[0], [*asked[1], "--json"]).output)
+    details = json.loads((trained / "evaluation/details.json").read_text())
+    assert answer["per_class"] == details["class_iou"]
+    assert answer["mean"] == {"iou": pytest.approx(answer["miou"])}
+
+
+def test_a_class_that_is_nowhere_is_called_absent() -> None:
+    figures = {"loss": 0.5, "miou": 50.0, "iou_cat": float("nan")}
+    seen = {"path": "w", "weights": "ema", "samples": 1, "counts": {}, "broken": (), "seconds": 1.0}
+    lines = _of_one(EvaluationReport(**seen, metrics=figures), per_class=False).__paceline__().blocks[1]
+    assert (lines["miou"], lines["iou_cat"]) == ("50.00 %", "absent")
+
+
 def test_it_is_evaluated_again_to_the_bit_and_its_shares_are_written(trained: Path, tmp_path: Path) -> None:
     path = tmp_path / "found.jsonl"
     again = evaluate_target(EvaluationRequest(target=trained, predictions=path, trust_code=True))
@@ -341,8 +360,11 @@ def test_label_maps_are_written_and_read_as_masks(trained: Path, tmp_path: Path)
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(1)
     table = tmp_path / "shares.csv"
-    assert command(trained, sources[0], "--output", table, "--trust-code").exit_code == 0
-    assert table.read_text().splitlines()[0] == "path,rank,label,probability,error"
+    assert "1 of them unreadable" in command(trained, *sources, "--output", table, "--trust-code").output
+    lines = table.read_text().splitlines()
+    assert (lines[0], ",,,," in lines[-1]) == ("path,rank,label,share,error", True)
+    (row,) = json.loads(command(trained, sources[0], "--json", "--trust-code").output)
+    assert (list(row), row["shares"]) == (["path", "labels", "shares", "error"], list(answer.probabilities))
 
 
 @pytest.mark.parametrize("height", [24, 10])

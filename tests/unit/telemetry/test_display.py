@@ -283,6 +283,31 @@ display.close()
 """
 
 
+def test_a_terminal_that_is_lost_under_live_bars_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        is_gone = False
+
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            if self.is_gone:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().write(text)
+
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    display = choose_display(terminal)
+    start(display)
+    terminal.is_gone = True
+    for text in ("unseen", "unseen too"):
+        display.message(text)
+    display.close()
+    assert capsys.readouterr().err.count("progress is no longer shown (Input/output error)") == 1
+
+
 def test_live_bars_on_a_real_terminal() -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from paceline.tasks.image_classification import ImageClassification
+from paceline.trainer import run_records
 
 Make = Callable[..., Any]
 
@@ -59,13 +60,16 @@ def test_none_are_kept_where_no_examples_are_asked_for(train_tiny: Make) -> None
     assert not (run.run_dir / "first_batch.json").exists()
 
 
-def test_a_task_that_cannot_show_them_trains_as_before(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("where", "name"), [(ImageClassification, "shown"), (run_records, "write_text")])
+def test_where_they_cannot_be_shown_or_written_the_run_trains_as_before(
+    where: Any, name: str, train_tiny: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = train_tiny("plain").summary.weights_sha256
 
     def fail(*_: Any) -> Any:
         raise ValueError("no pictures")
 
-    monkeypatch.setattr(ImageClassification, "shown", fail)
+    monkeypatch.setattr(where, name, fail)
     run = train_tiny("failing")
     assert run.summary.weights_sha256 == plain
     assert not (run.run_dir / "first_batch.json").exists()

@@ -246,17 +246,17 @@ class _Odd:
 
 
 @pytest.mark.parametrize(
-    "odd",
+    ("odd", "method"),
     [
-        _Odd.copies_the_network,
-        _Odd.asks_whether_it_is_one,
-        _Odd.pictures_of_numbers,
-        _Odd.too_few_names,
-        _Odd.details_that_fail,
+        (_Odd.copies_the_network, "score"),
+        (_Odd.asks_whether_it_is_one, "score"),
+        (_Odd.pictures_of_numbers, "pictures"),
+        (_Odd.too_few_names, "description"),
+        (_Odd.details_that_fail, "SimpleNamespace.details failed with RuntimeError: nothing to say"),
     ],
 )
 def test_what_is_odd_is_scored_as_ever_and_told_once(
-    odd: Callable[[Any], None], train_tiny: Make, tiny_task: Make, events: Any
+    odd: Callable[[Any], None], method: str, train_tiny: Make, tiny_task: Make, events: Any
 ) -> None:
     def made(recipe: Any) -> Any:
         task = tiny_task()(recipe)
@@ -269,6 +269,7 @@ def test_what_is_odd_is_scored_as_ever_and_told_once(
     assert result.metrics == plain.metrics
     (incident,) = events(result.run_dir, "incident")
     assert incident["incident"] == "not_kept"
+    assert method in incident["message"]
 
 
 def test_names_that_are_no_text_are_kept_as_text(opened: Make, tmp_path: Path, evaluator: Make) -> None:

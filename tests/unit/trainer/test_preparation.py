@@ -15,6 +15,11 @@ import torch
 from torch import nn
 
 from paceline.errors import DataError, ModelError, RecipeError, TrainingError
+from paceline.plan import MachineFacts
+from paceline.recipe.load import load_recipe
+from paceline.tasks.task import build_task
+from paceline.trainer.preparation import plan_network, planner
+from paceline.world import World
 
 Make = Callable[..., Any]
 
@@ -142,3 +147,36 @@ def test_filters_of_volumes_stay_as_they_are(train_tiny: Make, asked: object) ->
     assert result.status == "completed"
     assert made[-1].images.weight.is_contiguous(memory_format=torch.channels_last)
     assert made[-1].volumes.weight.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("mobilenetv3_small_050", "fp32"),
+        ("tf_efficientnet_lite0", "fp32"),
+        ("convnext_atto", "bf16"),  # depthwise, without BatchNorm
+        ("tf_efficientnetv2_b0", "bf16"),  # as many of its wide convolutions are whole
+        ("resnet18", "bf16"),
+    ],
+)
+def test_depthwise_networks_are_trained_in_fp32_on_cpus(name: str, precision: str) -> None:
+    loaded = load_recipe(
+        "digits", [f"model.name={name}", "model.options=null", "data.image_size=32", "train.precision=auto"]
+    )
+    task = build_task(loaded.recipe)
+    reasons = {"fast_bf16": "the processor has bf16 products"}
+    plans = [
+        plan_network(
+            planner(
+                loaded.recipe,
+                task,
+                MachineFacts(device=device, device_name="", fast_bf16=True, cores=2, reasons=reasons),
+                World(),
+            ),
+            task.build_model(),
+            loaded.recipe,
+        )
+        for device in ("cpu", "cuda")
+    ]
+    assert [each.precision for each in plans] == [precision, "bf16"]
+    assert ("depthwise" in plans[0].reasons["train.precision"]) == (precision == "fp32")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.errors import RecipeError, TrainingError
+from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.world import STOP_SIGNALS
 
 Make = Callable[..., Any]
@@ -93,6 +93,20 @@ def test_a_task_needs_no_recipe(tmp_path: Path, tiny_task: Make) -> None:
     assert (tmp_path / "run" / "recipe.yaml").is_file()
     with pytest.raises(RecipeError, match="neither a recipe nor a task"):
         paceline.train()
+
+
+def test_a_run_directory_alone_goes_on_with_its_run(tmp_path: Path) -> None:
+    overrides = {"model.options": {"width": 4, "stages": 1, "depth": 1}, "train.duration": "2 steps"}
+    overrides |= {"parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
+    first = paceline.train("digits", overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    result = paceline.train(run_dir=str(first.run_dir), overrides={"train.duration": "3 steps"}, quiet=True)
+    assert (first.summary.step, result.summary.step, result.run_dir) == (2, 3, first.run_dir)
+    with pytest.raises(RunDirectoryError, match=r"there is no run directory .*; give that of a run to go on with, or"):
+        paceline.train(run_dir=tmp_path / "none")
+    for resume in ("never", str(tmp_path)):
+        with pytest.raises(RunDirectoryError) as error:
+            paceline.train(run_dir=first.run_dir, resume=resume, quiet=True)
+        assert "--" not in str(error.value)  # these are of the command
 
 
 OWN = """

@@ -201,7 +201,7 @@ def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Make, t
 
 def test_never(train_tiny: Make) -> None:
     assert train_tiny("run", resume="never").status == "completed"
-    with pytest.raises(RunDirectoryError, match="already holds a run, and --resume=never was given"):
+    with pytest.raises(RunDirectoryError, match="holds a run already and resume=never was asked"):
         train_tiny("run", resume="never")
 
 
@@ -227,7 +227,7 @@ def test_there_is_nothing_to_go_on_with(train_tiny: Make, runs: Path) -> None:
 
 def test_the_run_of_a_checkpoint_is_meant(train_tiny: Make, runs: Path) -> None:
     train_tiny("run", {"train.duration": "2 steps"})
-    with pytest.raises(RunDirectoryError, match=f"Did you mean --run-dir {runs / 'run'}\\?"):
+    with pytest.raises(RunDirectoryError, match=f"Did you mean the run in {runs / 'run'}\\?"):
         train_tiny("other", resume=str(runs / "run/checkpoints/step-00000002"))
 
 

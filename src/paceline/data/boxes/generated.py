@@ -28,7 +28,7 @@ _OF_OBJECT = 10  # draws: class, centre, extents, turn, colour
 _LEAST_SEEN = 0.6  # of an object's pixels; what would hide more of one is not drawn
 _NOISE = 40  # of 255, between the darkest and the brightest
 _IN_MEMORY = 2**27  # bytes, of the pictures of a split that are kept
-_LEAST_KEPT = 64  # whatever their size: a picture and its objects are asked for one after the other
+_LEAST_KEPT = 8  # whatever their size: a picture and its objects are asked for one after the other
 
 Grid = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -24,7 +24,6 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -448,10 +447,13 @@ class HeldRows:
     def __init__(self, source: ClickSource) -> None:
         """Read all of another source."""
         self._source = source
+        first = source.read(np.arange(1))
+        self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
         # In pieces: what is read at once takes its size several times over.
-        bounds = [*range(0, len(source), _READ_AT_ONCE), len(source)]
-        parts = [source.read(np.arange(begin, end)) for begin, end in pairwise(bounds)]
-        self._rows = ClickRows(*map(np.concatenate, zip(*parts, strict=True)))
+        for begin in range(0, len(source), _READ_AT_ONCE):
+            ids = np.arange(begin, min(begin + _READ_AT_ONCE, len(source)))
+            read = source.read(ids)
+            self._rows.dense[ids], self._rows.categories[ids], self._rows.labels[ids] = read
 
     def __len__(self) -> int:
         return len(self._rows.labels)

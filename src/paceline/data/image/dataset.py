@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
@@ -99,6 +99,14 @@ def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
     place = np.where(rank == 0, -1.0, (rank + 0.5) / np.repeat(counts, counts))
     ordered: Ids = by_class[np.lexsort((hashes[by_class], place))]
     return ordered
+
+
+def alike_names(classes: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of classes whose names differ by case or space only."""
+    alike = defaultdict(list)
+    for name in classes:
+        alike["".join(name.casefold().split())].append(name)
+    return [(names[0], names[1]) for names in alike.values() if len(names) > 1]
 
 
 def split_off(fraction: float) -> str:

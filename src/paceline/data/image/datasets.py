@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.data.disk_cache import found_once, stamp_of
-from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages
+from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages, alike_names
 from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
@@ -203,6 +203,8 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
         reasons["validation"] = stored.split
     if stored.split and not stored.is_split_off:
         reasons["validation_fraction"] = f"the data has its own split, {stored.split}"
+    if stored.train.labels.ndim == 1 and (notes := _odd_names(stored.classes)):
+        reasons["classes"] = "; ".join(notes)
     return ImageDataset(
         name=data.dataset,
         train=stored.train,
@@ -219,6 +221,21 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
         selection=stored.left_out_counts,
         left_out=stored.left_out,
     )
+
+
+def _odd_names(classes: Sequence[str]) -> list[str]:
+    """What the names of classes, of which an image has one, let one suspect."""
+    listed, alike = [name for name in classes if ";" in name], alike_names(classes)
+    notes = []
+    if listed:
+        notes.append(
+            f"each name like {listed[0]!r} ({len(listed):,} of {len(classes):,}) is taken for one class: if an image "
+            "has several labels, set task=image_multilabel, with data.dataset=csv or parquet"
+        )
+    if alike:
+        more = f", and {len(alike) - 1:,} more pairs" if len(alike) > 1 else ""
+        notes.append(f"the classes {' and '.join(map(repr, alike[0]))} differ by case or space only{more}")
+    return notes
 
 
 __all__ = ["ImageDataset", "LARGEST_SMALL_IMAGE", "open_dataset", "open_stored"]

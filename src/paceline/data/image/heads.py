@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from paceline.data.disk_cache import Stamp, found_once, stamp_of
+from paceline.data.disk_cache import found_once, stamp_if_there
 from paceline.data.image.decode import (
     HEIF_ENDINGS,
     LARGEST_PIXELS,
@@ -54,12 +54,6 @@ def broken_files(source: FileSource) -> dict[int, str]:
     paths = source.files(samples)
     begin, now = time.perf_counter(), time.time_ns()
 
-    def stamp(path: str) -> Stamp | None:
-        try:
-            return stamp_of(path)
-        except OSError:
-            return None
-
     def find() -> list[tuple[int, str]]:
         pieces = (paths[first : first + _AT_ONCE] for first in range(0, len(paths), _AT_ONCE))
         try:
@@ -76,7 +70,7 @@ def broken_files(source: FileSource) -> dict[int, str]:
         return took_long and not any(reason.startswith(_UNREADABLE) for _, reason in found)
 
     with ThreadPoolExecutor(_READERS) as pool:
-        stamps = list(pool.map(stamp, paths))
+        stamps = list(pool.map(stamp_if_there, paths))
         key = (_VERSION, HEIF_ENDINGS, paths)
         found = found_once("heads", key, stamps, find, now=now, is_kept=is_kept)
     return {int(samples[index]): reason for index, reason in found}

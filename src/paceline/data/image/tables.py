@@ -13,7 +13,6 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ def require_pyarrow() -> ModuleType:
     """
     try:
         import pyarrow as pa
+        import pyarrow.compute
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError as error:
@@ -423,72 +423,73 @@ def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
 _ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-@dataclass(frozen=True)
-class PathRows:
-    """Rows of a table that names image files.
+def open_paths(
+    root: Path,
+    paths: Sequence[str],
+    labels: Sequence[object],
+    parts: Parts,
+    where: Callable[[int], str],
+    *,
+    table: str,
+    request: DatasetRequest,
+) -> StoredImages:
+    """Open the images that rows of a table name, and look at the heads of a few.
 
-    Attributes:
+    Args:
         root: The folder that the paths are relative to.
         paths: One for each row.
         labels: As written. Labels in several columns, and numbers, are one tuple per row.
         parts: Which rows belong to which split.
         where: Names a row in messages.
-    """
-
-    root: Path
-    paths: Sequence[str]
-    labels: Sequence[object]
-    parts: Parts
-    where: Callable[[int], str]
-
-
-def open_paths(rows: PathRows, table: str, request: DatasetRequest) -> StoredImages:
-    """Open the images that rows name, and look at the heads of a few.
-
-    Args:
-        rows: The rows.
         table: The table's path, for messages.
         request: Its ``problems`` take each row that names no file, or one that another row names.
 
     Raises:
         DataError: If a label or a path is missing.
     """
-    parts, data = rows.parts.splits, request.data
-    wanted = np.concatenate(parts)
-    sizes = _sizes(rows, wanted, request.problems)
+    splits, data = parts.splits, request.data
+    wanted = np.concatenate(splits)
+    sizes = _sizes(root, paths, labels, where, wanted, request.problems)
     numbers = None
     if data.target_columns:
         present = wanted[sizes[wanted] >= 0]
-        numbers = read_numbers(rows.labels, present, rows.where, request, request.problems.add_row)
+        numbers = read_numbers(labels, present, where, request, request.problems.add_row)
         sizes[np.isnan(numbers).any(axis=1)] = -1
     request.refuse_problems()
-    parts = [part[sizes[part] >= 0] for part in parts]
-    if not all(len(part) for part in parts):
+    splits = [rows[sizes[rows] >= 0] for rows in splits]
+    if not all(map(len, splits)):
         raise DataError(f"{table!r} names no usable image: correct its rows.")
     classes, numbered = data.target_columns, list[NDArray[Any]]()
     if numbers is not None:
-        numbered += [numbers[part] for part in parts]
+        numbered += [numbers[rows] for rows in splits]
     else:
         name_classes: Callable[..., Any] = name_rows if request.several_labels else number_rows
-        classes, numbered = name_classes(rows.labels, parts, rows.where, table)
+        classes, numbered = name_classes(labels, splits, where, table)
     sources, digest = [], hashlib.sha256()
-    for part, targets in zip(parts, numbered, strict=True):
-        names = [os.fsencode(rows.paths[row]) for row in part.tolist()]
-        sources.append(FileSource(rows.root, names, targets, 3))
-        for name, row, label in zip(names, part, targets.tolist(), strict=True):
+    for rows, targets in zip(splits, numbered, strict=True):
+        names = [os.fsencode(paths[row]) for row in rows.tolist()]
+        sources.append(FileSource(root, names, targets, 3))
+        for name, row, label in zip(names, rows, targets.tolist(), strict=True):
             digest.update(b"%s\0%d\0%s\n" % (name, sizes[row], str(label).encode()))
         digest.update(b"\0")
     digest.update("\0".join(classes).encode())
-    return file_splits(request, sources, rows.parts.told, classes=classes, digest=digest.hexdigest())
+    return file_splits(request, sources, parts.told, classes=classes, digest=digest.hexdigest())
 
 
-def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
+def _sizes(
+    root: Path,
+    paths: Sequence[str],
+    labels: Sequence[object],
+    where: Callable[[int], str],
+    wanted: Ids,
+    problems: Problems,
+) -> Ids:
     """The length in bytes of the file that each row names; -1 for those that are left out."""
-    sizes = np.full(len(rows.paths), -1, dtype=np.int64)
+    sizes = np.full(len(paths), -1, dtype=np.int64)
     seen: dict[str, int] = {}
     for row in np.sort(wanted).tolist():
-        path = rows.paths[row]
-        whole = os.path.normpath(os.path.join(rows.root, path))
+        path = paths[row]
+        whole = os.path.normpath(os.path.join(root, path))
         try:
             found = os.stat(whole)
             size = found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -504,10 +505,10 @@ def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
             )
             more = ()
         elif whole in seen:
-            one, other = rows.labels[seen[whole]], rows.labels[row]
+            one, other = labels[seen[whole]], labels[row]
             otherwise = "" if one == other else f", with the label {one!r} there and {other!r} here"
             sentence = "{} names {}, which {} names too{}: keep one of them."
-            more = (repr(path), rows.where(seen[whole]), otherwise)
+            more = (repr(path), where(seen[whole]), otherwise)
         elif size is not None:
             sizes[row], seen[whole] = size, row
             continue
@@ -516,5 +517,5 @@ def _sizes(rows: PathRows, wanted: Ids, problems: Problems) -> Ids:
         else:
             sentence = "{} names {}, but there is no file {}: correct it, or remove the line."
             more = (repr(path), repr(whole))
-        problems.add_row(sentence, rows.where(row), *more)
+        problems.add_row(sentence, where(row), *more)
     return sizes

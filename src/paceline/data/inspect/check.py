@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.source import JoinedSource, encoded_source
+from paceline.data.image.dataset import strata
+from paceline.data.image.source import ArraySource, JoinedSource, encoded_source, leaves_of
 from paceline.data.inspect.findings import (
     Finding,
     class_figures,
@@ -38,7 +39,8 @@ class DataReport:
         splits: By split: ``samples`` in it, how many were ``checked``, and how many of these are ``broken``.
         validation: Where the held-out images come from.
         findings: All findings, the worst first.
-        classes: Figures about the classes.
+        learned: What is learned of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
+        classes: Figures about the classes or labels.
         sizes: Figures about heights, widths and bytes.
         pixels: Figures about brightness.
         cost: Figures about decoding; empty where images lie in memory.
@@ -54,6 +56,7 @@ class DataReport:
     splits: dict[str, dict[str, int]]
     validation: str
     findings: tuple[Finding, ...]
+    learned: str
     classes: dict[str, Any]
     sizes: dict[str, Any]
     pixels: dict[str, Any]
@@ -141,7 +144,8 @@ def check_data(
                 f"--quarantine moves files out of a folder of class folders, which {source!r} is not; leave it out."
             )
         check_place(subject.root, quarantine)
-    labels = np.concatenate([each.labels for each in subject.splits.values()])
+    # Images that do not have one class each are looked at as those of one.
+    labels = np.concatenate([strata(each.labels) for each in subject.splits.values()])
     samples = JoinedSource(subject.splits, labels)
     workers = workers or available_cores()
     dataset = subject.dataset
@@ -163,6 +167,8 @@ def check_data(
                 unusable = next(open_subject(source, overrides).problems.sentences(), "")
             except PacelineError as error:
                 unusable = str(error)
+    leaves = [leaf for leaf, _ in leaves_of(samples, np.arange(0))]
+    is_in_memory = all(isinstance(each, ArraySource) or hasattr(each, "pixels") for each in leaves)
     return DataReport(
         source=source,
         dataset=subject.dataset.name,
@@ -177,10 +183,11 @@ def check_data(
         },
         validation=subject.dataset.reasons.get("validation", ""),
         findings=findings,
+        learned=subject.learned,
         classes=class_figures(subject),
         sizes=size_figures(gathered, read),
         pixels=pixel_figures(subject, gathered, read),
-        cost={} if subject.is_in_memory else cost_figures(gathered, read),
+        cost={} if is_in_memory else cost_figures(gathered, read),
         workers=workers,
         quarantine=moved,
         unusable=unusable,

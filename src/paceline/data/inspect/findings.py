@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.image.dataset import alike_names
 from paceline.data.image.source import Ids
 from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, Subject, similar
 from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
@@ -94,9 +94,12 @@ _SLOWEST = 5
 
 
 def class_counts(subject: Subject) -> dict[str, NDArray[np.int64]]:
-    """Samples of each class, by split."""
-    count = len(subject.dataset.classes)
-    return {name: np.bincount(source.labels, minlength=count) for name, source in subject.splits.items()}
+    """Samples of each class or label, by split; of none where numbers are learned."""
+    count = 0 if subject.learned == "numbers" else len(subject.dataset.classes)
+    labels = {name: source.labels for name, source in subject.splits.items()}
+    if subject.learned == "classes":
+        return {name: np.bincount(each, minlength=count) for name, each in labels.items()}
+    return {name: (each[:, :count] == 1).sum(axis=0) for name, each in labels.items()}
 
 
 def class_figures(subject: Subject) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def class_figures(subject: Subject) -> dict[str, Any]:
         "imbalance": largest / smallest if smallest else None,
         "samples": {
             name: {split: int(each[index]) for split, each in counts.items()}
-            for index, name in enumerate(subject.dataset.classes)
+            for index, name in enumerate(subject.dataset.classes[: len(train)])
         },
     }
 
@@ -290,9 +293,9 @@ def _pairs(gathered: Gathered, name: str, pairs: Ids) -> Iterator[Finding]:
 
 
 def _of_classes(subject: Subject) -> Iterator[Finding]:
-    classes = subject.dataset.classes
     counts = class_counts(subject)
     train, held_out = counts["train"], counts["validation"]
+    classes = subject.dataset.classes[: len(train)]
 
     def sized(number: int) -> Entry:
         count = int(train[number])
@@ -304,8 +307,6 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
     found["small_class"] = [sized(each) for each in np.flatnonzero(train < FEW).tolist()]
     lacking = np.flatnonzero(held_out == 0).tolist()
     found["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
-    alike = defaultdict(list)
-    for name in classes:
-        alike["".join(name.casefold().split())].append(name)
-    found["alike_names"] = [Entry(names[1], other=names[0]) for names in alike.values() if len(names) > 1]
+    found["listed_names"] = [Entry(name) for name in classes if ";" in name and subject.learned == "classes"]
+    found["alike_names"] = [Entry(other, other=one) for one, other in alike_names(classes)]
     yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in found.items() if entries)

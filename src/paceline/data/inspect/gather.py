@@ -14,20 +14,19 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 
-from paceline.data.image.dataset import Problems, strata
+from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.heads import spread
-from paceline.data.image.selection import relabelled
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
-from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource, as_array
+from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
 from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.packing.origins import detect
 from paceline.errors import DataError, PacelineError, RecipeError
@@ -49,6 +48,7 @@ class Subject:
 
     Attributes:
         dataset: What a run would make of it; of a folder that a run refuses, what can be made of it.
+        learned: What is learned of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
         splits: Its images by split; ``test`` are those of a folder that a run does not read.
         problems: What a run refuses about a folder or a table.
         unread: Files in a folder other than images.
@@ -57,16 +57,12 @@ class Subject:
     """
 
     dataset: ImageDataset
+    learned: Literal["classes", "labels", "numbers"]
     splits: dict[str, SampleSource]
     problems: Problems = field(default_factory=Problems)
     unread: tuple[str, ...] = ()
     root: Path | None = None
     is_folder: bool = False
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether no file is decoded when a sample is read."""
-        return all(as_array(source) is not None for source in self.splits.values())
 
 
 def open_subject(source: str, overrides: Sequence[str]) -> Subject:
@@ -89,9 +85,9 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
                 f"data.dataset={data.dataset} ({str(error).rstrip('.')}); nothing was checked."
             ) from error
         raise
-    if dataset.train.labels.ndim > 1:
-        # Images that do not have one class each are looked at as those of one.
-        dataset = replace(relabelled(dataset, strata), classes=("images",))
+    learned: Any = "labels" if recipe.task == "image_multilabel" else "numbers"
+    if dataset.train.labels.ndim == 1:
+        learned = "classes"
     splits = {"train": dataset.train, "validation": dataset.validation}
     if dataset.holdout is not None:
         splits["holdout"] = dataset.holdout
@@ -105,7 +101,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         if test is not None:
             splits["test"] = test
         unread = tuple(unread_entries(root))
-    return Subject(dataset, splits, problems, unread, root, is_folder)
+    return Subject(dataset, learned, splits, problems, unread, root, is_folder)
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:

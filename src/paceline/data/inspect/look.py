@@ -150,6 +150,7 @@ OF_SETS = (
         "no held-out image of the class, so it is not scored",
         "add held-out images, or training images to hold some out of",
     ),
+    Kind("listed_names", "notice", "a class whose name is a list", "set task=image_multilabel, if these are labels"),
     Kind("alike_names", "notice", "classes whose names differ only in case or spaces", "merge them, if they are one"),
     Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )

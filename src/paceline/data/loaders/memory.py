@@ -136,7 +136,7 @@ def hold_images(
     """Decode a whole source into a store, or take its array for one; broken images stay black, and are reported by
     id."""
     size, count = view.image_size, len(source)
-    array = as_array(source)
+    array = as_array(source) if device.type == "cpu" else None
     if array is not None and (held := ImageStore.over(shape, device, array)) is not None:
         return held, {}
     store = ImageStore(shape, device)

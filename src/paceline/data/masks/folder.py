@@ -9,23 +9,24 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
-from paceline.data.disk_cache import recall_arrays, remember_arrays, stamp_of
+from paceline.data.disk_cache import found_once, stamp_if_there
 from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, files_below, has_ending, is_folder, visible
-from paceline.machine import cache_folder
 from paceline.recipe.data import Data
 
 _SPLITS = ("train", "val", "test")
@@ -33,6 +34,16 @@ _INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's names of pixels whose val
 _READERS = 8
 _SHOWN = 5  # faults in a message
 _FORMAT = "a mask must be a palette or 8-bit grey PNG whose values are class indices"
+# What people call the other kinds of pixels that a PNG can have, by Pillow's names.
+_PIXELS = {
+    "1": "black or white",
+    "L": "grey of 2 or 4 bits",
+    "LA": "grey and transparency",
+    "RGB": "colours (RGB)",
+    "RGBA": "colours and transparency (RGBA)",
+    "I": "grey of 16 bits",
+    "I;16": "grey of 16 bits",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ def read_mask(path: str) -> LabelMap:
             if mask.width * mask.height > LARGEST_PIXELS:
                 raise BrokenImageError(path, f"{mask.width}x{mask.height} pixels; at most {LARGEST_PIXELS:,} are read")
             if mask.tile[0][3] not in _INDICES:
-                raise BrokenImageError(path, f"its pixels are {mask.mode}, but {_FORMAT}")
+                raise BrokenImageError(path, f"its pixels are {_PIXELS.get(mask.mode, mask.mode)}, but {_FORMAT}")
             return np.asarray(mask)
     except (OSError, SyntaxError, ValueError, IndexError, Pillow.DecompressionBombError) as error:
         why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"  # which names an address
@@ -198,29 +209,28 @@ def _tell_unread(root: Path, folders: Sequence[Path], left_out: LeftOut) -> None
 def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
     """Read all masks: which values each holds, bool [N, 256], their sizes, int64 [N, 2], and why some are not masks."""
 
-    def look(path: str) -> np.ndarray | str:
+    def look(path: str) -> tuple[list[int], int, int] | str:
         try:
             labels = read_mask(path)
         except BrokenImageError as error:
             return error.reason
-        return np.concatenate([np.bincount(labels.ravel(), minlength=256) > 0, labels.shape]).astype(np.int64)
+        return np.flatnonzero(np.bincount(labels.ravel())).tolist(), labels.shape[0], labels.shape[1]
 
+    def are_masks(looks: list[Any]) -> bool:
+        return not any(isinstance(each, str) for each in looks)
+
+    now = time.time_ns()
     with ThreadPoolExecutor(_READERS) as pool:
-        try:
-            state = hashlib.sha256(repr(list(pool.map(stamp_of, masks))).encode()).hexdigest()
-        except OSError:
-            state = ""  # whichever is not there is found when it is read
-        memory = cache_folder() / "masks" / f"{hashlib.sha256(os.fsencode(repr(masks))).hexdigest()[:32]}.npz"
-        known = recall_arrays(memory)
-        if known is not None and str(known.get("state")) == state and known["seen"].shape == (len(masks), 258):
-            return known["seen"][:, :256] > 0, known["seen"][:, 256:], {}
-        looks = list(pool.map(look, masks))
-    reasons = {at: each for at, each in enumerate(looks) if isinstance(each, str)}
-    nothing = np.zeros(258, dtype=np.int64)
-    seen = np.array([nothing if isinstance(each, str) else each for each in looks]).reshape(-1, 258)
-    if not reasons and state:
-        remember_arrays(memory, {"seen": seen, "state": np.array(state)})
-    return seen[:, :256] > 0, seen[:, 256:], reasons
+        stamps = list(pool.map(stamp_if_there, masks))
+        looks = found_once("masks", masks, stamps, lambda: list(pool.map(look, masks)), now=now, is_kept=are_masks)
+    held, sizes = np.zeros((len(masks), 256), dtype=bool), np.zeros((len(masks), 2), dtype=np.int64)
+    reasons = {}
+    for at, each in enumerate(looks):
+        if isinstance(each, str):
+            reasons[at] = each
+        else:
+            held[at, each[0]], sizes[at] = True, each[1:]
+    return held, sizes, reasons
 
 
 def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], highest: int, classes: int) -> str | None:

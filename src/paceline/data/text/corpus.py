@@ -116,12 +116,12 @@ def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination
     Raises:
         DataError: If it exists or cannot be written, or what was read back is not what was written.
     """
-    corpora = {split: encoded(documents, tokenizer) for split, documents in splits.items()}
     hidden = destination.parent / f".{destination.name}.{os.getpid()}"
     try:
         if destination.exists():
             raise DataError(f"'{destination}' exists; give another folder, or remove it first.")
         hidden.mkdir(parents=True)
+        corpora = {split: encoded(documents, tokenizer) for split, documents in splits.items()}
         packed = _write_all(corpora, tokenizer, hidden)
         for split, corpus in corpora.items():
             read = _open_split(hidden, split, len(corpus.tokens), corpus.tokens.dtype)

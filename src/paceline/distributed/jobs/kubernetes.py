@@ -99,12 +99,18 @@ def indexed_job(workload: Workload) -> str:
     else:
         pod = _pod(workload, ["sh", "-c", _FIRST_OR_NOT, "sh", *_torchrun(workload, "{0}-0.{0}")])
         pod["subdomain"] = workload.name  # with which a pod is called NAME-INDEX.SUBDOMAIN
+    failure_rules = [
+        # A node that is drained is no failure of the run's.
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+        # Exit code 2 is a mistake in what was asked: it would come again.
+        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}},
+    ]
     spec = {
         "completionMode": "Indexed",
         "completions": workload.nodes,
         "parallelism": workload.nodes,
         "backoffLimit": 100,
-        "podFailurePolicy": {"rules": _failure_rules()},
+        "podFailurePolicy": {"rules": failure_rules},
         "template": {"metadata": {"labels": {"app": workload.name}}, "spec": pod},
     }
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": workload.name}, "spec": spec}
@@ -135,15 +141,6 @@ def _replicas(workload: Workload, count: int, *, is_first: bool) -> dict[str, An
     if workload.nodes > 1:
         container["env"] = [{"name": "PET_RDZV_CONF", "value": _MEETING.format(int(is_first))}]
     return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-
-
-def _failure_rules() -> list[dict[str, Any]]:
-    return [
-        # A node that is drained is no failure of the run's.
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-        # Exit code 2 is a mistake in what was asked: it would come again.
-        {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}},
-    ]
 
 
 def _pod(workload: Workload, command: Sequence[str]) -> dict[str, Any]:

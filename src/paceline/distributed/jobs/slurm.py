@@ -163,13 +163,41 @@ def job_script(job: Job) -> str:
     Raises:
         LaunchError: If something in it would end a line of the script too early.
     """
+    shape, cpus = job.shape, job.shape.cpus_per_task
+    output = str(job.folder).replace("%", "%%") + ("/slurm-%A_%a.out" if job.is_array else "/slurm-%j.out")
+    pairs: dict[str, object | None] = {
+        "job-name": job.name,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.tasks_per_node,
+        "cpus-per-task": cpus,
+        # Not per task: a task that is shown the others' devices too can reach them without a detour.
+        "gpus-per-node": shape.gpus_per_task * shape.tasks_per_node or None,
+        "time": shape.time,
+        "partition": shape.partition,
+        "account": shape.account,
+        "chdir": job.directory,
+        "output": output,
+        "open-mode": "append",
+        "signal": f"B:USR1@{shape.signal_before}",
+        "array": f"0-{len(job.runs) - 1}" if job.is_array else None,
+    }
+    options = [f"--{name}={_quoted(name, value)}" for name, value in pairs.items() if value is not None]
+    options += ["--requeue", *(_quoted("sbatch", option) for option in shape.more)]
+    runs = f"run=({shlex.join(job.runs[0])})"
+    if job.is_array:
+        cases = "\n".join(f"    {index}) run=({shlex.join(run)}) ;;" for index, run in enumerate(job.runs))
+        runs = f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}\nesac'
+    # A task that has stopped must not take the one with it that still writes the checkpoint: --kill-on-bad-exit=0,
+    # whatever the cluster does by default. One that waits for tasks that are gone is ended by --wait. Since Slurm 22.05
+    # srun no longer takes the cores from the job.
+    srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([] if cpus is None else [f"--cpus-per-task={cpus}"])]
     return _SCRIPT.substitute(
-        options="\n".join(f"#SBATCH {option}" for option in _options(job)),
+        options="\n".join(f"#SBATCH {option}" for option in options),
         script=shlex.quote(str(job.folder / "slurm-job.sh")),
         setup=f"{{\n{job.setup}\n}} || exit 1" if job.setup.strip() else "",
-        threads=_threads(job.shape),
-        runs=_runs(job),
-        task=shlex.join([*_srun(job.shape), job.python, "-P", "-m", "paceline", *job.arguments]),
+        threads="" if cpus is None else f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{cpus}}}"\n',
+        runs=runs,
+        task=shlex.join([*srun, job.python, "-P", "-m", "paceline", *job.arguments]),
     )
 
 
@@ -190,56 +218,12 @@ def submit(script: Path) -> str:
     return done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several
 
 
-def _options(job: Job) -> list[str]:
-    shape = job.shape
-    output = str(job.folder).replace("%", "%%") + ("/slurm-%A_%a.out" if job.is_array else "/slurm-%j.out")
-    pairs: dict[str, object | None] = {
-        "job-name": job.name,
-        "nodes": shape.nodes,
-        "ntasks-per-node": shape.tasks_per_node,
-        "cpus-per-task": shape.cpus_per_task,
-        # Not per task: a task that is shown the others' devices too can reach them without a detour.
-        "gpus-per-node": shape.gpus_per_task * shape.tasks_per_node or None,
-        "time": shape.time,
-        "partition": shape.partition,
-        "account": shape.account,
-        "chdir": job.directory,
-        "output": output,
-        "open-mode": "append",
-        "signal": f"B:USR1@{shape.signal_before}",
-        "array": f"0-{len(job.runs) - 1}" if job.is_array else None,
-    }
-    options = [f"--{name}={_quoted(name, value)}" for name, value in pairs.items() if value is not None]
-    return [*options, "--requeue", *(_quoted("sbatch", option) for option in shape.more)]
-
-
 def _quoted(name: str, value: object) -> str:
     """A value in a line of options for sbatch, which knows double quotes and no other way to keep a space."""
     text = str(value)
     if re.search(r'["\\\n\r]', text):
         raise LaunchError(f"{name} {text!r} has a quote, a backslash or a newline, which sbatch cannot read there.")
     return f'"{text}"' if re.search(r"[\s#]", text) else text
-
-
-def _threads(shape: Shape) -> str:
-    if shape.cpus_per_task is None:
-        return ""
-    return f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{shape.cpus_per_task}}}"\n'
-
-
-def _srun(shape: Shape) -> list[str]:
-    # A task that has stopped must not take the one with it that still writes the checkpoint: --kill-on-bad-exit=0,
-    # whatever the cluster does by default. One that waits for tasks that are gone is ended by --wait.
-    words = ["srun", "--kill-on-bad-exit=0", "--wait=60"]
-    # Since Slurm 22.05 srun no longer takes it from the job.
-    return words if shape.cpus_per_task is None else [*words, f"--cpus-per-task={shape.cpus_per_task}"]
-
-
-def _runs(job: Job) -> str:
-    if not job.is_array:
-        return f"run=({shlex.join(job.runs[0])})"
-    cases = "\n".join(f"    {index}) run=({shlex.join(run)}) ;;" for index, run in enumerate(job.runs))
-    return f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}\nesac'
 
 
 # Variables of the script are written $$name, its own holes $name.

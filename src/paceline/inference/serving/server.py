@@ -57,7 +57,7 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         bound = socket.create_server(address, family=family, backlog=_CONNECTIONS, dualstack_ipv6=both)
     except (OSError, UnicodeError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]  # Python names the address
         raise PacelineError(
             f"--host={host} --port={port}: cannot listen: {reason}; give an address of this machine and a free "
             "port (0: any)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -53,21 +54,22 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
     Raises:
         RecipeError: If it is none of these.
     """
-    programs = (*scripts, *wrappers)
-    if len(words) > 1:
-        return _command(list(words), scripts, wrappers)
-    path = Path(words[0])
-    if path.is_file():
-        try:
-            tree = read_yaml(path)
-        except RecipeError:
-            if path.suffix in _TREES:
-                raise
-            return _command(_alone(_only_command(path, programs), programs), scripts, wrappers)
-        return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
-    if path.suffix in _TREES and " " not in words[0]:
-        raise RecipeError(f"there is no file '{words[0]}'; give a file of arguments, or a command after --.")
-    return _command(_alone(_split(words[0], "the command"), programs), scripts, wrappers)
+    programs, found = (*scripts, *wrappers), list(words)
+    if len(words) == 1:
+        path = Path(words[0])
+        if os.path.isfile(path):  # a command may be longer than a path can be
+            try:
+                tree = read_yaml(path)
+                return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
+            except RecipeError:
+                if path.suffix in _TREES:
+                    raise
+            found = _only_command(path, programs)
+        elif path.suffix in _TREES and " " not in words[0]:
+            raise RecipeError(f"there is no file '{words[0]}'; give a file of arguments, or a command after --.")
+        else:
+            found = _split(words[0], "the command")
+    return _command(found, scripts, wrappers)
 
 
 def _split(text: str, where: str) -> list[str]:
@@ -77,13 +79,6 @@ def _split(text: str, where: str) -> list[str]:
         raise RecipeError(
             f"{where} cannot be parsed as a shell command ({error}): look for an unclosed quote."
         ) from None
-
-
-def _alone(words: list[str], programs: Sequence[str]) -> list[str]:
-    """The words of a shell's line up to what its output is sent to, or what runs after it: none of that trains."""
-    begin = _place(words, programs) or 0
-    end = next((at for at in range(begin, len(words)) if _SHELL.fullmatch(words[at])), len(words))
-    return words[:end]
 
 
 def _only_command(path: Path, programs: Sequence[str]) -> list[str]:
@@ -105,25 +100,26 @@ def _place(words: Sequence[str], programs: Sequence[str]) -> int | None:
 
 
 def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) -> Source:
-    while words and _ASSIGNMENT.match(words[0]):
-        words = words[1:]
-    wrapped = _place(words, wrappers)
-    if wrapped is not None:
-        count = _count(words[wrapped + 1] if len(words) > wrapped + 1 else None)
-        if count is None:
-            name = Path(words[wrapped]).name
-            raise RecipeError(f"{name} is followed by a number of processes, as in `{name} 4 --model resnet50`.")
-        return Source(_title(words[wrapped:]), scripts[0], tuple(words[wrapped + 2 :]), processes=count)
-    at = _place(words, scripts)
-    if at is not None:
-        name, count = Path(words[at]).name, _processes(words[:at])
-        return Source(_title(words[at:]), name, tuple(words[at + 1 :]), processes=count)
-    if words and words[0].startswith("-"):
-        return Source(_title(words), scripts[0], tuple(words), processes=1)
-    raise RecipeError(
-        f"found '{' '.join(words)[:80]}', which is neither a file nor a command that starts "
-        f"{' or '.join((*scripts, *wrappers))}; give one of them."
-    )
+    programs = (*scripts, *wrappers)
+    at = _place(words, programs)
+    # What its output is sent to, or what runs after it, does not train.
+    end = next((each for each in range(at or 0, len(words)) if _SHELL.fullmatch(words[each])), len(words))
+    if at is None:
+        while words and _ASSIGNMENT.match(words[0]):
+            words, end = words[1:], end - 1
+        if not words or not words[0].startswith("-"):
+            raise RecipeError(
+                f"found '{' '.join(words)[:80]}', which is neither a file nor a command that starts "
+                f"{' or '.join(programs)}; give one of them."
+            )
+        return Source(_title(words[:end]), scripts[0], tuple(words[:end]), processes=1)
+    name, title, after = Path(words[at]).name, _title(words[at:end]), words[at + 1 : end]
+    if name in scripts:
+        return Source(title, name, tuple(after), processes=_processes(words[:at]))
+    count = _count(after[0] if after else None)
+    if count is None:
+        raise RecipeError(f"{name} is followed by a number of processes, as in `{name} 4 --model resnet50`.")
+    return Source(title, scripts[0], tuple(after[1:]), processes=count)
 
 
 def _title(words: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from paceline.errors import RecipeError
 from paceline.plain_yaml import yaml_line
+from paceline.recipe.imports.command import Source
 from paceline.recipe.imports.table import NONE, Option, Table
 from paceline.recipe.load import stored_recipe
 
@@ -34,14 +35,15 @@ class Conversion:
 
     Args:
         table: The trainer's options.
-        title: What is converted.
+        source: What is converted.
         given: Values of the options that were given.
         skipped: Names of options to convert as if they had not been given.
-        processes: How many share the global batch; None, of which a notice tells, is taken for one.
-        more: What depends on their number, for the notice.
+        processes: How many share the global batch; None if that is only in the source. If it is not there either, of
+            which a notice tells, there is one.
 
     Attributes:
         flat: The recipe's dotted keys.
+        differences: What is not identical: an option, and how.
         left_out: Options that the user had left out.
         notices: What was assumed.
 
@@ -50,19 +52,14 @@ class Conversion:
     """
 
     def __init__(
-        self,
-        table: Table,
-        title: str,
-        given: Mapping[str, Any],
-        skipped: Iterable[str],
-        *,
-        processes: int | None,
-        more: str,
+        self, table: Table, source: Source, given: Mapping[str, Any], skipped: Iterable[str], processes: int | None
     ) -> None:
-        self.title, self.processes, self.notices = title, processes or 1, list[str]()
-        if processes is None:
+        known = processes or source.processes
+        self.title, self.processes, self.notices = source.title, known or 1, list[str]()
+        if known is None:
             self.notices.append(
-                f"the number of processes is not known; one is assumed. With more, {more}: give --processes N."
+                "the number of processes is not known; one is assumed. With more, the global batch is larger or each "
+                "process has fewer passes, and the learning rate may follow the batch: give --processes N."
             )
         self._options = table.options
         left_out = set()
@@ -77,37 +74,37 @@ class Conversion:
         self.flat: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
         self._became: dict[str, tuple[Place, str]] = {}
-        self._differences: dict[tuple[str, str], None] = {}
+        self.differences: dict[tuple[str, str], None] = {}
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
 
-    def convert(self, conversions: Mapping[str, Callable[[Any], Any]], own: Mapping[str, Any] | None = None) -> None:
-        """Convert every option whose row in the table says how.
+    def convert(
+        self, conversions: Mapping[str, Callable[[Conversion, Any], Any]], own: Mapping[str, Any] | None = None
+    ) -> None:
+        """Convert every option whose row in the table says how, in the order of the rows.
 
         Args:
-            conversions: What the table's `conversion` names.
+            conversions: What the table's `conversion` names: functions of this and of an option's value that return
+                the recipe's value, or keys with theirs. They refuse a value by a ``ValueError`` that says why.
             own: What its `otherwise` names: the network's own settings.
         """
         for option in self._options.values():
-            value, note = self[option.key], ""
-            is_changed = value != option.default and value not in (None, "")
+            value, note = self[option.key], option.note
+            is_changed = value != option.default and value not in NONE
             wanted = {"key": True, "if_changed": is_changed, "if_given": option.key in self.given}
             if not wanted.get(option.fate) or self._why_unused(option):
                 continue
             if option.otherwise and value in NONE:
                 value, note = (own or {})[option.otherwise], "of the network's own settings"
-            if option.values is not None:
-                plain = value.lower().replace("_", "") if isinstance(value, str) else value
-                key = value if value in option.values else plain
-                if key not in option.values:
-                    supported = f"supported: {', '.join(str(each) for each in option.values if each)}"
-                    self.refuse(option.key, option.instead or supported)
-                    continue
-                value = option.values[key]
-            elif option.conversion:
-                value = conversions[option.conversion](value)
-            several = value if option.values is not None and isinstance(value, dict) else {option.target: value}
+            try:
+                value = option.ours(value)
+                if option.conversion:
+                    value = conversions[option.conversion](self, value)
+            except ValueError as error:
+                self.refuse(option.key, str(error))
+                continue
+            several = value if isinstance(value, dict) else dict.fromkeys(option.target.split(), value)
             for dotted, each in {**several, **option.also}.items():
                 self.put(dotted, each, *filter(self.given.get, option.beside.split()), option.key, note=note)
             if option.differs:
@@ -118,17 +115,17 @@ class Conversion:
 
         def holds(condition: str) -> bool:
             key, equals, value = condition.partition("=")
-            return str(self[key]) == value if equals else bool(self[key])
+            found = self.flat.get(key) if "." in key else self[key]
+            return str(found) == value if equals else bool(found)
+
+        def typed(condition: str) -> str:
+            key, _, value = condition.partition("=")
+            return f"{self._options[key].shown} {value}".strip() if key in self._options else condition
 
         for conditions in option.needs.split():
             if not any(map(holds, conditions.split("|"))):
-                return f"needs {self._typed(conditions)}"
-        return next((f"with {self._typed(each)}" for each in option.unless.split() if holds(each)), "")
-
-    def _typed(self, conditions: str) -> str:
-        """Conditions as one would type them."""
-        parts = [each.partition("=") for each in conditions.split("|")]
-        return " or ".join(f"{self._options[key].shown} {value}".strip() for key, _, value in parts)
+                return f"needs {' or '.join(map(typed, conditions.split('|')))}"
+        return next((f"with {typed(each)}" for each in option.unless.split() if holds(each)), "")
 
     def put(self, dotted: str, value: Any, *sources: str, note: str = "") -> None:
         """Set a key of the recipe.
@@ -159,18 +156,20 @@ class Conversion:
 
     def differ(self, key: str, says: str) -> None:
         """Note a difference from an option's original effect."""
-        self._differences[self._options[key].shown, says] = None
+        self.differences[self._options[key].shown, says] = None
 
     def refuse(self, key: str, says: str) -> None:
         """Note that an option would change the result and is unsupported."""
         self._became[key] = ("refused", says)
 
     def finish(self) -> Conversion:
-        """Check that the result is a recipe.
+        """Say if the data are still to be named, and make sure that what was put together is a recipe.
 
         Raises:
             RecipeError: If it is none.
         """
+        if "data.path" not in self.flat and self.flat.get("data.dataset") != "synthetic":
+            self.notices.append("the folder of the images is not given: add data.path")
         if not self.refused:
             stored_recipe(self.tree, "the converted options")
         return self
@@ -214,11 +213,6 @@ class Conversion:
         """Unsupported options that would change the result."""
         return tuple(each for each in self.entries if each.place == "refused")
 
-    @property
-    def differences(self) -> tuple[tuple[str, str], ...]:
-        """Options whose conversion is not identical, with what differs."""
-        return tuple(self._differences)
-
     def _said(self, key: str) -> str:
         option, value = self._options[key], self[key]
         if key in self.given:
@@ -259,11 +253,6 @@ class Conversion:
             else:
                 row, origin = f"{indent}{key}: {yaml_line(value)}", self._origins.get(f"{path}{key}", "")
                 yield f"{row:<34}  # {origin}" if origin else row
-
-
-def processes_text(count: int) -> str:
-    """A number of processes in words."""
-    return f"{count} process{'es' * (count > 1)}"
 
 
 def shown_value(value: Any) -> str:

@@ -7,7 +7,7 @@ cores is left out: that depends on the machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import yaml
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.recipe.imports.command import Source, read_source
-from paceline.recipe.imports.draft import Conversion, processes_text
+from paceline.recipe.imports.draft import Conversion
 from paceline.recipe.imports.table import Table
+from paceline.units import counted
 
 _PRESET_KEYS = ("model", "platform", "precision", "mode")
 MAIN = Table("NVIDIA's main.py", "nvidia.yaml", without=("cfg_file", *_PRESET_KEYS))
@@ -99,62 +100,64 @@ def convert_nvidia(
     Raises:
         RecipeError: If the converted options are not a valid recipe.
     """
-    more = "the global batch is larger, or has fewer passes a process"
-    draft = Conversion(table, source.title, given, skipped, processes=processes or source.processes, more=more)
-    micro_batches = _put_batch(draft)
-    draft.convert(
-        {
-            "epochs": lambda value: f"{value} epoch{'s' * (value != 1)}",
-            "steps": lambda value: f"{max(1, round(value / micro_batches))} steps",
-            "complement": lambda value: float(f"{1 - value:.10g}"),
-        }
-    )
+    draft = Conversion(table, source, given, skipped, processes)
+    draft.convert(_CONVERSIONS)
     if draft["data_backend"] != "synthetic":
         draft.put("data.dataset", "image_folder", *(["data"] if draft["data"] else []))
-        if not draft["data"]:
-            draft.notices.append("the folder of the images is not given: add data.path")
     size = draft.flat.setdefault("data.image_size", 224)
     crop = float(f"{size / (size + _PADDING):.16g}")
     draft.put("data.evaluation_crop", crop, note=f"{size} of {size + _PADDING} pixels")
     draft.put("data.augment.crop", "random_resized", note="as its loaders do")
     draft.put("data.augment.flip", 0.5, note="as its loaders do")
-    _put_training(draft, micro_batches)
+    if not draft["bn_weight_decay"]:
+        draft.differ("bn_weight_decay", "biases do not decay; in main.py, those outside of norms do")
+    if draft["warmup"] > draft["epochs"]:
+        draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup")
     if table is LAUNCH and draft["precision"] == "TF32":
         draft.differ("precision", "set train.float32_matmul=high to multiply fp32 numbers in TF32, where a GPU can")
     return draft.finish()
 
 
-def _put_batch(draft: Conversion) -> int:
-    """Set the global batch; returns the micro-batches of a process in a step."""
-    micro, asked, processes = draft["batch_size"], draft["optimizer_batch_size"], draft.processes
-    share = processes_text(processes)
-    micro_batches = 1 if asked < 0 else asked // (micro * processes)
-    if micro_batches < 1:
-        draft.refuse("optimizer_batch_size", f"smaller than {share} of {micro} samples")
-        micro_batches = 1
-    total = micro * processes * micro_batches
-    if asked > 0 and total != asked:
+def _passes(draft: Conversion) -> int:
+    """Micro-batches of a process in a step."""
+    return max(1, int(draft["optimizer_batch_size"] // (draft["batch_size"] * draft.processes)))
+
+
+def _batch(draft: Conversion, asked: int) -> Any:
+    micro, share = draft["batch_size"], counted(draft.processes, "process")
+    total = micro * draft.processes * _passes(draft)
+    if 0 <= asked < total:
+        raise ValueError(f"smaller than {share} of {micro} samples")
+    if 0 < asked != total:
         draft.differ("optimizer_batch_size", f"{share} of {micro} samples make {total} in whole passes, as in main.py")
     draft.put("batch.global_size", total, "optimizer_batch_size", "batch_size", note=share)
-    return micro_batches
+    return {}
 
 
-def _put_training(draft: Conversion, micro_batches: int) -> None:
-    if not draft["bn_weight_decay"]:
-        draft.differ("bn_weight_decay", "biases do not decay; in main.py, those outside of norms do")
+def _schedule(draft: Conversion, name: str) -> Any:
     falls = [f"{fall} epochs" for fall in _FALLS if fall < draft["epochs"]]
-    if draft["lr_schedule"] == "step" and falls:
-        draft.put("schedule.milestones", falls, "lr_schedule", note="as in main.py")
-        draft.put("schedule.gamma", 0.1, "lr_schedule")
-    elif draft["lr_schedule"] == "step":
-        draft.put("schedule.name", "constant", "lr_schedule", note="the run ends before the first fall")
-    if draft["warmup"] > draft["epochs"]:
-        draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup")
-    if draft["use_ema"] is not None:
-        decay = float(f"{draft['use_ema'] ** micro_batches:.12g}")
-        note = f"per step: main.py averages after each of {micro_batches} passes" if micro_batches > 1 else ""
-        draft.put("train.ema", decay, "use_ema", note=note)
-    if draft["prof"] > 0:
-        draft.put("train.until", f"{math.ceil(draft['prof'] / micro_batches)} steps", "prof")
-    elif draft["run_epochs"] > 0:
-        draft.put("train.until", f"{draft['run_epochs']} epochs", "run_epochs")
+    if name != "step":
+        return name
+    if falls:
+        return {"schedule.name": name, "schedule.milestones": falls, "schedule.gamma": 0.1}
+    draft.put("schedule.name", "constant", "lr_schedule", note="the run ends before the first fall")
+    return {}
+
+
+def _average(draft: Conversion, decay: float) -> Any:
+    passes = _passes(draft)
+    note = f"per step: main.py averages after each of {passes} passes" if passes > 1 else ""
+    draft.put("train.ema", float(f"{decay**passes:.12g}"), "use_ema", note=note)
+    return {}
+
+
+_CONVERSIONS: dict[str, Callable[[Conversion, Any], Any]] = {
+    "epochs": lambda _, value: f"{value} epoch{'s' * (value != 1)}",
+    "steps": lambda draft, value: f"{max(1, round(value / _passes(draft)))} steps",
+    "complement": lambda _, value: float(f"{1 - value:.10g}"),
+    "batch": _batch,
+    "schedule": _schedule,
+    "average": _average,
+    "run_epochs": lambda _, value: f"{value} epochs" if value > 0 else {},
+    "profiled": lambda draft, value: f"{math.ceil(value / _passes(draft))} steps" if value > 0 else {},
+}

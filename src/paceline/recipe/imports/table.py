@@ -2,19 +2,20 @@
 
 A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of these says what becomes of it:
 
-    key: KEY          the recipe's KEY gets its value, or its default
-    if_changed: KEY   the same, if its value is not the default
-    if_given: KEY     the same, if it was given: changes speed, place or records, but no result
-    rule: KEYS        converted by the importer's code; KEYS is for the reader
+    key: KEYS         the recipe's KEYS get its value, or its default
+    if_changed: KEYS  the same, if its value is not the default
+    if_given: KEYS    the same, if it was given: changes speed, place or records, but no result
+    rule: KEYS        converted with another option; KEYS is for the reader
     no_effect: WHY    has no equivalent and needs none
     unsupported: WHY  would change the result, and nothing here does that
 
 Further fields: `values` maps its values to ours, or to several keys with theirs, or to none; other values are
-unsupported, for the reason `instead`. `beside` are options that its keys come from too, where they are given. `also`
-are keys that it sets besides, `conversion` names one of the importer's, `otherwise` the importer's value for an option
-without one. `needs` and `unless` are conditions on other options, without or with which it has no effect: `amp`,
-`sched=step`, alternatives with `|`, several with blanks. `differs` says what is not identical here, `least` is the
-smallest number it takes, `bare` its value without a word.
+unsupported, for the reason `instead`. `conversion` then names one of the importer's, which gives the same, and
+`otherwise` the importer's value for an option without one. `beside` are options that its keys come from too, where they
+are given, `also` are keys that it sets besides, and `note` is for the recipe's reader. `needs` and `unless` are
+conditions, without or with which it has no effect, on other options or on the keys of the rows above: `amp`,
+`schedule.name=step`, alternatives with `|`, several with blanks. `differs` says what is not identical here, `least` is
+the smallest number it takes, `bare` its value without a word.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Option:
     also: Mapping[str, Any] = field(default_factory=dict)
     conversion: str = ""
     otherwise: str = ""
+    note: str = ""
     differs: str = ""
     needs: str = ""
     unless: str = ""
@@ -77,6 +79,25 @@ class Option:
     def key(self) -> str:
         """Its name in a file of arguments."""
         return _plain(self.shown)
+
+    @property
+    def is_positional(self) -> bool:
+        """Whether it is given by its place, without its name."""
+        return not self.shown.startswith("-")
+
+    def ours(self, value: Any) -> Any:
+        """What `values`, if there are any, have for a value; texts may be in another case, or have underscores.
+
+        Raises:
+            ValueError: If they have none.
+        """
+        if self.values is None:
+            return value
+        plain = value.lower().replace("_", "") if isinstance(value, str) else value
+        for key in (value, plain):
+            if key in self.values:
+                return self.values[key]
+        raise ValueError(self.instead or f"supported: {', '.join(str(each) for each in self.values if each)}")
 
     def read(self, word: str) -> Any:
         """The value of one word.
@@ -137,24 +158,22 @@ class Table:
         Raises:
             RecipeError: Naming every word that is not an option, or the first value that does not fit.
         """
-        parser = _Parser(prog=self.program, add_help=False, argument_default=argparse.SUPPRESS)
-        places = [option for option in self.options.values() if not option.shown.startswith("-")]
+        # With a usage of its own, argparse does not put one together from all the options.
+        parser = _Parser(prog=self.program, usage="", add_help=False, argument_default=argparse.SUPPRESS)
         for option in self.options.values():
             settings: dict[str, Any] = {"nargs": "*" if option.kind in _SEVERAL else None, "type": option.read}
             if option.kind == "switch":
                 settings = {"action": "store_true"}
             elif option.kind == "text_or_bare":
                 settings |= {"nargs": "?", "const": option.bare}
-            if option not in places:
+            if option.is_positional:
+                parser.add_argument(option.key, nargs="?", type=option.read)
+            else:
                 parser.add_argument(*option.names, dest=option.key, **settings)
-        found, extra = parser.parse_known_args(list(words))
-        positional, unknown = _split_extra(extra)
-        self._refuse([*unknown, *positional[len(places) :]])
-        self._refuse([word for word in positional if "$" in word])
-        given: dict[str, Any] = {option.key: word for option, word in zip(places, positional, strict=False)}
-        for key, value in vars(found).items():
-            given[key] = dict(value) if self.options[key].kind == "pairs" else value
-        return given
+        found, extra = parser.parse_known_intermixed_args(list(words))
+        self._refuse([word for word in extra if word.startswith("-")] or extra)
+        given = {key: dict(each) if self.options[key].kind == "pairs" else each for key, each in vars(found).items()}
+        return dict(sorted(given.items(), key=lambda item: not self.options[item[0]].is_positional))
 
     def read_tree(self, tree: Mapping[str, Any], ignored: Iterable[str] = ()) -> dict[str, Any]:
         """The options that a file of arguments sets to something else than their default, by their keys.
@@ -166,17 +185,11 @@ class Table:
         Raises:
             RecipeError: Naming every key that is not an option, or the first value that does not fit.
         """
-        known = {str(key): self.find(str(key)) for key in tree if str(key) not in set(ignored)}
+        known = {key: self.find(key) for key in map(str, tree) if key not in set(ignored)}
         self._refuse([key for key, option in known.items() if option is None])
-        words: list[str] = []
-        positional: dict[str, Any] = {}
-        for key, option in known.items():
-            assert option is not None
-            if option.shown.startswith("-"):
-                words += _as_words(option, tree[key])
-            elif tree[key] is not None:
-                positional[option.key] = str(tree[key])
-        given = positional | self.read_words(words)
+        pairs = [(option, tree[key]) for key, option in known.items() if option is not None]
+        pairs.sort(key=lambda pair: pair[0].kind in _SEVERAL)  # which would take a positional argument after them
+        given = self.read_words([word for option, value in pairs for word in _as_words(option, value)])
         defaults = {key: self.options[key].default for key in given}
         return {
             key: value
@@ -241,20 +254,6 @@ def _pair(word: str) -> tuple[str, Any]:
     return key, list(value) if isinstance(value, tuple) else value
 
 
-def _split_extra(extra: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Words that no option took, as positional arguments and unknown options; the values of the latter are left out."""
-    positional: list[str] = []
-    unknown: list[str] = []
-    after_unknown = False
-    for word in extra:
-        if word.startswith("-"):
-            after_unknown = word != "--"
-            unknown += [word] if after_unknown else []
-        elif not after_unknown:
-            positional.append(word)
-    return positional, unknown
-
-
 def _as_words(option: Option, value: Any) -> list[str]:
     """A value of a file of arguments, as one would type it."""
     if option.kind == "switch":
@@ -269,4 +268,4 @@ def _as_words(option: Option, value: Any) -> list[str]:
         raise RecipeError(f"found {option.key}: null, but it takes a value.")
     if isinstance(value, dict | list):
         raise RecipeError(f"found {option.key}: {value!r}, but it takes one value.")
-    return [] if value is None else [f"{option.shown}={value}"]
+    return [] if value is None else [str(value) if option.is_positional else f"{option.shown}={value}"]

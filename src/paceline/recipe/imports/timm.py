@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.recipe.imports.command import Source, read_source
-from paceline.recipe.imports.draft import Conversion, processes_text
-from paceline.recipe.imports.table import NONE, Table, read_yaml
+from paceline.recipe.imports.draft import Conversion
+from paceline.recipe.imports.table import Table, read_yaml
+from paceline.units import counted
 
 TIMM = Table("timm's train.py", "timm.yaml")
 # What args.yaml files hold beside options: what train.py worked out and kept there.
@@ -22,8 +23,8 @@ WRITTEN_BESIDE = ("distributed", "world_size", "rank", "prefetcher", "gpu", "opt
 _INTERPOLATIONS = ("bilinear", "bicubic")
 _DATASETS = {"": "image_folder", "image_folder": "image_folder", "folder": "image_folder", "cifar10": "cifar10"}
 _DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
-_WITH_MOMENTUM = ("sgd", "rmsprop", "lars", "muon")
 _OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
+_CLIPS = {"norm": "clip_norm", "value": "clip_value", "agc": "clip_adaptive"}
 _OWN_CLIP = 1.0  # timm's LAMB clips the whole gradient to this norm by itself
 _LONGEST = 20  # cycles of a schedule, and the factor on the length of each
 _MILESTONES = 1000  # falls of a schedule
@@ -83,260 +84,234 @@ def convert_timm(
     Raises:
         RecipeError: If the converted options are not a valid recipe.
     """
-    more = "the global batch, and with --lr-base the learning rate, are larger"
-    draft = Conversion(TIMM, source.title, given, skipped, processes=processes or source.processes, more=more)
+    draft = Conversion(TIMM, source, given, skipped, processes)
     if not draft["interpolation"] and settings.interpolation not in _INTERPOLATIONS:
         draft.differ("interpolation", f"bicubic instead of {settings.interpolation}")
         settings = replace(settings, interpolation="bicubic")
-    conversions: dict[str, Callable[[Any], Any]] = {
-        "epochs": lambda value: _epochs(draft, value),
-        "steps": lambda value: f"{max(1, round(value / draft['grad_accum_steps']))} steps",
-        "channels": lambda value: list(value) * (3 if len(value) == 1 else 1),
-    }
-    draft.convert(conversions, vars(settings) | {"mean": list(settings.mean), "std": list(settings.std)})
-    batch = draft["batch_size"] * draft.processes * draft["grad_accum_steps"]
-    draft.put("batch.global_size", batch, "batch_size", "grad_accum_steps", note=processes_text(draft.processes))
-    for name, value in draft["model_kwargs"].items():
-        draft.put(f"model.options.{name}", value, "model_kwargs")
-    _put_source(draft)
-    if draft["input_size"]:
-        channels, *sides = draft["input_size"]
-        if channels not in (1, 3) or len(sides) != 2 or sides[0] != sides[1]:
-            draft.refuse("input_size", "images have 1 or 3 channels and are square: the same number twice")
-        else:
-            draft.put("data.channels", channels, "input_size")
-            draft.put("data.image_size", sides[0], "input_size")
-    if draft["no_aug"]:
-        if (crop := draft["crop_pct"] or settings.crop) != 1:
-            draft.differ("no_aug", f"training images are cropped to {crop:g} of their side, as in evaluation")
-    else:
-        _put_augmentation(draft)
-    _put_mixing(draft)
-    _put_optimizer(draft, batch)
-    _put_schedule(draft)
-    _put_training(draft)
+    draft.convert(_CONVERSIONS, vars(settings) | {"mean": list(settings.mean), "std": list(settings.std)})
+    draft.put("optimizer.decay_norm_and_bias", value=False, note="as train.py leaves out biases and norms")
+    if draft["no_aug"] and (crop := draft.flat["data.evaluation_crop"]) != 1:
+        draft.differ("no_aug", f"training images are cropped to {crop:g} of their side, as in evaluation")
+    if draft.given.get("val_split") == "validation":
+        draft.differ("val_split", "rename the folder PATH/validation to PATH/val")
+    if draft.flat.get("train.precision") == "fp32":
+        draft.differ("amp", "train.py multiplies fp32 numbers in TF32 on GPUs; train.float32_matmul=high does so here")
+    if draft.processes > 1 and draft["dist_bn"] != "broadcast":
+        draft.differ("dist_bn", "the first process's BatchNorm statistics are evaluated and saved, not their mean")
     return draft.finish()
 
 
 def _epochs(draft: Conversion, count: float) -> str:
     """A number of train.py's epochs, each of which shows part of the samples `--aug-repeats` times, in epochs here."""
-    number = count / _repeats(draft)
+    number = count / max(1, int(draft["aug_repeats"]))
     return f"{number:.10g} epoch{'s' * (number != 1)}"
 
 
-def _repeats(draft: Conversion) -> int:
-    return max(1, int(draft["aug_repeats"]))
-
-
-def _put_source(draft: Conversion) -> None:
-    kind, _, name = str(draft["dataset"] or "").partition("/")
+def _dataset(draft: Conversion, asked: str) -> Any:
+    kind, _, name = asked.partition("/")
     ours = _DATASETS.get((name if kind == "torch" else kind).lower())
-    draft.put("data.dataset", ours or "image_folder", *(["dataset"] if draft["dataset"] else []))
-    path_key = "data_dir" if draft["data_dir"] else "data"
-    path = draft[path_key]
     if ours is None:
-        draft.refuse("dataset", "use image_folder, cifar10, webdataset, huggingface or your own data set")
-    elif ours == "huggingface":
+        raise ValueError("use image_folder, cifar10, webdataset, huggingface or your own data set")
+    if ours == "huggingface":
         draft.differ("dataset", "data.path must hold it, as `save_to_disk` writes it or as parquet")
-        path = path or name
-        if draft["target_key"]:
-            draft.put("data.label_column", draft["target_key"], "target_key")
-    if path:
-        draft.put("data.path", path, path_key)
-    else:
-        draft.notices.append("the folder of the images is not given: add data.path")
-    if draft.given.get("val_split") == "validation":
-        draft.differ("val_split", "rename the folder PATH/validation to PATH/val")
-    if draft["val_split"]:
-        draft.put("evaluate.every", _epochs(draft, draft["val_interval"]), "val_interval")
-    repeats = draft["aug_repeats"]
-    if repeats and repeats != int(repeats):
-        draft.refuse("aug_repeats", "data.augment.repeats is a whole number")
-    if _repeats(draft) > 1:
-        how = "an epoch shows this many views of every sample: lengths in epochs are divided by it"
-        draft.put("data.augment.repeats", _repeats(draft), "aug_repeats", note=how)
+    return {"data.dataset": ours} | ({"data.path": name} if ours == "huggingface" and name else {})
 
 
-def _put_augmentation(draft: Conversion) -> None:
+def _image(draft: Conversion, size: Sequence[int]) -> Any:
+    channels, *sides = size
+    if channels not in (1, 3) or len(sides) != 2 or sides[0] != sides[1]:
+        raise ValueError("images have 1 or 3 channels and are square: the same number twice")
+    return {"data.channels": channels, "data.image_size": sides[0]}
+
+
+def _batch(draft: Conversion, passes: int) -> Any:
+    batch = draft["batch_size"] * draft.processes * passes
+    draft.put("batch.global_size", batch, "batch_size", "grad_accum_steps", note=counted(draft.processes, "process"))
+    return {}
+
+
+def _repeats(draft: Conversion, asked: float) -> Any:
+    if asked != int(asked):
+        raise ValueError("data.augment.repeats is a whole number")
+    return int(asked) if asked > 1 else {}
+
+
+def _resizing(draft: Conversion, training: str) -> Any:
     ours = draft.flat.get("data.interpolation")
-    training = draft["train_interpolation"] or ours
-    if training == ours:
-        draft.put("data.interpolation", ours, "interpolation", "train_interpolation")
-    elif training in (*_INTERPOLATIONS, "random"):
+    if training not in ("", ours):
         how = "drawn for each image" if training == "random" else training
         draft.differ("train_interpolation", f"training images are resized {ours} too; in train.py, {how}")
-    else:
-        draft.refuse("train_interpolation", "images are resized bilinear or bicubic")
-    strengths = list(draft["color_jitter"] or [])
-    if draft["aa"]:
-        draft.put("data.augment.policy", "timm", "aa")
-        draft.put("data.augment.policy_options", {"config": str(draft["aa"])}, "aa")
-    elif len(strengths) not in (0, 1, 3, 4):
-        draft.refuse("color_jitter", "it is one strength, or those of brightness, contrast, saturation and hue")
-    elif any(strengths):
-        strengths *= 3 if len(strengths) == 1 else 1
-        for name, strength in zip(("brightness", "contrast", "saturation", "hue"), strengths, strict=False):
-            draft.put(f"data.augment.jitter.{name}", strength, "color_jitter")
-        if draft["color_jitter_prob"] is not None:
-            draft.put("data.augment.jitter.probability", draft["color_jitter_prob"], "color_jitter_prob")
-    if draft["reprob"]:
-        draft.put("data.augment.erase", draft["reprob"], "reprob")
-        draft.put("data.augment.erase_scale", [0.02, 1 / 3], note="as timm erases")
-        draft.put("data.augment.erase_ratio", [0.3, 10 / 3], note="as timm erases")
-        draft.put("data.augment.erase_with", {"rand": "color", "pixel": "noise"}.get(draft["remode"], "mean"), "remode")
-        draft.put("data.augment.erase_count", draft["recount"], "recount")
+        return {}
+    return ours
 
 
-def _put_mixing(draft: Conversion) -> None:
-    is_mixed = draft["mixup"] > 0 or draft["cutmix"] > 0
-    if is_mixed:
-        last, repeats = draft["mixup_off_epoch"], _repeats(draft)
-        if last and last % repeats:
-            draft.refuse("mixup_off_epoch", f"data.mix.epochs is whole, and an epoch here is {repeats} of train.py's")
-        elif last and last < draft["epochs"]:
-            draft.put("data.mix.epochs", last // repeats, "mixup_off_epoch")
+def _jitter(draft: Conversion, asked: Sequence[float]) -> Any:
+    if len(asked) not in (0, 1, 3, 4):
+        raise ValueError("it is one strength, or those of brightness, contrast, saturation and hue")
+    strengths = list(asked) * (3 if len(asked) == 1 else 1)
+    names = [f"data.augment.jitter.{name}" for name in ("brightness", "contrast", "saturation", "hue")]
+    return dict(zip(names, strengths, strict=False)) if any(strengths) else {}
+
+
+def _mixed_epochs(draft: Conversion, last: int) -> Any:
+    repeats = draft.flat.get("data.augment.repeats", 1)
+    if last % repeats:
+        raise ValueError(f"data.mix.epochs is whole, and an epoch here is {repeats} of train.py's")
+    return last // repeats if last < draft["epochs"] else {}
+
+
+def _loss(draft: Conversion, is_asked: bool) -> str:
     # train.py looks at --bce-loss only where targets are mixed or smoothed.
-    is_bce = draft["bce_loss"] and (is_mixed or draft["smoothing"])
-    draft.put("train.loss", "bce" if is_bce else "cross_entropy", "bce_loss")
-    if is_bce and draft["bce_target_thresh"] is not None:
-        draft.put("train.target_threshold", draft["bce_target_thresh"], "bce_target_thresh")
+    is_soft = draft["mixup"] > 0 or draft["cutmix"] > 0 or draft["smoothing"]
+    return "bce" if is_asked and is_soft else "cross_entropy"
 
 
-def _put_optimizer(draft: Conversion, batch: int) -> None:
-    rule = draft.flat.get("optimizer.name", "")
+def _optimizer(draft: Conversion, ours: dict[str, Any]) -> dict[str, Any]:
     if str(draft["opt"]).lower() == "adam" and draft["weight_decay"]:
-        draft.refuse("opt", "adam decays through its gradient; supported: adamw, or adam without --weight-decay")
-    if draft["lr"]:
-        draft.put("optimizer.lr", draft["lr"], "lr")
-    else:
-        ratio = batch / draft["lr_base_size"]
-        by_root = any(part in str(draft["opt"]).lower() for part in ("ada", "lamb"))
-        if draft["lr_base_scale"] == "sqrt" or (not draft["lr_base_scale"] and by_root):
-            ratio **= 0.5
-        rate = float(f"{draft['lr_base'] * ratio:.12g}")
-        sources = ("lr_base", "lr_base_size", "lr_base_scale")
-        draft.put("optimizer.lr", rate, *sources, note=f"for {batch} samples a step")
-    draft.put("optimizer.decay_norm_and_bias", value=False, note="as train.py leaves out biases and norms")
-    if rule in _WITH_MOMENTUM:
-        draft.put("optimizer.momentum", draft["momentum"], "momentum")
-    for key in ("eps", "betas"):
-        value = draft[f"opt_{key}"]
-        if value not in NONE and f"optimizer.{key}" not in draft.flat:
-            draft.refuse(f"opt_{key}", f"{rule or draft['opt']} has no {key}")
-        elif value not in NONE:
-            draft.put(f"optimizer.{key}", value, f"opt_{key}")
-    own_clip = _OWN_CLIP if rule == "lamb" else None
-    for name, value in draft["opt_kwargs"].items():
-        if name == "max_grad_norm":
-            own_clip = value if rule == "lamb" else None
-        else:
-            draft.put(f"optimizer.{_OPT_KWARGS.get(name, f'options.{name}')}", value, "opt_kwargs")
-    _put_clipping(draft, own_clip)
+        raise ValueError("adam decays through its gradient; supported: adamw, or adam without --weight-decay")
+    return ours
 
 
-def _put_clipping(draft: Conversion, own: float | None) -> None:
-    """Clip as --clip-grad says, and as timm's LAMB does by itself: to a norm of ``own``."""
-    asked, mode = draft["clip_grad"], draft["clip_mode"]
+def _rate(draft: Conversion, asked: float | None) -> Any:
+    if asked:
+        return asked
+    batch, scale = draft.flat["batch.global_size"], draft["lr_base_scale"]
+    by_root = scale == "sqrt" or (not scale and any(part in str(draft["opt"]).lower() for part in ("ada", "lamb")))
+    ratio = batch / draft["lr_base_size"]
+    rate = float(f"{draft['lr_base'] * (ratio**0.5 if by_root else ratio):.12g}")
+    sources = ("lr_base", "lr_base_size", "lr_base_scale")
+    draft.put("optimizer.lr", rate, *sources, note=f"for {batch} samples a step")
+    return {}
+
+
+def _eps(draft: Conversion, asked: float) -> float:
+    if "optimizer.eps" not in draft.flat:
+        raise ValueError(
+            f"optimizer.name={draft.flat.get('optimizer.name', draft['opt'])} has no other eps than its own"
+        )
+    return asked
+
+
+def _own_clip(draft: Conversion) -> float | None:
+    """The norm to which timm's LAMB clips the whole gradient by itself."""
+    is_lamb = draft.flat.get("optimizer.name") == "lamb"
+    return draft["opt_kwargs"].get("max_grad_norm", _OWN_CLIP) if is_lamb else None
+
+
+def _clip(draft: Conversion, asked: float | None) -> Any:
+    own, mode = _own_clip(draft), draft["clip_mode"]
     if not asked:
         if own:
             sources = ["opt_kwargs"] if own != _OWN_CLIP else []
             draft.put("optimizer.clip_norm", own, *sources, note="of timm's LAMB")
-        return
-    key = {"norm": "clip_norm", "value": "clip_value", "agc": "clip_adaptive"}.get(mode)
-    if key is None:
-        draft.refuse("clip_mode", "supported: norm, value, agc")
-        return
+        return {}
     if own and mode != "norm":
         draft.differ("clip_mode", f"timm's LAMB also clips the whole gradient to a norm of {own:g}")
-    draft.put(f"optimizer.{key}", min(asked, own) if own and mode == "norm" else asked, "clip_grad", "clip_mode")
+    limit = min(asked, own) if own and mode == "norm" else asked
+    return {f"optimizer.{_CLIPS.get(mode, 'clip_norm')}": limit}
 
 
-def _put_schedule(draft: Conversion) -> None:
-    name = str(draft["sched"]).lower()
-    if name in ("step", "multistep"):
-        _put_falls(draft, name)
-    elif name in ("", "none"):
-        draft.put("train.duration", _epochs(draft, draft["epochs"]), "epochs")
-    else:
-        _put_cycles(draft)
-    _put_warmup(draft)
+def _first_rate(draft: Conversion, first: float) -> Any:
+    peak = draft.flat["optimizer.lr"]
+    if first <= peak:
+        return float(f"{first / peak:.12g}")
+    # Neither may have been given.
+    blamed = next((key for key in ("warmup_lr", "warmup_epochs", "lr") if key in draft.given), "lr_base")
+    draft.refuse(blamed, f"the warm-up begins at {first:g}, above the peak {peak:g}")
+    return {}
 
 
-def _put_warmup(draft: Conversion) -> None:
-    length, first, peak = draft["warmup_epochs"], draft["warmup_lr"], draft.flat["optimizer.lr"]
-    if not length:
-        return
-    draft.put("schedule.warmup", _epochs(draft, length), "warmup_epochs")
-    if not draft["warmup_prefix"] and length > draft["epochs"]:
-        draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup_epochs")
-    if first > peak:
-        key = "warmup_lr" if "warmup_lr" in draft.given else "warmup_epochs"
-        draft.refuse(key, f"{first:g} is above the peak {peak:g}")
-    else:
-        draft.put("schedule.warmup_from", float(f"{first / peak:.12g}"), "warmup_lr", note=f"of the peak {peak:g}")
-    if not draft["sched_on_updates"]:
-        draft.differ("sched_on_updates", "the rate moves with every step here; in train.py, at the end of each epoch")
+def _cycles(draft: Conversion, count: int) -> Any:
+    factor, decay = draft["lr_cycle_mul"], draft["lr_cycle_decay"]
+    if count <= 1:
+        return {}
+    if decay != 1:
+        raise ValueError(f"each cycle's peak falls by {decay:g} (--lr-cycle-decay)")
+    if draft.flat["schedule.name"] == "polynomial":
+        raise ValueError("a polynomial has no restarts")
+    if not (1 <= factor <= _LONGEST and count <= _LONGEST):
+        raise ValueError(f"cycles and the factor on their length are at most {_LONGEST}")
+    return {"schedule.period": _epochs(draft, draft["epochs"]), "schedule.period_factor": factor}
 
 
-def _put_cycles(draft: Conversion) -> None:
-    """The run's length, and the restarts of a cosine."""
-    cycles, factor, length = draft["lr_cycle_limit"], draft["lr_cycle_mul"], draft["epochs"]
-    warmup = draft["warmup_epochs"]
-    sources, lasts = ["epochs"], length
-    if cycles > 1:
-        if draft["lr_cycle_decay"] != 1:
-            draft.refuse("lr_cycle_limit", f"each cycle's peak falls by {draft['lr_cycle_decay']:g} (--lr-cycle-decay)")
-        elif str(draft["sched"]).lower() == "poly":
-            draft.refuse("lr_cycle_limit", "a polynomial has no restarts")
-        elif not (1 <= factor <= _LONGEST and cycles <= _LONGEST):
-            draft.refuse("lr_cycle_limit", f"cycles and the factor on their length are at most {_LONGEST}")
-        else:
-            lasts = int(length * cycles) if factor == 1 else int(length * (factor**cycles - 1) / (factor - 1))
+def _duration(draft: Conversion, length: int) -> Any:
+    """The run's length, with its cycles and a warm-up before them; and the falls of `step` and `multistep` in it."""
+    is_step, lasts = draft.flat.get("schedule.name") == "step", length
+    warmup = draft["warmup_epochs"] if "schedule.warmup" in draft.flat else 0
+    sources = ["epochs"]
+    if factor := draft.flat.get("schedule.period_factor"):
+        cycles = draft["lr_cycle_limit"]
+        lasts = int(length * cycles) if factor == 1 else int(length * (factor**cycles - 1) / (factor - 1))
         sources += ["lr_cycle_limit", "lr_cycle_mul", "lr_cycle_decay"]
-        draft.put("schedule.period", _epochs(draft, length), "epochs")
-        draft.put("schedule.period_factor", factor, "lr_cycle_mul")
-    if draft["warmup_prefix"] and warmup:
-        lasts += warmup
+    begin = warmup if draft["warmup_prefix"] else 0
+    if begin:
         sources += ["warmup_prefix", "warmup_epochs"]
-    elif warmup:
+    elif warmup and not is_step:
         done = min(warmup / length, 1.0)
         draft.differ("warmup_prefix", f"the fall begins at the peak; in train.py, {done:.2%} of it is over by then")
-    draft.put("train.duration", _epochs(draft, lasts), *sources)
+    draft.put("train.duration", _epochs(draft, lasts + begin), *sources)
+    if is_step:
+        _put_falls(draft, begin, lasts + begin)
+    if not draft["sched_on_updates"] and (warmup or draft.flat.get("schedule.name") in ("cosine", "polynomial")):
+        draft.differ("sched_on_updates", "the rate moves with every step here; in train.py, at the end of each epoch")
+    if warmup > lasts + begin:
+        draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup_epochs")
+    return {}
 
 
-def _put_falls(draft: Conversion, name: str) -> None:
-    """The falls of `step`, a period apart, or of `multistep`, at milestones."""
-    warmup = draft["warmup_epochs"]
-    begin = warmup if draft["warmup_prefix"] else 0
-    lasts = draft["epochs"] + begin
-    draft.put("train.duration", _epochs(draft, lasts), "epochs", *(["warmup_prefix"] if begin else []))
+def _put_falls(draft: Conversion, begin: int, lasts: int) -> None:
+    """The falls of `step`, a period apart, or of `multistep`, at milestones; all after ``begin`` epochs."""
     every, by_step = draft["decay_epochs"], draft["sched_on_updates"]
-    if name == "step" and every <= 0:
+    if str(draft["sched"]).lower() == "multistep":
+        # timm's falls come one epoch, or one update, before the milestone.
+        source, note = "decay_milestones", "" if by_step else "timm falls an epoch before"
+        falls = [begin + end - (not by_step) for end in draft["decay_milestones"]]
+    elif every <= 0:
         draft.refuse("decay_epochs", "a period is above 0")
         return
-    if name == "step" and (begin or not warmup) and (by_step or float(every).is_integer()):
+    elif (begin or "schedule.warmup" not in draft.flat) and (by_step or float(every).is_integer()):
         draft.put("schedule.period", _epochs(draft, every), "decay_epochs")
-        draft.put("schedule.gamma", draft["decay_rate"], "decay_rate")
         return
-    if name == "step":
+    else:
         # train.py counts its falls from the start, and moves the rate where an epoch ends.
         source, note = "decay_epochs", "where each fall is in effect, counted from the start"
         ends = [begin + every * number for number in range(1, min(_MILESTONES, math.floor(lasts / every)) + 1)]
         falls = ends if by_step else [math.ceil(end - 1e-9) for end in ends]
-    else:
-        # timm's falls come one epoch, or one update, before the milestone.
-        source, note = "decay_milestones", "" if by_step else "timm falls an epoch before"
-        falls = [begin + end - (not by_step) for end in draft["decay_milestones"]]
-    within = [_epochs(draft, fall) for fall in falls if 0 < fall < lasts]
-    if not within and name == "multistep":
-        draft.put("schedule.name", "constant", "sched", note="no milestone is reached")
+    if within := [_epochs(draft, fall) for fall in falls if 0 < fall < lasts]:
+        draft.put("schedule.milestones", within, source, note=note)
         return
-    draft.put("schedule.milestones", within, source, note=note)
-    draft.put("schedule.gamma", draft["decay_rate"], "decay_rate")
+    draft.put("schedule.name", "constant", "sched", note="the run ends before the first fall")
+    del draft.flat["schedule.gamma"]
 
 
-def _put_training(draft: Conversion) -> None:
-    if draft.flat.get("train.precision") == "fp32":
-        draft.differ("amp", "train.py multiplies fp32 numbers in TF32 on GPUs; train.float32_matmul=high does so here")
-    if draft.processes > 1 and draft["dist_bn"] != "broadcast":
-        draft.differ("dist_bn", "the first process's BatchNorm statistics are evaluated and saved, not their mean")
+_CONVERSIONS: dict[str, Callable[[Conversion, Any], Any]] = {
+    "epochs": _epochs,
+    "steps": lambda draft, value: f"{max(1, round(value / draft['grad_accum_steps']))} steps",
+    "channels": lambda _, value: list(value) * (3 if len(value) == 1 else 1),
+    "dataset": _dataset,
+    "image": _image,
+    "batch": _batch,
+    "model_options": lambda _, value: {f"model.options.{name}": each for name, each in value.items()},
+    "repeats": _repeats,
+    "resizing": _resizing,
+    "jitter": _jitter,
+    "policy": lambda _, value: {"data.augment.policy": "timm", "data.augment.policy_options": {"config": str(value)}},
+    "mixed_epochs": _mixed_epochs,
+    "loss": _loss,
+    "optimizer": _optimizer,
+    "optimizer_options": lambda _, value: {
+        f"optimizer.{_OPT_KWARGS.get(name, f'options.{name}')}": each
+        for name, each in value.items()
+        if name != "max_grad_norm"
+    },
+    "eps": _eps,
+    "rate": _rate,
+    "clip": _clip,
+    "warmup": lambda draft, value: _epochs(draft, value) if value else {},
+    "first_rate": _first_rate,
+    "decay": lambda draft, value: {
+        "schedule.power" if draft.flat["schedule.name"] == "polynomial" else "schedule.gamma": value
+    },
+    "cycles": _cycles,
+    "duration": _duration,
+}

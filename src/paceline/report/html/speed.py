@@ -33,7 +33,7 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield from _attribution(runs)
     yield from _over_steps(runs, "data_wait_fraction")
     yield from _step_times(runs)
-    yield from curves("MFU", "share of the peak", of_runs(runs, "step", "mfu", "MFU"), runs, tickformat="~%")
+    yield from curves("MFU", "share of the peak", of_runs(runs, "mfu", "MFU"), runs, tickformat="~%")
     for run in runs:
         yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
 
@@ -55,7 +55,7 @@ _OVER_STEPS = {
 def _over_steps(runs: Sequence[RunRecord], key: str) -> Iterator[Block]:
     """A chart of one key of step records from zero; none for runs that do not record it."""
     title, unit, description, is_share = _OVER_STEPS[key]
-    lines = of_runs(runs, "step", key, title.lower())
+    lines = of_runs(runs, key, title.lower())
     axis = {"tickformat": "~%"} if is_share else {}
     yield from curves(title, unit, lines, runs, description, rangemode="tozero", **axis)
 

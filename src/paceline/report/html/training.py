@@ -38,7 +38,7 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
     weighted = " or ".join(dict.fromkeys(run.weight_unit for run in runs))
     is_usual = all(run.headline == "top1_accuracy" for run in runs)
     unit = "nats per sample" if is_usual else f"mean over {weighted}"
-    lines, told = of_runs(runs, "step", "loss", "training"), "In training, mean since the previous record."
+    lines, told = of_runs(runs, "loss", "training"), "In training, mean since the previous record."
     if len(runs) == 1:
         lines += _evaluated(runs, "loss")
         told = "Training: mean since the previous record, with label smoothing if there is any. Held-out: without."
@@ -50,9 +50,9 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
         title = "held-out loss" if metric == "loss" else metric_title(metric)
         name = title if title[1:2].isupper() else title[:1].upper() + title[1:]
         yield from curves(name, unit, _evaluated(runs, metric), runs, "Of held-out samples, each counted once.")
-    yield from curves("Learning rate", "learning rate", of_runs(runs, "step", "lr", "learning rate"), runs)
+    yield from curves("Learning rate", "learning rate", of_runs(runs, "lr", "learning rate"), runs)
     for key, (title, unit, told) in _GRADIENT.items():
-        lines = of_runs(runs, "step", key, title.lower())
+        lines = of_runs(runs, key, title.lower())
         # A scale that is always 1 is none.
         if key == "grad_scale" and all(value in (1, None) for line in lines for value in line.y):
             continue
@@ -136,9 +136,10 @@ def of_events(name: str, events: Iterable[Event], key: str, style: int) -> Line 
     return Line(name=name, x=[step for step, _ in found], y=[value for _, value in found], style=style)
 
 
-def of_runs(runs: Sequence[RunRecord], kind: str, key: str, name: str) -> list[Line]:
-    """The curve of one key for each run that has it: called by the run where there are several."""
-    lines = (of_events(run.name if len(runs) > 1 else name, run.of(kind), key, style) for style, run in enumerate(runs))
+def of_runs(runs: Sequence[RunRecord], key: str, name: str) -> list[Line]:
+    """The curve of one key of step records for each run that has it: called by the run where there are several."""
+    several = len(runs) > 1
+    lines = (of_events(run.name if several else name, run.of("step"), key, style) for style, run in enumerate(runs))
     return [line for line in lines if line is not None]
 
 

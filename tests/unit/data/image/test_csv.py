@@ -11,6 +11,7 @@ from PIL import Image
 
 from paceline.data.image.dataset import Problems
 from paceline.data.image.datasets import open_dataset
+from paceline.data.inspect.check import check_data
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -45,6 +46,21 @@ def test_rows_are_images_with_labels_and_splits(tmp_path: Path) -> None:
     assert found.reasons["validation"] == "the rows whose split is val; 1 rows of test are not read"
     whole = open_dataset(opened(table(tmp_path, content), split_column=None, validation_fraction=0))
     assert (whole.classes, len(whole.train), len(whole.validation)) == (("ja", "nein", "x"), 4, 0)
+
+
+def test_lists_that_are_taken_for_classes_are_told(tmp_path: Path) -> None:
+    names = ["a.png", "b.png", "c.png", "d.png"]
+    images(tmp_path, names)
+    cells = ["cat;dog", "cat", "cat;dog", "cat"]
+    path = table(tmp_path, "\n".join(["path,label", *map(",".join, zip(names, cells, strict=True)), ""]))
+    told = open_dataset(opened(path)).reasons["classes"]
+    assert told.startswith("each name like 'cat;dog' (1 of 2) is taken for one class: ")
+    assert "set task=image_multilabel, with data.dataset=csv" in told
+    assert "classes" not in open_dataset(opened(path), several_labels=True).reasons
+    found = {
+        each.kind.name: [entry.name for entry in each.entries] for each in check_data(str(path), workers=1).findings
+    }
+    assert found["listed_names"] == ["cat;dog"]
 
 
 def test_columns_are_named(tmp_path: Path) -> None:

@@ -112,6 +112,13 @@ def test_the_column_of_the_labels(tmp_path: Path) -> None:
         open_dataset(Data(dataset="huggingface", path=str(root), label_column="coars"))
 
 
+def test_names_of_image_files_are_no_images(tmp_path: Path) -> None:
+    content = pa.table({"image": [f"{k}.png" for k in range(4)], "label": pa.array([0, 1, 0, 1], pa.int64())})
+    root = save(tmp_path / "hf", content, {"image": {"_type": "Value"}, "label": FEATURES["label"]})
+    with pytest.raises(DataError, match=r"column 'image' is of the type string, but images are bytes, a struct with"):
+        open_dataset(Data(dataset="huggingface", path=str(root)))
+
+
 def test_parquet_is_packed_and_trained_on(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 

@@ -137,6 +137,13 @@ def test_sets_are_joined_by_the_names_of_their_classes(sets: Path) -> None:
     assert content_of(found)[0] is not None
 
 
+def test_names_of_classes_that_differ_by_case_only_are_told(sets: Path) -> None:
+    draw(sets / "other" / "Cat", 4)
+    mixed = open_dataset(data(sets, {"photos": 3, "other": 1}))
+    assert mixed.reasons["classes"] == "the classes 'Cat' and 'cat' differ by case or space only"
+    assert "classes" not in open_dataset(data(sets, {"photos": 3, "more": 1})).reasons
+
+
 def test_a_set_with_a_split_of_its_own_keeps_it(sets: Path) -> None:
     found = open_dataset(data(sets, {"photos": 3, "split": 1}, validation_fraction=0.5))
     assert (len(found.train), len(found.validation)) == (20 + 12, 20 + 4)

@@ -82,6 +82,13 @@ def test_structs_splits_and_dictionaries(tmp_path: Path) -> None:
     assert [len(split) for split in packed.splits.values()] == [5, 2]
 
 
+def test_names_of_columns_may_hold_dots(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.parquet", {"x.image": images(range(4)), "x.label": ["a", "b", "a", "b"]})
+    found = open_dataset(data(path, image_column="x.image", label_column="x.label", validation_fraction=0))
+    assert (found.classes, found.train.labels.tolist()) == (("a", "b"), [0, 1, 0, 1])
+    assert np.array_equal(found.train.read(3), decode(png(3), 3))
+
+
 def test_files_named_after_splits(tmp_path: Path) -> None:
     for name, numbers in (("train-0", range(5)), ("train-1", range(5, 8)), ("test-0", range(8, 10))):
         labels = [number % 2 for number in numbers]

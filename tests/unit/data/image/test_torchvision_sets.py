@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -182,6 +182,39 @@ def test_labels_that_are_no_classes_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("pycocotools", reason="torchvision reads COCO's files with it")
     with pytest.raises(DataError, match=r"labels images by list .*a classifier learns one class of each image"):
         opened("CocoDetection", tmp_path / "pictures", options={"annFile": str(tmp_path / "boxes.json")})
+
+
+class Listed(known.VisionDataset):
+    """Four images in each of three splits; `asked` notes what it was opened with."""
+
+    asked: ClassVar[list[tuple[str, bool]]] = []
+    labels: ClassVar[list[int | None]] = [0, 1, 0, 1]
+
+    def __init__(self, root: Path | str, split: str = "train", download: bool = False) -> None:
+        super().__init__(root)
+        self.asked.append((split, download))
+        if split not in ("train", "val", "test"):
+            raise ValueError(split)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int | None]:
+        return Image.new("RGB", (9, 7), (index, 0, 0)), self.labels[index]
+
+
+def test_a_split_that_is_not_read_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "Flowers102", Listed)
+    monkeypatch.setattr(Listed, "asked", [])
+    assert opened("Flowers102", tmp_path, download=True).reasons["validation"].endswith("val; test is not read")
+    assert Listed.asked == [("train", True), ("val", True), ("test", False)]
+
+
+def test_an_image_without_a_label_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "Flowers102", Listed)
+    monkeypatch.setattr(Listed, "labels", [0, None, 0, 1])
+    with pytest.raises(DataError, match=r"labels images by NoneType \(None\), and a classifier"):
+        opened("Flowers102", tmp_path)
 
 
 def test_a_class_that_takes_any_argument_is_given_none_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

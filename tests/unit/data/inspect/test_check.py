@@ -78,7 +78,7 @@ def test_every_planted_defect_is_found_by_its_name(bad: tuple[Path, dict[str, se
     assert found["small_class"] == {"eel", "fox", "gnu"}
     assert found["no_held_out"] == {"eel", "gnu"}
     assert found["imbalance"] == {"dog", "gnu"}
-    never = {"not_permitted", "unreadable", "reader_died", "colour_among_grey", "alike_names"}
+    never = {"not_permitted", "unreadable", "reader_died", "colour_among_grey", "alike_names", "listed_names"}
     assert set(KINDS) - set(found) == never
     assert not report.passed
     assert snapshot(root) == before
@@ -152,6 +152,32 @@ def test_a_recipe_s_own_data_are_checked(clean: Path, tmp_path: Path) -> None:
         "holdout": 6,
     }
     assert {finding.kind.name: finding.count for finding in report.findings} == {"tiny": 30, "small_class": 2}
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "learned", "samples"),
+    [
+        ("image_multilabel", "", "labels", {"cat": 3, "dog": 2}),
+        ("image_multilabel", "target_columns: [age, one], ", "labels", {"age": 2, "one": 4}),
+        ("image_regression", "target_columns: [age], ", "numbers", {}),
+    ],
+)
+def test_images_of_several_labels_or_numbers_are_checked(
+    tmp_path: Path, task: str, columns: str, learned: str, samples: dict[str, int]
+) -> None:
+    draws = np.random.default_rng(0)
+    for number in range(4):
+        Image.fromarray(draws.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+    rows = ["path,label,age,one", "0.png,cat;dog,0,1", "1.png,cat,1,1", "2.png,cat;dog,0,1", "3.png,,1,1"]
+    (tmp_path / "t.csv").write_text("\n".join([*rows, ""]))
+    (tmp_path / "r.yaml").write_text(
+        f"task: {task}\ntrain: {{label_smoothing: 0}}\n"
+        f"data: {{dataset: csv, path: {tmp_path}/t.csv, {columns}validation_fraction: 0}}\n"
+    )
+    report = check(tmp_path / "r.yaml")
+    assert (report.learned, report.classes["count"]) == (learned, max(1, len(samples)))
+    assert {name: each["train"] for name, each in report.classes["samples"].items()} == samples
+    assert report.splits["train"] == {"samples": 4, "checked": 4, "broken": 0}
 
 
 def test_data_in_memory_are_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paceline.data import disk_cache
 from paceline.data.boxes.generated import open_shapes
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.masks.folder import open_masks
@@ -111,8 +113,11 @@ def test_what_is_used_and_what_is_reported_is_all_there_is(folder: Folder) -> No
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "size": (lambda at: Image.new("L", (12, 9)).save(at), r"0\.png': it has 12x9 pixels, and its image 12x8"),
     "value": (lambda at: Image.new("L", (12, 8), 3).save(at), r"0\.png': it has the value 3, but there are 3 classes"),
-    "colours": (lambda at: Image.new("RGB", (12, 8)).save(at), r"0\.png': its pixels are RGB, but a mask must be"),
-    "black and white": (lambda at: Image.new("1", (12, 8)).save(at), r"0\.png': its pixels are 1, but"),
+    "colours": (
+        lambda at: Image.new("RGB", (12, 8)).save(at),
+        r"0\.png': its pixels are colours \(RGB\), but a",
+    ),
+    "black and white": (lambda at: Image.new("1", (12, 8)).save(at), r"0\.png': its pixels are black or white, but"),
     "no picture": (lambda at: at.write_bytes(b"no picture"), r"0\.png': a mask must be a palette or 8-bit grey PNG"),
 }
 
@@ -129,6 +134,20 @@ def test_a_mask_that_does_not_fit_is_refused_by_name_or_left_out(kind: str, fold
     found = opened(path, on_bad="skip")
     assert len(found.train) == 4
     assert "images whose mask does not fit: 1 left out" in found.left_out[0]
+
+
+def test_masks_are_read_once_unless_they_changed_a_moment_ago(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, now = folder("train", "val", classes="a\nb\nc"), time.time_ns()
+    for changed in (now, 0):
+        monkeypatch.setattr(disk_cache, "stamp_of", lambda _, changed=changed: (1, 1, changed, changed))
+        Image.new("L", (12, 8), 1).save(path / "train/masks/0.png")
+        opened(path)
+        Image.new("L", (12, 8), 3).save(path / "train/masks/0.png")
+        if changed:
+            with pytest.raises(DataError, match="has the value 3"):
+                opened(path)
+        else:
+            opened(path)
 
 
 def test_many_bad_masks_are_counted_and_some_named(folder: Folder) -> None:

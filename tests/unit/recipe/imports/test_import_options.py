@@ -127,6 +127,11 @@ def test_what_it_is_called_holds_no_secret(before: str) -> None:
     assert launched.title == "./distributed_train.sh 2 --lr 1"
 
 
+def test_a_command_may_be_longer_than_a_file_name() -> None:
+    source = read_source([f"train.py --lr 1 --model {'a' * 300}"], *SCRIPTS)
+    assert source.words == ("--lr", "1", "--model", "a" * 300)
+
+
 def test_a_file_may_hold_a_command_over_several_lines(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     lines = "#!/bin/bash\n# train.py is timm's\nexport A=1\n./distributed_train.sh 2 \\\n  --lr 1 \\\n  --amp\n"

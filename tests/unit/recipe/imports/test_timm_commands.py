@@ -253,6 +253,7 @@ def test_a_config_lies_below_the_command(tmp_path: Path) -> None:
         ("--in-chans 4", "--in-chans"),
         ("--val-split minival", "--val-split"),
         ("--lr 1e-6", "--warmup-epochs"),
+        ("--opt lars --opt-eps 1e-6", "--opt-eps"),
     ],
 )
 def test_a_value_that_nothing_here_does_is_refused_by_name(words: str, refused: str) -> None:
@@ -308,6 +309,12 @@ def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
     assert not any("peak rate" in each for each in convert("train.py /d --epochs 9 --warmup-epochs 5").notices)
 
 
+@pytest.mark.parametrize(("words", "is_told"), [("", True), ("--sched-on-updates", False), ("--sched step", False)])
+def test_a_rate_that_moves_with_every_step_is_told_without_a_warm_up_too(words: str, is_told: bool) -> None:
+    conversion = convert(f"train.py /d --warmup-epochs 0 {words}")
+    assert ("--sched-on-updates" in {option for option, _ in conversion.differences}) == is_told
+
+
 def test_where_a_script_sends_its_output_is_no_option(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     for end in ("2>&1 | tee log.txt", ">> log.txt &", "&& echo done"):
@@ -331,6 +338,10 @@ def test_what_is_left_out_must_be_an_option() -> None:
         ("--reprob 0.2 --recount 3", {"data.augment.erase_with": "noise", "data.augment.erase_count": 3}),
         ("--reprob 0.2 --remode const", {"data.augment.erase_with": "mean", "data.augment.erase_count": 1}),
         ("--color-jitter 0", {"data.augment.jitter.brightness": None}),
+        # train.py passes these on to no such optimizer, and to no schedule.
+        ("--opt sgd --opt-eps 1e-8 --opt-betas 0.9 0.99", {"optimizer.eps": None, "optimizer.betas": None}),
+        ("--sched none", {"schedule.name": "constant", "schedule.warmup": None, "train.duration": "300 epochs"}),
+        ("--sched step --epochs 30", {"schedule.name": "constant", "schedule.gamma": None}),
         ("--bce-loss --smoothing 0", {"train.loss": "cross_entropy"}),
         ("--bce-loss", {"train.loss": "bce", "train.label_smoothing": 0.1}),
         ("--amp --amp-dtype bfloat16", {"train.precision": "bf16"}),

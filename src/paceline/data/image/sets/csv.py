@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.data.image.dataset import DatasetRequest, StoredImages
 from paceline.data.image.sets import IMAGENET, TABLE
-from paceline.data.image.tables import PathRows, find_columns, open_paths, parts_of
+from paceline.data.image.tables import find_columns, open_paths, parts_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import text_of_cell
@@ -36,14 +36,15 @@ def open_csv(request: DatasetRequest) -> StoredImages:
     def where(row: int) -> str:
         return f"line {lines[row]} of {str(file)!r}"
 
-    found = PathRows(
-        root=file.absolute().parent,
-        paths=[text_of_cell(row[image].strip()) for row in rows],
-        labels=cells if request.data.target_columns else [each[0] for each in cells],
-        parts=parts_of(splits, len(rows), repr(str(file))),
-        where=where,
+    return open_paths(
+        file.absolute().parent,
+        [text_of_cell(row[image].strip()) for row in rows],
+        cells if request.data.target_columns else [each[0] for each in cells],
+        parts_of(splits, len(rows), repr(str(file))),
+        where,
+        table=str(file),
+        request=request,
     )
-    return open_paths(found, str(file), request)
 
 
 def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:

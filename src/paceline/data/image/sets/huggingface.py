@@ -19,7 +19,7 @@ from paceline.data.image.dataset import DatasetRequest, StoredImages, probe
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import ImageTable, StreamSource, open_parquet, read_schema
 from paceline.data.image.source import Names
-from paceline.data.image.tables import files_ending_in, reading, splits_of_files
+from paceline.data.image.tables import files_ending_in, reading, require_pyarrow, splits_of_files
 from paceline.data.splits import held_out_among, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
@@ -140,8 +140,6 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
         splits[held_out_split] = files.splits[held_out_split]
     paths = [file for each in splits.values() for file in each]
     named = [split for split, each in splits.items() for _ in each]
-    from pyarrow import compute
-
     table = ImageTable(files.root, paths, replace(request, data=data), files.features, named)
     if len(table.parts.splits) < len(splits):
         raise DataError(f"The split {held_out_split} of {str(files.root)!r} is empty.")
@@ -150,8 +148,9 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     source = StreamSource(table.paths, table.leaf, labels, table.names(list(splits)))
     table.check_present(source)
     digest = hashlib.sha256(json.dumps([table.columns.image, table.columns.labels[0], classes]).encode())
+    binary_length = require_pyarrow().compute.binary_length
     images = (source.rows_of(number) for number in range(len(source.groups)))
-    lengths = np.concatenate([compute.binary_length(each).to_numpy().astype(np.int64) for each in images])
+    lengths = np.concatenate([binary_length(each).to_numpy().astype(np.int64) for each in images])
     for rows in table.parts.splits:
         names = Names.of(source.names[row] for row in rows.tolist())
         for part in (lengths[rows], labels[rows], names.ends, names.blob):

@@ -170,10 +170,13 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
     """Return name and size of every image of a class folder, sorted by name; raises DataError if it is not listable."""
     files = []
     for entry in sorted(visible(folder), key=attrgetter("name")):
-        size = _size(entry)
+        size: int | None = 0  # of a link to nowhere or to itself; reported as a broken image when it is read
+        with suppress(OSError):
+            found = entry.stat()
+            size = found.st_size if stat.S_ISREG(found.st_mode) else None
         if is_folder(entry):
             problems.bad.append(Bad("nested_folders", entry.path))
-        elif size is None:  # reading it may wait for ever
+        elif size is None:  # a named pipe, a socket or a device: reading it may wait for ever
             problems.bad.append(Bad("special_files", entry.path))
         elif not has_ending(entry.name, EXTENSIONS):
             kind = "heic_images" if has_ending(entry.name, ("heic", "heif")) else "other_files"
@@ -181,15 +184,6 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
         else:
             files.append((entry.name, size))
     return files
-
-
-def _size(entry: os.DirEntry[str]) -> int | None:
-    """The size of a file in bytes; None for a named pipe, a socket or a device."""
-    try:
-        found = entry.stat()
-    except OSError:  # a link to nowhere or to itself; reported as a broken image when it is read
-        return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 # ---------------------------------------------------------------------------------------------- remembering

@@ -287,11 +287,11 @@ class PackedFiles(MappedSource):
 
     def __init__(self, content: MappedBytes, index: PackedIndex, channels: int) -> None:
         super().__init__(content, index.label.copy(), channels, index.name)
-        self._height, self._width = index.height, index.width
+        self.heights, self.widths = index.height, index.width
 
     def size(self, sample: int) -> tuple[int, int]:
         """Return (height, width) of image ``sample`` as it was when it was packed, from the index."""
-        return int(self._height[sample]), int(self._width[sample])
+        return int(self.heights[sample]), int(self.widths[sample])
 
 
 class PackedPixels:
@@ -313,7 +313,7 @@ class PackedPixels:
 
     def pixels(self) -> Image | None:
         """Return a copy of all images, uint8 [N, H, W, C], or None if they are not all of one size."""
-        if len({self.size(sample) for sample in range(len(self))}) != 1:
+        if len(self) == 0 or np.ptp(self._parts.heights) or np.ptp(self._parts.widths):
             return None
         images = np.empty((len(self), *self.size(0), self._parts.channels), dtype=np.uint8)
         for sample in range(len(self)):

@@ -26,7 +26,6 @@ from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.source import Ids, Names, SubsetSource
 from paceline.data.image.tables import (
     Parts,
-    PathRows,
     files_ending_in,
     find_columns,
     mapped,
@@ -101,15 +100,9 @@ def read_stream(path: str | Path) -> Any:
 
 
 def _bytes_in(images: Any) -> Any:
-    """The images' content, of a column of bytes or of structs with bytes."""
-    return field_of(images, "bytes") if require_pyarrow().types.is_struct(images.type) else images
-
-
-def field_of(column: Any, name: str) -> Any:
-    """A field of a column of structs; null where the struct is."""
-    import pyarrow.compute
-
-    return pyarrow.compute.struct_field(column, name)
+    """The images' content, of a column of bytes or of structs with bytes; null where a struct is."""
+    arrow = require_pyarrow()
+    return arrow.compute.struct_field(images, "bytes") if arrow.types.is_struct(images.type) else images
 
 
 class TableSource(EncodedImages):
@@ -267,7 +260,7 @@ class StreamSource(TableSource):
         return groups
 
     def _read_group(self, group: RowGroup | None, path: str) -> Any:
-        return _bytes_in(read_stream(path).column(self.leaf.partition(".")[0]))
+        return _bytes_in(read_stream(path).column(self.leaf.removesuffix(".bytes")))
 
 
 @dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
@@ -292,7 +285,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
         raise DataError(f"data.path is {str(root)!r}, and there {what}: correct the path.")
     table = ImageTable(root, paths, request)
     if table.kind == "path":
-        images = open_paths(table.path_rows(), str(root), request)
+        images = table.open_paths()
         return replace(images, left_out=(*left_out.told(), *images.left_out))
     classes, labels = table.labels()
     source = TableSource(table.paths, table.leaf, labels, table.names())
@@ -373,23 +366,24 @@ class ImageTable:
         inner = found.field("bytes").type if types.is_struct(found) and found.get_field_index("bytes") >= 0 else None
         if inner is not None and (types.is_binary(inner) or types.is_large_binary(inner)):
             return "struct"
-        if types.is_string(found) or types.is_large_string(found):
+        if not self._is_stream and (types.is_string(found) or types.is_large_string(found)):
             return "path"
         others = [each.name for each in self.schema if types.is_struct(each.type) or types.is_binary(each.type)]
         raise DataError(
             f"{self.name}: column {self.columns.image!r} is of the type {found}, but images are bytes, a struct with "
-            f"bytes and path, or paths: name another in data.image_column.{did_you_mean(self.columns.image, others)}"
+            f"bytes and path{'' if self._is_stream else ', or paths'}: name another in data.image_column."
+            f"{did_you_mean(self.columns.image, others)}"
         )
 
-    def _read(self, path: Path, columns: list[str]) -> Any:
-        """Read columns of a file, or fields of columns, as Arrow's table."""
+    def _read(self, path: Path, columns: list[str], field: str = "") -> Any:
+        """Read columns of a file as Arrow's table; of a parquet file's columns of structs perhaps one field alone."""
         with reading(path):
             if self._is_stream:
-                return read_stream(path).select([each.partition(".")[0] for each in columns])
+                return read_stream(path).select(columns)
             with require_pyarrow().parquet.ParquetFile(mapped(path)) as opened:
-                if lacking := [name for name in columns if name.partition(".")[0] not in opened.schema_arrow.names]:
+                if lacking := [name for name in columns if name not in opened.schema_arrow.names]:
                     raise DataError(f"{str(path)!r} lacks the column {lacking[0]!r}, which {str(self.paths[0])!r} has.")
-                return opened.read(columns=columns, use_threads=False)
+                return opened.read(columns=[name + field for name in columns], use_threads=False)
 
     def _parts(self, named: Sequence[str]) -> Parts:
         """Which rows are whose: as a column says, or else the files' names."""
@@ -403,8 +397,8 @@ class ImageTable:
         told = found.told.replace("the rows whose split is val", "the files of validation")
         return found._replace(told=told.replace("the rows whose split is", "the files of"))
 
-    def path_rows(self) -> PathRows:
-        """The rows of a table of paths, which are relative to the file that they stand in."""
+    def open_paths(self) -> StoredImages:
+        """Open the images of a table of paths, which are relative to the file that they stand in; raises DataError."""
         base = self.root if self.root.is_dir() else self.paths[0].parent
         folders = np.repeat([os.path.relpath(path.parent, base) for path in self.paths], self.counts).tolist()
         pairs = zip(folders, self.rows[self.columns.image], strict=True)
@@ -415,12 +409,14 @@ class ImageTable:
             inner = row - int(ends[file] - self.counts[file])
             return f"row {inner:,} (counted from 0) of {str(self.paths[file])!r}"
 
-        return PathRows(
-            root=base.absolute(),
-            paths=["" if path is None else os.path.normpath(os.path.join(folder, path)) for folder, path in pairs],
-            labels=self._label_cells(),
-            parts=self.parts,
-            where=where,
+        return open_paths(
+            base.absolute(),
+            ["" if path is None else os.path.normpath(os.path.join(folder, path)) for folder, path in pairs],
+            self._label_cells(),
+            self.parts,
+            where,
+            table=str(self.root),
+            request=self._request,
         )
 
     def _label_cells(self) -> list[Any]:
@@ -464,8 +460,9 @@ class ImageTable:
         column = self.columns.image
         if self.kind != "struct" or self.schema.field(column).type.get_field_index("path") < 0:
             return names
-        tables = [self._read(file, [f"{column}.path"]) for file in self.paths]
-        paths = [path for table in tables for path in field_of(table.column(column), "path").to_pylist()]
+        tables = [self._read(file, [column], ".path") for file in self.paths]
+        field = require_pyarrow().compute.struct_field
+        paths = [path for table in tables for path in field(table.column(column), "path").to_pylist()]
         return [path or name for path, name in zip(paths, names, strict=True)]
 
     def check_present(self, source: TableSource) -> None:

@@ -41,6 +41,10 @@ _REMEMBERED_AS_PICKLES = ("LSUN", "LSUNClass")
 _NO_OPTIONS = ("self", "root", "transform", "target_transform", "transforms", "loader", "download")
 _MOST_ASKED = 200_000
 _COMPARED = 3
+_LISTINGS: dict[type, str] = {
+    FileSource: "torchvision's list of files, decoded by Paceline",
+    ArraySource: "torchvision's array of pixels",
+}
 
 
 @dataset("torchvision:NAME", keys=("path", "download", "options", *PART))
@@ -67,7 +71,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
         digest=_digest(found, splits),
         channels=channels,
         probe=probed,
-        listing=_told(whole[0]),
+        listing=_LISTINGS.get(type(whole[0]), "torchvision returns the images one by one"),
         left_out=_left_out(found, name, root),
     )
 
@@ -159,7 +163,7 @@ def _open_splits(
     unread = ""
     if said in ("val", "valid"):
         with suppress(ValueError, RuntimeError, OSError):
-            made(**arguments, **{key: "test"})
+            made(**{**arguments, key: "test"} | ({"download": False} if download else {}))
             unread = "; test is not read"
     return [train, held_out], f"torchvision's split {said}{unread}"
 
@@ -217,11 +221,10 @@ def _labels(dataset: Any, name: str) -> Ids:
             "one by one: write them as files, and train with data.dataset=csv."
         )
     asked = [dataset[sample][1] for sample in range(len(dataset))]
-    odd = next((each for each in asked if not isinstance(each, bool) and not _is_number(each)), None)
-    if odd is not None:
+    if odd := [each for each in asked if not isinstance(each, bool) and not _is_number(each)]:
         raise DataError(
-            f"data.dataset={PREFIX}{name} labels images by {type(odd).__name__} ({str(odd)[:40]}), and a classifier "
-            "learns one class of each image: use another data set, or your own factory."
+            f"data.dataset={PREFIX}{name} labels images by {type(odd[0]).__name__} ({str(odd[0])[:40]}), and a "
+            "classifier learns one class of each image: use another data set, or your own factory."
         )
     return np.array([int(each) for each in asked], dtype=np.int64)
 
@@ -375,10 +378,3 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
             if os.path.join(folder, each) not in names:
                 left_out.add("files that torchvision does not list", os.path.join(folder, each))
     return left_out.told()
-
-
-def _told(source: SampleSource) -> str:
-    if isinstance(source, FileSource):
-        return "torchvision's list of files, decoded by Paceline"
-    is_array = isinstance(source, ArraySource)
-    return "torchvision's array of pixels" if is_array else "torchvision returns the images one by one"

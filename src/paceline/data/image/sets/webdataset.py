@@ -70,7 +70,7 @@ def index_tar(file: MappedFile) -> TarIndex:
     memory = cache_folder() / "indexes" / f"tar-{key}.npz"
     arrays = recall_arrays(memory)
     named = ("names", "labels", "special")
-    if arrays is None or not {"begin", "length", *(f"{name}_{of}" for name in named for of in _PARTS)} <= arrays.keys():
+    if arrays is None:
         names, places, labels, special = _scan(file)
         table = np.array(places, dtype=np.int64).reshape(-1, 2)
         arrays = {"begin": table[:, 0].copy(), "length": table[:, 1].copy()}
@@ -218,11 +218,11 @@ def _tars(pattern: str) -> list[Path]:
 def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tuple[MappedBytes, Names, list[int | str]]:
     """Where the images lie, what they are called, and the labels as they are written."""
     files = mapped_files(tars)
-    indexes = [index_tar(file) for file in files]
     names: list[str] = []
     labels: list[int | str] = []
     rows: list[tuple[int, int, int]] = []
-    for number, (file, index) in enumerate(zip(files, indexes, strict=True)):
+    for number, file in enumerate(files):
+        index = index_tar(file)  # one at a time: those of thousands of tars take much memory
         samples = _samples(file, index, left_out)
         names += [index.names.text(image) for image, _ in samples]
         labels += [_label(index, members, f"{index.names.text(image)} in {file.path}") for image, members in samples]
