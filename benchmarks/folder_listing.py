@@ -57,7 +57,7 @@ def main() -> None:
             cache_file(root).unlink(missing_ok=True)
             anew.append(seconds(root)[0])
             took, how = seconds(root)
-            if "as remembered" not in how:
+            if "from a cached listing" not in how:
                 raise SystemExit(f"listed again: {how}")
             remembered.append(took)
         size = cache_file(root).stat().st_size

@@ -1,4 +1,4 @@
-"""Find the classifier of a network: the last layers, which begin anew where the classes are others."""
+"""Find the classifier of a network: the last layers, newly initialised for other classes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _OF_DETECTORS = ("roi_heads.box_predictor", "roi_heads.mask_predictor", "head.cl
 def classifier_layers(network: nn.Module) -> list[str]:
     """Return the names of the modules that are the classifier, in the network's order; empty if there is none.
 
-    It is what the network says (``get_classifier``, as timm's do), what a network of Transformers adds to its base
-    model, a detector's predictors, or else the last linear layer, as in torchvision's networks.
+    It is the network's own answer (``get_classifier``, as in timm), what Transformers adds to its base model, a
+    detector's predictors, or else the last linear layer, as in torchvision's networks.
     """
     said: object = getattr(network, "get_classifier", lambda: None)()
     heads = said if isinstance(said, tuple | list) else (said,)

@@ -1,6 +1,6 @@
 """GPU clusters that people train on: GPUs of a node, and the bandwidth and latency of their links.
 
-Those that are known are in ``clusters.yaml``; a file of the user's own describes one by the same keys.
+The known ones are in ``clusters.yaml``; a user's file describes one with the same keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.plain_yaml import BoundedLoader
 
 @dataclass(frozen=True)
 class Link:
-    """What a message of n bytes takes: ``latency_seconds + n / bytes_per_second``."""
+    """Time for a message of n bytes: ``latency_seconds + n / bytes_per_second``."""
 
     bytes_per_second: float
     latency_seconds: float
@@ -29,20 +29,19 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Machines that are alike, and the network between them.
+    """Identical machines, and the network between them.
 
     Attributes:
-        name: What it is asked for by: ``dgx-a100``.
-        title: What it is.
+        name: Its name on the command line: ``dgx-a100``. title: Its full name.
         device: Its accelerator's name in :mod:`paceline.devices`; None if any may be in it.
         devices_per_node: Accelerators of a machine.
         within: Between the accelerators of a machine, for each of them.
         network: Between machines, for a whole machine: all its cards together.
         cores_per_device: Physical processor cores for each accelerator; None if unknown.
         price_per_device_hour: A public price in US dollars; None if there is none.
-        most_devices: No more can be had; None if that is not known.
+        most_devices: Maximum number available; None if unknown.
         shares_cores: The processes compute on the node's cores themselves: there is no accelerator.
-        source: Where the figures stand.
+        source: Source of the figures.
     """
 
     name: str
@@ -137,7 +136,7 @@ def _load(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cluster '{path}' cannot be read: {error}; give a name or a YAML file's path.") from None
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is no YAML: {' '.join(str(error).split())}.") from None
+        raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
 
 
 _KNOWN = Path(__file__).with_suffix(".yaml")
@@ -150,7 +149,7 @@ def find_cluster(name: str) -> Cluster:
     """The cluster of this name, or that a YAML file of this path describes.
 
     Raises:
-        RecipeError: If there is neither, or the file is not as it must be.
+        RecipeError: If there is neither, or the file is malformed.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
@@ -159,6 +158,6 @@ def find_cluster(name: str) -> Cluster:
     if key not in CLUSTERS:
         raise RecipeError(
             f"cluster '{name}' is not known.{did_you_mean(key, CLUSTERS)} Known: {', '.join(CLUSTERS)}; or give the "
-            "path of a YAML file of your own."
+            "path of your own YAML file."
         )
     return CLUSTERS[key]

@@ -37,7 +37,7 @@ _T = TypeVar("_T", bound=type[Any])
 
 @dataclass(frozen=True)
 class Shape:
-    """What a field's type does not say of its option.
+    """What a field's type does not define about its option.
 
     Attributes:
         metavar: Placeholder in the help.
@@ -46,7 +46,7 @@ class Shape:
         required: An option although it has no default.
         repeatable: A list whose option is given once for each entry, not with commas.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
-        path: What a text or path is to the user: ``local``, on this machine, where ``~`` is the home directory;
+        path: Meaning of a string or path: ``local``, on this machine, where ``~`` is the home directory;
             ``file`` or ``folder``, if it exists; ``weights``, which may be an address that they are copied from.
         argument: An argument although it is a list or has a default; a list takes all words that are left.
         recipe: Whether it names a recipe to read; the command then has the option ``--trust-code`` too.
@@ -108,7 +108,7 @@ def command(
         runs: The function that carries it out, as ``module:function``; the dataclass's method ``run`` if None.
         files: What it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
             ``write(folder)``.
-        commands: Of a group, what it holds; the class then only has the docstring.
+        commands: Subcommands of a group; the class then has only the docstring.
     """
 
     def declare(kind: _T) -> _T:

@@ -1,6 +1,6 @@
 """Registry of data sets of images: find one by its name, among our own and those of installed packages.
 
-A data set is one function under :func:`dataset`, in a file of its own. Our files lie in ``paceline/data/image/sets``;
+A data set is one function under :func:`dataset`, in its own file. Our files lie in ``paceline/data/image/sets``;
 another package names its function in the entry points ``paceline.datasets``. A recipe's keys are checked against what a
 data set says that it uses, so the files must import neither torch nor what imports it.
 """
@@ -89,7 +89,7 @@ def _load_ours() -> None:
 
 
 class DatasetsUsing(Collection[str]):
-    """Names of the data sets that a key has an effect on; looked up when they are first asked for."""
+    """Names of the data sets that a key has an effect on; looked up when first needed."""
 
     def __init__(self, key: str, *others: str) -> None:
         """Take the key, and names of data sets that are not in the registry."""

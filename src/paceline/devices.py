@@ -21,15 +21,14 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: What it is asked for by: ``a100-80gb``.
-        title: What its maker calls it.
+        name: Its name on the command line: ``a100-80gb``. title: Its maker's name for it.
         memory_bytes: Memory that a program finds on it.
         bytes_per_second: Peak rate of that memory.
         flops_per_second: Dense peaks by the precision of the products' inputs: ``fp32`` (no matrix units), ``tf32``,
             ``fp16``, ``bf16``, ``fp8``; sums are kept in 32 bits.
         multiprocessors: Streaming multiprocessors (NVIDIA) or compute units (AMD).
         reported_as: Regular expression of the whole name that its driver reports.
-        source: Where the figures stand.
+        source: Source of the figures.
     """
 
     name: str
@@ -68,7 +67,7 @@ _ALSO = MappingProxyType({"v100": "v100-16gb", "a100": "a100-80gb", "h100-sxm": 
 
 
 def find_device(name: str) -> Device:
-    """The device of this name; ``a100`` and the like stand for the one that is met most.
+    """The device of this name; short names such as ``a100`` mean the most common variant.
 
     Raises:
         RecipeError: If there is none.

@@ -33,15 +33,15 @@ class ModelError(PacelineError):
 
 
 class StorageError(PacelineError):
-    """What lies at an address cannot be reached, read or written."""
+    """An address cannot be reached, read or written."""
 
 
 class LaunchError(PacelineError):
-    """The processes of a run cannot be started or cannot find one another."""
+    """The processes of a run cannot be started or cannot connect to each other."""
 
 
 class StoppedError(PacelineError):
-    """The process was asked to stop before there was anything to save."""
+    """The process received a stop request before there was anything to save."""
 
     exit_code = 75
 
@@ -69,21 +69,21 @@ class TrainingError(PacelineError):
 
 
 class NotFiniteError(PacelineError):
-    """Weights, or what was computed with them, are not finite numbers."""
+    """Weights, or results computed with them, are not finite."""
 
     exit_code = 1
 
 
 class OneProcessError(TrainingError):
-    """It failed on one process; the others learn of it only when they miss that one."""
+    """It failed on one process; the others notice only that it is missing."""
 
 
 class LostWorkerError(OneProcessError):
-    """A process that reads for this one has died; what this one was doing meanwhile says nothing of it."""
+    """A loader process has died; what this process was doing meanwhile is unrelated."""
 
 
 class OtherProcessError(TrainingError):
-    """It failed on another process, which tells more of it."""
+    """It failed on another process, whose error has the details."""
 
 
 _SIMILAR, _NEARLY_AS_NEAR = 0.6, 0.15  # of a likeness from 0 to 1
@@ -93,9 +93,7 @@ def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: C
     """Return a sentence with the nearest option names, led by a space, or an empty string.
 
     Args:
-        value: What was given.
-        options: What could have been.
-        count: At most so many names.
+        value: The given name. options: The possible names. count: Maximum number of names.
         shown: How a name is written in the sentence, where that is not how names are compared.
     """
     close = difflib.get_close_matches(value, list(options), n=count, cutoff=_SIMILAR)

@@ -1,4 +1,4 @@
-"""Names of files, classes and runs in what people open: a terminal or a spreadsheet shows them and never obeys them."""
+"""Names of files, classes and runs in what people open: a terminal or a spreadsheet never interprets them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Optional libraries: what each is for, whether it is installed, and how to install it.
 
 What is optional is named in ``pyproject.toml``, one extra for each purpose; this table says in words what each brings.
-Tests hold the two against each other.
+Tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ class Library:
     """One optional library.
 
     Attributes:
-        distribution: What it is installed as.
-        module: What it is imported as.
-        at_least: The first of its versions that will do; empty for any.
+        distribution: Its package name. module: Its import name. at_least: Minimum version; empty for any.
         instead: Another distribution of the same; empty if there is none.
     """
 
@@ -73,7 +71,7 @@ class Extra:
 
     @property
     def why_not(self) -> str:
-        """Why what it brings cannot be had here; empty if it can."""
+        """Why it cannot be used here; empty if it can."""
         if self.only_on and not sys.platform.startswith(self.only_on):
             return f"it is for {self.only_on} only, and this is {sys.platform}"
         return ", ".join(why for library in self.libraries if (why := library.why_not))
@@ -95,7 +93,7 @@ EXTRAS = (
     Extra("tune", "hyper-parameter search", _libraries("optuna")),
     Extra("pack", "packed datasets written, Hugging Face datasets read from disk", _libraries("pyarrow")),
     Extra("simplejpeg", "fast JPEG decoding without our compiled decoder", _libraries("simplejpeg>=1.7")),
-    Extra("heic", "HEIC images, as phones take them", _libraries("pillow-heif")),
+    Extra("heic", "HEIC images, as phones store them", _libraries("pillow-heif")),
     Extra("dali", "data.backend=dali", (_DALI,), only_on="linux"),
     Extra("adapters", "model.adapters", _libraries("peft")),
     Extra(
@@ -120,7 +118,7 @@ EXTRAS = (
     Extra("azure", "addresses that begin with az://", _libraries("adlfs")),
     Extra(
         "labs",
-        "the course of `paceline labs`",
+        "the course behind `paceline labs`",
         _libraries("jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "psutil"),
     ),
     Extra("docs", "these pages built as a site", (Library("mkdocs-material", "material"), *_libraries("mkdocstrings"))),

@@ -48,7 +48,7 @@ def has_ending(name: str, endings: Iterable[str]) -> bool:
 def odd_kind(path: str | Path) -> str | None:
     """What a path leads to if it is not a regular file; None if it is one, or leads nowhere.
 
-    Opening a named pipe waits for a writer, perhaps for ever.
+    Opening a named pipe waits for a writer, perhaps forever.
     """
     try:
         mode = os.stat(path).st_mode
@@ -64,7 +64,7 @@ def refuse_odd_kinds(path: str | Path) -> None:
         DataError: If it is a folder, a named pipe, a socket, a device or a Git LFS pointer.
     """
     if kind := odd_kind(path):
-        raise DataError(f"{str(path)!r} is {kind}, not a file: take it away, or correct the path.")
+        raise DataError(f"{str(path)!r} is {kind}, not a file: remove it, or correct the path.")
     with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader says what cannot be read
         if file.read(len(LFS_START)) == LFS_START:
             raise DataError(f"{str(path)!r} is {LFS_POINTER}.")
@@ -83,7 +83,7 @@ def refuse_odd_outputs(*paths: Path) -> None:
 
 
 class LeftOut:
-    """Counts what is there and not used, by reason, and keeps the first names."""
+    """Counts unused files by reason, and keeps the first names."""
 
     def __init__(self) -> None:
         self._endings: dict[str, Counter[str]] = {}
@@ -127,8 +127,8 @@ def entries_of(folder: str | Path) -> list[os.DirEntry[str]]:
             return list(entries)
     except OSError as error:
         raise DataError(
-            f"{str(folder)!r} cannot be listed ({error.strerror}): give the user who runs this the right to read it "
-            "(chmod a+rx), or move it away."
+            f"{str(folder)!r} cannot be listed ({error.strerror}): give this user read permission (chmod a+rx), or "
+            "move it away."
         ) from None
 
 
@@ -164,7 +164,7 @@ def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
         folder = (folders or links).pop()
         identity = _identity(os.path.join(root, folder))
         if folder and identity in seen:
-            left_out.add("links to folders that are read already", folder)
+            left_out.add("links to folders that are already read", folder)
             continue
         seen.add(identity)
         for entry in visible(os.path.join(root, folder)):

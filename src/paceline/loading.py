@@ -1,7 +1,7 @@
 """Import libraries without running Python's garbage collector.
 
-``import torch`` makes objects by the hundred thousand, none of which is garbage, and the collector searches all of them
-again and again; see ``docs/decisions/0069-start-up-and-memory.md``.
+``import torch`` creates hundreds of thousands of live objects, which the collector would search repeatedly; see
+``docs/decisions/0069-start-up-and-memory.md``.
 """
 
 from __future__ import annotations

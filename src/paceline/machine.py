@@ -35,7 +35,7 @@ def busy_in_words(load: float | None = None) -> str:
 
 
 def memory_bytes() -> int | None:
-    """Main memory that this process may use, of the machine or its control group; None if the system does not tell."""
+    """Main memory that this process may use, of the machine or its control group; None if unknown."""
     try:
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -71,7 +71,7 @@ def memory_limit(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> int | None
 
 
 def cpu_name() -> str:
-    """What the processor calls itself, where the system tells it."""
+    """The processor's name, if the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -83,7 +83,7 @@ def cpu_name() -> str:
 
 
 def cache_folder() -> Path:
-    """Where what can be found out again is kept between runs (XDG Base Directory Specification); it may not exist."""
+    """Cache folder for recomputable results (XDG Base Directory Specification); it may not exist."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "paceline"

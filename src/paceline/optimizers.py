@@ -1,4 +1,4 @@
-"""The optimizers that a recipe can name: what each is, what it takes of the recipe, and what it keeps in memory.
+"""The optimizers that a recipe can name: class, recipe keys and memory of each.
 
 One of ours is an entry of :data:`RULES`, which names its class. All others of torch and timm have their names there;
 they take ``lr`` and ``optimizer.options`` only, as those of other packages do.
@@ -51,7 +51,7 @@ RULES = {
     "muon": Rule(reference="timm.optim:Muon", takes=("momentum", "nesterov", "betas"), betas=(0.9, 0.95)),
 }
 OTHER = Rule(reference="")
-"""What is assumed of any other optimizer: that it keeps as much as Adam, and takes none of the keys."""
+"""Assumed of any other optimizer: it keeps as much state as Adam, and takes none of the keys."""
 
 
 def taking(key: str) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class AsWritten(str):
         return str(self)
 
     def settled(self) -> object:
-        """Return what is written where no field says what it must be: a switch, a number or text.
+        """Return a value where no field gives its type: a switch, a number or text.
 
         Raises:
             ValueError: If programs read it as different numbers.
@@ -41,7 +41,7 @@ class AsWritten(str):
         if as_switch(self) is not self:
             return as_switch(self)
         if _TWO_READINGS.fullmatch(self):
-            raise ValueError(f"found {self}, which programs read differently; write a plain number, or '{self}'")
+            raise ValueError(f"found {self}, which YAML parsers read differently; write a plain number, or '{self}'")
         with contextlib.suppress(ValueError):
             return int(self, 0)
         try:
@@ -80,7 +80,7 @@ class BoundedLoader(yaml.SafeLoader):
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if node not in self._sizes:
-                raise _refused(f"the alias '*{event.anchor}' is a part of itself", event)
+                raise _refused(f"the alias '*{event.anchor}' contains itself", event)
             return node
         assert node is not None
         inside: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -88,7 +88,7 @@ class BoundedLoader(yaml.SafeLoader):
         size, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
         if size > _VALUES or depth > MOST_LEVELS:
             limit = f"{_VALUES:,} values" if size > _VALUES else f"{MOST_LEVELS} levels"
-            raise _refused(f"there are more than {limit} once aliases are written out", event)
+            raise _refused(f"there are more than {limit} after aliases are expanded", event)
         self._sizes[node] = size, depth
         return node
 
@@ -110,7 +110,7 @@ class BoundedLoader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise _refused("found a list or mapping as a key, but a key is a name", key)
             if key.value in seen:
-                raise _refused(f"key '{key.value}' is there twice; keep one", key)
+                raise _refused(f"key '{key.value}' appears twice; keep one", key)
             seen.add(key.value)
         return node
 

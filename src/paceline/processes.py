@@ -1,4 +1,4 @@
-"""Child processes: start them, wait for them, and end them with everything they have started.
+"""Child processes: start them, wait for them, and kill them with all their descendants.
 
 Only a child itself receives stop requests: its loader processes must live until its checkpoint is written. SIGKILL goes
 to everything that descends from it.
@@ -60,7 +60,7 @@ class Child:
             hint = " (the system may have been out of memory)" if code == -signal.SIGKILL else ""
             return f"was ended by {signal.Signals(-code).name}{hint}"
         lines = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.errors else []
-        return lines[-1] if lines else f"ended with exit code {code} and left no message"
+        return lines[-1] if lines else f"ended with exit code {code} and no message"
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,9 @@ class ProcessGroup:
             time.sleep(_KILL_POLL_SECONDS)
         if left:
             ids = ", ".join(map(str, sorted(left)))
-            sys.stderr.write(f"paceline: cannot kill process {ids}, which waits in the kernel; it is left behind.\n")
+            sys.stderr.write(
+                f"paceline: cannot kill process {ids}, which is blocked in the kernel; it is left running.\n"
+            )
 
     def _is_detached(self, pid: int) -> bool:
         try:

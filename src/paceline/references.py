@@ -41,7 +41,7 @@ def is_reference(name: str) -> bool:
 
 
 def call_reference(key: str, reference: str, made: Any, error: type[PacelineError], *arguments: Any) -> Any:
-    """Call what a recipe names; errors from within its own code pass.
+    """Call an object that a recipe names; errors from its own code pass through.
 
     Args:
         key: The recipe's key, for the message.
@@ -83,13 +83,13 @@ def load_reference(reference: str, error: type[PacelineError], *, installed: boo
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
             raise
-        where = "be importable" if installed else f"be importable or lie in {here}"
+        where = "be importable" if installed else f"be importable or be in {here}"
         raise error(f"'{reference}': there is no module '{missing.name}'; it must {where}.") from None
     if not hasattr(module, attribute):
         hidden = Path(here, *module_name.split(".")).with_suffix(".py")
         if hidden.is_file() and not hidden.samefile(getattr(module, "__file__", None) or sys.executable):
             raise error(
-                f"'{reference}': another module '{module_name}' comes before {hidden}; rename that file, and give its "
+                f"'{reference}': another module '{module_name}' hides {hidden}; rename that file, and give its "
                 "new name."
             )
         raise error(

@@ -111,8 +111,8 @@ def why_unknown(kind: Kind, name: str) -> str:
     listed = ", ".join((*_BUILT_IN[kind], *installed(kind)))
     more = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
     return (
-        f"unknown {what} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{more}, or "
-        "package.module:name of your own"
+        f"unknown {what} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{more}, or your own "
+        "package.module:name"
     )
 
 
@@ -128,7 +128,7 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     reference = name if is_own else _BUILT_IN[kind].get(name) or known_names(kind)[name]
     found = load_reference(reference, error, installed=not is_own)
     if not callable(found):
-        raise error(f"'{reference}' is a {type(found).__name__}, and cannot be called: name a function or a class.")
+        raise error(f"'{reference}' is a {type(found).__name__}, which cannot be called: name a function or a class.")
     return found
 
 

@@ -41,10 +41,10 @@ def train(
     processes: int = 1,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a recipe, or go on with the run in ``run_dir``.
+    """Train a recipe, or resume the run in ``run_dir``.
 
-    Joins the world it finds (torchrun, Slurm), else trains in this process. Signal handlers, and torch's number of
-    threads and settings of determinism and precision, are afterwards what they were; torch's generator has been seeded.
+    Joins the world of torchrun or Slurm, else trains in this process. Signal handlers, and torch's number of
+    threads and settings of determinism and precision, are restored afterwards; torch's generator has been seeded.
 
     Args:
         recipe: A shipped recipe's name, the path of a YAML file, or your images: a folder of class folders or a table.
@@ -55,9 +55,9 @@ def train(
         task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one
             the recipe names.
         callbacks: Objects with any of ``on_step_end(step)``, ``on_evaluation(step, results)`` and
-            ``on_checkpoint(step)``, called on every rank; one that answers with true asks the run to stop.
-        processes: Ranks to train in, on this machine. With more than one they are processes of their own, as
-            ``paceline train --processes`` starts them, so that a task must be in a module that they can import.
+            ``on_checkpoint(step)``, called on every rank; a true return value stops the run.
+        processes: Ranks to train in, on this machine. More than one run as separate processes, as with ``paceline train
+            --processes``, so a task must be in a module that they can import.
         quiet: Show no progress.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 DurationUnit = Literal["epochs", "steps", "samples", "percent"]
 
 _DURATION = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%|percent)\s*$")
-DURATION_RULE = "a duration is a number with its unit: '3 epochs', '500 steps', '100000 samples' or '10%'"
+DURATION_RULE = "a duration is a number with a unit: '3 epochs', '500 steps', '100000 samples' or '10%'"
 
 # Steps, samples or epochs; a sum of seconds that every clock and time-out can take.
 _LONGEST, _LONGEST_SECONDS = 1e15, 1e9
@@ -19,7 +19,7 @@ TimeUnit = Literal["seconds", "minutes", "hours", "days"]
 
 _TIME = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|h|days?|d)\s*$")
 _SECONDS: dict[TimeUnit, float] = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
-TIME_RULE = "a time is a number above zero with its unit: '90 seconds', '10 minutes' or '2 hours' (or s, m, h, d)"
+TIME_RULE = "a time is a number above zero with a unit: '90 seconds', '10 minutes' or '2 hours' (or s, m, h, d)"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Duration:
         """Read ``'3 epochs'``, ``'500 steps'``, ``'100000 samples'`` or ``'10%'``.
 
         Raises:
-            ValueError: If the unit is missing or unknown, or the text is no duration at all.
+            ValueError: If the unit is missing or unknown, or the text is not a duration.
         """
         match = _DURATION.match(text) if isinstance(text, str) else None
         if match is None:
@@ -52,7 +52,7 @@ class Duration:
         An epoch has ``ceil(samples_per_epoch / global_batch_size)`` steps, the last one smaller.
 
         Raises:
-            ValueError: If a percentage is asked of a run whose total is not known yet.
+            ValueError: If a percentage is used before the run's total is known.
         """
         steps_per_epoch = math.ceil(samples_per_epoch / global_batch_size)
         match self.unit:
@@ -75,7 +75,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class TimeSpan:
-    """A time by the clock, with its unit."""
+    """A wall-clock time with its unit."""
 
     value: float
     unit: TimeUnit
@@ -85,7 +85,7 @@ class TimeSpan:
         """Read ``'90 seconds'``, ``'10 minutes'`` or ``'2 hours'``.
 
         Raises:
-            ValueError: If the unit is missing or unknown, the text is no time at all, or the time is nothing.
+            ValueError: If the unit is missing or unknown, the text is not a time, or the time is zero.
         """
         match = _TIME.match(text) if isinstance(text, str) else None
         span = (
@@ -144,18 +144,18 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text, flags=re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise ValueError(f"found {text!r}, but a size has a unit: 512MiB, 4GiB or 16GB")
+        raise ValueError(f"found {text!r}, but a size needs a unit: 512MiB, 4GiB or 16GB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1))
 
 
 def metric_title(name: str) -> str:
-    """What a metric is called for people: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``, ``macro F1``."""
+    """A metric's display name: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``, ``macro F1``."""
     found = re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
     return re.sub(r" f1$", " F1", re.sub(r"^(m?)iou\b", r"\1IoU", found))
 
 
 def metric_unit(name: str) -> str:
-    """What its figures are in, as far as its name tells: ``%`` of accuracies, IoU, mean average precision and F1."""
+    """Unit of its figures, as far as its name shows: ``%`` of accuracies, IoU, mean average precision and F1."""
     is_error = re.match(r"(mae|rmse|r2)_", name)  # of a column of numbers, which may be called anything
     return "%" if not is_error and re.search(r"(^|_)(accuracy|map\d*|(macro|micro)_f1)$|^m?iou(_|$)", name) else ""
 

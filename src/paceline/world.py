@@ -18,7 +18,7 @@ COMMAND_VARIABLE = "PACELINE_COMMAND"
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of one process among all processes of a run.
+    """The rank of one process among all processes of a run.
 
     Attributes:
         rank: Index among all processes, in [0, world_size).

@@ -1,1 +1,1 @@
-"""Around a run: what it will take, what holds it back, which setting is best, and whether it is right."""
+"""Tools around a run: estimate its cost, find bottlenecks, choose settings, and check correctness."""

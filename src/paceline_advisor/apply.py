@@ -9,20 +9,20 @@ from paceline.errors import RecipeError
 
 
 def check_new(path: Path | None) -> None:
-    """Refuse a file that cannot be written, before anything is measured; None is no file.
+    """Refuse an unwritable file before anything is measured; None means no file.
 
     Raises:
-        RecipeError: If there is something of that name, or no folder for it.
+        RecipeError: If it exists, or its folder does not.
     """
     if path is None:
         return
     folder = path.absolute().parent
     if os.path.lexists(path):
-        raise RecipeError(f"--apply {path}: there is a file of that name already; name a new one, or remove it.")
+        raise RecipeError(f"--apply {path}: this file already exists; name a new one, or remove it.")
     if not folder.is_dir():
-        raise RecipeError(f"--apply {path}: there is no folder '{folder}'; make it, or name another.")
+        raise RecipeError(f"--apply {path}: there is no folder '{folder}'; create it, or name another.")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise RecipeError(f"--apply {path}: nothing may be written in '{folder}'; name a file in another folder.")
+        raise RecipeError(f"--apply {path}: '{folder}' is not writable; name a file in another folder.")
 
 
 def write_new(path: Path, text: str) -> None:

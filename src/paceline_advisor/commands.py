@@ -40,9 +40,9 @@ from paceline_advisor.apply import check_new
 class Estimate:
     """Estimate training memory on any GPU, whether or not you have it.
 
-    The memory of the steps and of the evaluation is shown by cause, and which batches fit which GPUs. The steps run on
-    fake tensors: nothing is trained, and no GPU is needed. Data are not read; where data.path is not set, data of a
-    usual kind are assumed. PYTORCH_ALLOC_CONF is followed.
+    It shows the memory of steps and evaluation by cause, and which batches fit which GPUs. The steps run on
+    fake tensors: nothing is trained, and no GPU is needed. No data is read; without data.path, typical data is assumed.
+    PYTORCH_ALLOC_CONF is respected.
 
     Exits with 1 if the run does not fit.
 
@@ -60,7 +60,7 @@ class Estimate:
     processes: Annotated[
         int | None,
         Ge(1),
-        "Ranks of the run that is estimated; none is started (default: one per GPU, 1 on a CPU or with --device).",
+        "Ranks of the estimated run; none is started (default: one per GPU, 1 on a CPU or with --device).",
     ] = None
     expandable_segments: Annotated[bool, "As with PYTORCH_ALLOC_CONF=expandable_segments:True."] = False
 
@@ -71,7 +71,7 @@ class FindBatch:
     """Find the largest micro-batch that fits, by trying.
 
     A size fits if it survives two whole steps and an evaluation on all ranks. Sizes are doubled and then bisected; each
-    is a real run in processes of its own, with optimizer state and moving average, on a few samples that are repeated.
+    is a real run in its own processes, with optimizer state and moving average, on a few samples that are repeated.
     The global batch and the learning rate stay: smaller micro-batches are accumulated. The estimate of
     `paceline estimate` is printed next to the measurement.
 
@@ -90,7 +90,7 @@ class FindBatch:
     memory: Annotated[
         int | None,
         Shape(metavar="SIZE", parse=parse_bytes),
-        "What each process may take, for example 4GiB (default: a whole GPU, or its share of the free main memory).",
+        "Memory limit of each process, for example 4GiB (default: a whole GPU, or its share of the free main memory).",
     ] = None
     apply: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe with the micro-batch found."] = None
 
@@ -112,29 +112,29 @@ class Sweep:
     lowest: Annotated[float, Gt(0), "Learning rate of the first step."] = 1e-7
     highest: Annotated[float, Gt(0), "Learning rate of the last step."] = 10.0
     steps: Annotated[int, "Optimizer steps of the test."] = 100
-    shape: Annotated[Literal["exponential", "linear"], "How the rate rises."] = "exponential"
-    smoothing: Annotated[float, Ge(0), Lt(1), "Weight of the past in the smoothed loss."] = 0.98
+    shape: Annotated[Literal["exponential", "linear"], "Shape of the rise."] = "exponential"
+    smoothing: Annotated[float, Ge(0), Lt(1), "Smoothing factor of the loss."] = 0.98
     divergence: Annotated[
-        float, Gt(1), Shape(metavar="FACTOR"), "End where the smoothed loss exceeds its best by this factor."
+        float, Gt(1), Shape(metavar="FACTOR"), "Stop when the smoothed loss exceeds its minimum by this factor."
     ] = 4.0
 
     def __post_init__(self) -> None:
         if not (0 < self.lowest < self.highest and math.isfinite(self.highest)):
             raise RecipeError(
-                f"a range test from {self.lowest:g} to {self.highest:g} cannot be: it goes from a rate above 0 to a "
-                "higher one; change --lowest or --highest."
+                f"a range test from {self.lowest:g} to {self.highest:g} is not possible: it must go from a rate above "
+                "0 to a higher one; change --lowest or --highest."
             )
         if self.steps < _FEWEST_STEPS:
             raise RecipeError(
-                f"a range test of {self.steps} steps says nothing; take at least {_FEWEST_STEPS} (--steps)."
+                f"a range test of {self.steps} steps is too short; use at least {_FEWEST_STEPS} (--steps)."
             )
         if self.shape not in ("exponential", "linear"):
-            raise RecipeError(f"shape={self.shape!r} is none that a range test has; choose exponential or linear.")
+            raise RecipeError(f"shape={self.shape!r} is not a shape of a range test; choose exponential or linear.")
         if not 0 <= self.smoothing < 1:
-            raise RecipeError(f"smoothing={self.smoothing:g} is not in [0, 1); 0 looks at each loss by itself.")
+            raise RecipeError(f"smoothing={self.smoothing:g} is not in [0, 1); 0 uses each loss alone.")
         if not self.divergence > 1:
             raise RecipeError(
-                f"divergence={self.divergence:g} would end the test at its best loss; take a factor above 1."
+                f"divergence={self.divergence:g} would end the test at its best loss; use a factor above 1."
             )
 
 
@@ -144,8 +144,8 @@ class FindLr(Sweep):
     """Find a learning rate by a range test.
 
     RECIPE is a shipped name, a YAML file, or a run directory, whose recipe is tested. The first steps are trained with
-    a learning rate that rises from step to step, until the loss diverges. Five rules read a rate off the curve; the
-    middle one of three of them is the suggestion, unless you choose another. The test runs in a temporary directory
+    a rising learning rate, until the loss diverges. Five rules read a rate off the curve; the suggestion is the median
+    of three of them, unless you choose another. The test runs in a temporary directory
     and touches nothing else.
 
     From trained weights, add model.initialize_from=RUN.
@@ -180,40 +180,42 @@ class FindLr(Sweep):
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Options of `scale` and `plan`: where, and what one device does there."""
+    """Options of `scale` and `plan`: the cluster, and the speed of one device on it."""
 
     recipe: RecipeName
     overrides: Overrides = ()
     batch_per_gpu: Annotated[
         int | None,
         Ge(1),
-        "Give each GPU N samples, so that the step grows with their number (weak scaling), as published tables do. "
-        "Without it the recipe's global batch is shared out (strong scaling).",
+        "Give each GPU N samples, so that the step grows with the number of GPUs (weak scaling), as in published "
+        "tables. Without it they share the recipe's global batch (strong scaling).",
     ] = None
     cluster: Annotated[
         str | None,
         Shape(metavar="NAME|FILE"),
-        "dgx-1, dgx-2, dgx-a100, dgx-h100, 8xh200, p4d, ethernet-10g, ... or a YAML file of your own "
-        "(docs/guide/scaling.md); this machine if left out.",
+        "dgx-1, dgx-2, dgx-a100, dgx-h100, 8xh200, p4d, ethernet-10g, ... or your own YAML file "
+        "(docs/guide/scaling.md); default: this machine.",
     ] = None
     price_per_gpu_hour: Annotated[
-        float | None, Gt(0), Shape(metavar="DOLLARS"), "In place of the cluster's, if any."
+        float | None, Gt(0), Shape(metavar="DOLLARS"), "Instead of the cluster's, if any."
     ] = None
-    samples: Annotated[int | None, Ge(1), "Training samples of an epoch, where the data are not here."] = None
+    samples: Annotated[int | None, Ge(1), "Training samples per epoch, if the data is not here."] = None
     throughput: Annotated[float | None, Gt(0), Shape(metavar="RATE"), "One GPU's samples per second."] = None
-    step_seconds: Annotated[float | None, Gt(0), Shape(metavar="S"), "One GPU's step, in place of --throughput."] = None
+    step_seconds: Annotated[
+        float | None, Gt(0), Shape(metavar="S"), "One GPU's step time, instead of --throughput."
+    ] = None
     one_gpu_batch: Annotated[
-        int | None, Ge(1), "Samples of the step that figure was measured with; larger shares become several passes."
+        int | None, Ge(1), "Samples of the step measured for that figure; larger shares take several passes."
     ] = None
     loop: Annotated[
         Literal["paceline", "nvidia-convnets"],
-        "Whose training loop: ours, or NVIDIA's published one, to check its tables.",
+        "Training loop: ours, or NVIDIA's published one, to check its tables.",
     ] = "paceline"
     cpu_ms_per_sample: Annotated[
         float | None,
         Ge(0),
         Shape(metavar="MS"),
-        "Time of one core for reading and augmenting a sample; 0 if that is not done on cores.",
+        "CPU time for reading and augmenting a sample; 0 if the CPU does not do it.",
     ] = None
 
     @property
@@ -222,16 +224,16 @@ class Cluster:
         return self.throughput is not None or self.step_seconds is not None
 
     def scale(self, sizes: tuple[int, ...]) -> Scale:
-        """What to predict on so many devices, with every strategy."""
+        """The prediction for some numbers of devices, with every strategy."""
         return Scale(**{each.name: getattr(self, each.name) for each in fields(Cluster)}, world_sizes=sizes)
 
     def __post_init__(self) -> None:
         if self.one_gpu_batch is not None and not self.has_figure:
-            raise RecipeError("--one-gpu-batch belongs to --throughput or --step-seconds; give one of them too.")
+            raise RecipeError("--one-gpu-batch needs --throughput or --step-seconds; add one of them.")
         if self.throughput is not None and self.step_seconds is not None:
-            raise RecipeError("--throughput and --step-seconds say the same thing; give one of them.")
+            raise RecipeError("--throughput and --step-seconds mean the same thing; give one of them.")
         if self.step_seconds is not None and self.one_gpu_batch is None and self.batch_per_gpu is None:
-            raise RecipeError("--step-seconds: a step of how many samples? Give --one-gpu-batch too.")
+            raise RecipeError("--step-seconds needs the samples of a step; add --one-gpu-batch.")
 
 
 @command("scale", runs="paceline_advisor.scaling.study:scale")
@@ -240,10 +242,10 @@ class Scale(Cluster):
     """Predict scaling over GPUs, and measure it where possible.
 
     Samples per second, efficiency, hours and cost are predicted with DDP and FSDP. The prediction starts from one
-    device's figure: yours (--throughput, --step-seconds), or measured here if the cluster is this machine or has its
-    GPU, or else the bound that the GPU's peak and memory set. What the other devices add is computed from the
-    cluster's links, the network's layers and the host's work. The range shows half and twice these costs, with the
-    model's mean error on tables it had not seen.
+    device's speed: yours (--throughput, --step-seconds), measured here if the cluster is this machine or has its GPU,
+    or else the bound from the GPU's peak and memory. The cost of more devices is computed from the cluster's links, the
+    network's layers and the host's work. The range shows half and twice these costs, with the model's mean error on
+    unseen tables.
 
     Examples:
       paceline scale digits --world-sizes 1,2 --measure
@@ -252,11 +254,11 @@ class Scale(Cluster):
     """
 
     world_sizes: Annotated[
-        tuple[int, ...], Ge(1), Shape(metavar="N,..."), "Numbers of GPUs; of processes, where there are none."
+        tuple[int, ...], Ge(1), Shape(metavar="N,..."), "Numbers of GPUs, or of processes on CPUs."
     ] = (1, 2, 4, 8)
-    strategy: Annotated[Literal["both", "ddp", "fsdp"], "Which to predict."] = "both"
+    strategy: Annotated[Literal["both", "ddp", "fsdp"], "Strategies to predict."] = "both"
     measure: Annotated[bool, "Run the recipe here in these sizes too, and print what was predicted."] = False
-    rounds: Annotated[int | None, Ge(1), "Turns of each measurement (default: 5)."] = None
+    rounds: Annotated[int | None, Ge(1), "Rounds per measurement (default: 5)."] = None
     output: Output = None
 
     @property
@@ -280,7 +282,7 @@ class Scale(Cluster):
 class Plan(Cluster):
     """Choose the number of GPUs for a deadline or a budget.
 
-    The fewest GPUs that meet a deadline, or the fastest training within a budget, with its strategy, global batch,
+    It finds the fewest GPUs that meet a deadline, or the fastest training within a budget, with strategy, global batch,
     learning rate, hours and cost. Deadline and budget are compared with the upper end of the prediction's range.
     Nothing is changed: the recipe's batch and learning rate stay unless you ask for a rule. Passes are as large as the
     GPU's memory allows, by what `paceline estimate` says.
@@ -295,13 +297,13 @@ class Plan(Cluster):
     """
 
     deadline: Annotated[
-        TimeSpan | None, Shape(metavar="TIME", parse=TimeSpan.parse), "When training must be over: 8h, 90 minutes, 2d."
+        TimeSpan | None, Shape(metavar="TIME", parse=TimeSpan.parse), "Maximum training time: 8h, 90 minutes, 2d."
     ] = None
-    budget: Annotated[float | None, Gt(0), Shape(metavar="DOLLARS"), "What it may cost."] = None
-    most_gpus: Annotated[int, Ge(1), "Most GPUs to consider."] = 256
+    budget: Annotated[float | None, Gt(0), Shape(metavar="DOLLARS"), "Maximum cost."] = None
+    most_gpus: Annotated[int, Ge(1), "Maximum number of GPUs to consider."] = 256
     lr_rule: Annotated[
         Literal["none", "linear", "sqrt"],
-        "What a grown batch makes of the learning rate; none leaves it to the recipe's optimizer.lr_scaling.",
+        "Learning-rate rule for a larger batch; none leaves it to the recipe's optimizer.lr_scaling.",
     ] = "none"
 
     @property
@@ -312,11 +314,11 @@ class Plan(Cluster):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.deadline is None and self.budget is None:
-            raise RecipeError("plan for what? Give --deadline, for example 8h, or --budget in dollars, or both.")
+            raise RecipeError("plan needs a goal: give --deadline, for example 8h, --budget in dollars, or both.")
         if self.lr_rule != "none" and self.batch_per_gpu is None:
             raise RecipeError(
-                f"--lr-rule={self.lr_rule} has no effect while the global batch stays; give --batch-per-gpu, with "
-                "which the batch grows, or leave it out."
+                f"--lr-rule={self.lr_rule} has no effect with a fixed global batch; add --batch-per-gpu, which lets it "
+                "grow, or leave it out."
             )
 
 
@@ -325,8 +327,8 @@ class Plan(Cluster):
 class Formulas:
     """Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.
 
-    Without arguments NAME is described, and without NAME all are listed. Several values of one argument are separated
-    by commas. Results are in the units that names end with; those that end with none are shares, ratios or counts.
+    Without arguments it describes NAME, and without NAME it lists all. Several values of one argument are separated
+    by commas. The end of a name gives the unit of its result; others are shares, ratios or counts.
 
     Examples:
       paceline formulas
@@ -347,10 +349,10 @@ class Formulas:
 class Doctor:
     """Find what limits a run's speed, and measure each change.
 
-    RECIPE may be a run directory. The doctor examines the recipe and its plan, the network's modules on tensors without
-    content, and what your own code does in one micro-batch of a few samples, on the CPU; detection images are small
-    there. Each finding has its evidence (values, layers, lines of code), the reason with its source, and what to
-    change. Nothing is trained, written or changed, but FILE.
+    RECIPE may be a run directory. The doctor examines the recipe and its plan, the network's modules on fake tensors,
+    and your own code in one micro-batch of a few samples on the CPU, with small images for detection. Each finding
+    has its evidence (values, layers, lines of code), the reason with its source, and what to
+    change. Nothing is trained or written, except FILE.
 
     Exits with 1 if something breaks, slows or spoils a run.
 
@@ -365,18 +367,18 @@ class Doctor:
     device: Annotated[
         str | None,
         Shape(metavar="NAME"),
-        "Judge for this device (a100, t4, cpu, …), whether or not it is here (default: the one here).",
+        "Check for this device (a100, t4, cpu, …), present or not (default: the one here).",
     ] = None
     processes: Annotated[
-        int | None, Ge(1), "Judge a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
+        int | None, Ge(1), "Check a run of N processes (default: 1, or 2 where parallel.strategy needs several)."
     ] = None
-    measure: Annotated[bool, "Measure the gain of each change, in short bursts in turns."] = False
-    rounds: Annotated[int, Ge(4), Shape(only="measure"), "Turns of each change with --measure."] = 8
+    measure: Annotated[bool, "Measure the gain of each change, in short interleaved bursts."] = False
+    rounds: Annotated[int, Ge(4), Shape(only="measure"), "Rounds per change with --measure."] = 8
     apply: Annotated[
         Path | None,
         Shape(metavar="FILE"),
-        "Write the recipe with the changes that train the same thing and go together; with --measure, those that "
-        "gained.",
+        "Write the recipe with all compatible changes that do not alter the training; with --measure, those with a "
+        "gain.",
     ] = None
 
     def __post_init__(self) -> None:
@@ -408,14 +410,14 @@ def _batch_size(word: str) -> int:
 class Bench:
     """Measure how fast a recipe trains or answers, and compare.
 
-    Training is measured over batch sizes, devices, precisions and back-ends. Each combination is a run of its own in a
-    temporary directory; runs take turns, up to four at a time. `together` is training as it is, `compute` trains on
-    the same batch again and again, `data` only loads the batches. What cannot run is a row with the reason.
+    Training is measured over batch sizes, devices, precisions and back-ends. Each combination is a separate run in a
+    temporary directory; up to four runs take turns. `together` is normal training, `compute` repeats the same batch,
+    `data` only loads batches. A combination that cannot run is listed with the reason.
 
     With --inference the latency of the network is measured by batch size and in MLPerf's scenarios; RECIPE may then be
     a run or a weights file. With --to several runs train until a metric is reached, with their time and cost.
 
-    `paceline bench compare A B` tells whether B is slower than A: see its --help.
+    `paceline bench compare A B` checks whether B is slower than A: see its --help.
 
     Exits with 1 if nothing could be measured.
 
@@ -447,24 +449,26 @@ class Bench:
     backends: Annotated[
         tuple[str, ...],
         Shape(metavar="NAME,...", without=("inference", "to")),
-        "Who reads the samples: pytorch, dali, ... (default: the recipe's).",
+        "Data back-ends: pytorch, dali, ... (default: the recipe's).",
     ] = ()
     parts: Annotated[
         tuple[Literal["together", "compute", "data"], ...],
         Shape(metavar="NAME,...", without=("inference", "to")),
         "together, compute, data.",
     ] = ("together", "compute", "data")
-    rounds: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Turns of each combination."] = 5
-    seconds: Annotated[float, Ge(0.01), Shape(without=("to",)), "How long a turn is timed."] = 2.0
-    launches: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Repeat all of it in new processes."] = 1
+    rounds: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Rounds per combination."] = 5
+    seconds: Annotated[float, Ge(0.01), Shape(without=("to",)), "Measured time per round."] = 2.0
+    launches: Annotated[int, Ge(1), Shape(without=("inference", "to")), "Repeat everything in new processes."] = 1
     processes: Annotated[int, Ge(1), Shape(without=("inference",)), "Ranks of each run."] = 1
-    inference: Annotated[bool, "Measure how fast the network answers; RECIPE may be a run then."] = False
+    inference: Annotated[bool, "Measure inference speed; RECIPE may then be a run."] = False
     weights: Annotated[Weights, Shape(only="inference")] = "auto"
     to: Annotated[
-        str | None, Shape(metavar="METRIC=VALUE"), "Train until an evaluation is as good: top1_accuracy=94."
+        str | None, Shape(metavar="METRIC=VALUE"), "Train until an evaluation reaches a target: top1_accuracy=94."
     ] = None
-    runs: Annotated[int, Ge(1), Shape(only="to"), "Runs with --to, a seed each."] = 5
-    price_per_hour: Annotated[float | None, Ge(0), Shape(only="to"), "Of the machine, for what --to costs."] = None
+    runs: Annotated[int, Ge(1), Shape(only="to"), "Runs with --to, each with its own seed."] = 5
+    price_per_hour: Annotated[float | None, Ge(0), Shape(only="to"), "Price of the machine, for the cost of --to."] = (
+        None
+    )
     output: Annotated[Path | None, Shape(metavar="DIR"), "Write JSON, Markdown and a plot there."] = None
 
     def __post_init__(self) -> None:
@@ -479,8 +483,8 @@ class BenchCompare:
 
     A is what it was, B what it is now.
 
-    Exits with 1 if anything is slower by more than the tolerance beyond doubt. Where the evidence does not suffice, it
-    is said and the exit code is 0.
+    Exits with 1 if anything is significantly slower by more than the tolerance. If the evidence is insufficient, it
+    says so and exits with 0.
 
     Examples:
       paceline bench compare before after
@@ -489,9 +493,13 @@ class BenchCompare:
 
     a: Path
     b: Path
-    tolerance: Annotated[float, Ge(0), Shape(metavar="PERCENT"), "By how much B may be slower."] = 5.0
+    tolerance: Annotated[float, Ge(0), Shape(metavar="PERCENT"), "How much slower B may be."] = 5.0
     confidence: Annotated[
-        float, Gt(50), Lt(100), Shape(metavar="PERCENT"), "That two equal things pass, all lines together."
+        float,
+        Gt(50),
+        Lt(100),
+        Shape(metavar="PERCENT"),
+        "Confidence that two equal results pass, over all lines together.",
     ] = 95.0
 
 
@@ -527,8 +535,8 @@ class Prove:
 
     The recipe is trained for a few steps in several ways and compared with plain PyTorch. One process with one batch a
     step, with micro-batches, and several processes must learn the same; the order of samples, learning rate, moving
-    average, modes, dropout, buffers and metrics must be what the recipe says. It runs on the CPU, in float64 where the
-    network can, in a temporary directory; nothing of yours is written.
+    average, modes, dropout, buffers and metrics must match the recipe. It runs on the CPU, in float64 if the network
+    can, in a temporary directory; nothing of yours is written.
 
     Exits with 1 if a check failed.
 
@@ -540,7 +548,7 @@ class Prove:
 
     recipe: RecipeName
     overrides: Overrides = ()
-    processes: Annotated[int, Ge(1), "Compare with a run of N processes; 1 leaves that out."] = 2
+    processes: Annotated[int, Ge(1), "Compare with a run of N processes; 1 skips this."] = 2
 
 
 @command("drill", runs="paceline_advisor.drill.study:drill")
@@ -548,11 +556,11 @@ class Prove:
 class Drill:
     """Kill and disturb runs of a recipe, and check that nothing is lost.
 
-    Short runs are killed, stopped, starved and spoiled, and each is compared with an undisturbed one. Everything
+    Short runs are killed, stopped, starved and damaged, and each is compared with an undisturbed one. Everything
     happens in a temporary directory; nothing of yours is written. With several processes the runs are exact, so that
     their number may change.
 
-    Exits with 1 if a fault cost anything.
+    Exits with 1 if a fault caused any loss.
 
     Examples:
       paceline drill digits
@@ -586,9 +594,9 @@ def _samples(text: str) -> int | None:
 class Landscape:
     """Plot the loss around a run's weights, and measure sharpness.
 
-    RUN is a run directory, a checkpoint or a safetensors file; of two, the way from one to the other is drawn too.
-    Curves and surfaces go along random directions, scaled filter by filter; a trajectory goes through a run's
-    checkpoints; sharpness is Keskar's, curvature the largest eigenvalue of the Hessian. Nothing in a run directory is
+    RUN is a run directory, a checkpoint or a safetensors file; for two, the path between them is plotted too.
+    Curves and surfaces follow random directions, scaled filter by filter; a trajectory follows a run's checkpoints;
+    sharpness is Keskar's, curvature the largest eigenvalue of the Hessian. Nothing in a run directory is
     changed. Several processes share the points.
 
     Examples:
@@ -601,15 +609,15 @@ class Landscape:
     measure: Annotated[
         tuple[Measure, ...],
         Shape(metavar="WHAT,..."),
-        "Some of curve, surface, trajectory, sharpness, curvature, and line (between two runs). By default all of one "
-        "run; of several, sharpness and curvature, and of two the line.",
+        "Any of curve, surface, trajectory, sharpness, curvature, and line (between two runs). Default: all for one "
+        "run; sharpness and curvature for several, and for two also the line.",
     ] = ()
     split: Annotated[
         Literal["train", "validation"],
-        "Whose loss. Training samples are processed as held-out ones are, without augmentation.",
+        "Samples for the loss. Training samples are processed like held-out ones, without augmentation.",
     ] = "train"
     samples: Annotated[
-        int | None, Shape(metavar="N|all", parse=_samples), "Most samples of each split, always the same for a seed."
+        int | None, Shape(metavar="N|all", parse=_samples), "Maximum samples per split, the same for each seed."
     ] = 1024
     batch_norm: Annotated[
         Literal["recomputed", "stored"] | None,
@@ -621,20 +629,20 @@ class Landscape:
         float,
         Gt(0),
         Shape(name="--range", metavar="LENGTH"),
-        "How far curves and surfaces go; at 1, each filter has moved by its own norm.",
+        "Extent of curves and surfaces; at 1, each filter has moved by its norm.",
     ] = 1.0
     epsilon: Annotated[
-        tuple[float, ...], Gt(0), Lt(1), Shape(metavar="SIZE,..."), "Sizes of the box of Keskar's sharpness."
+        tuple[float, ...], Gt(0), Lt(1), Shape(metavar="SIZE,..."), "Box sizes for Keskar's sharpness."
     ] = (1e-3, 5e-4)
-    iterations: Annotated[int, Ge(1), "Of L-BFGS-B, from each start."] = 10
+    iterations: Annotated[int, Ge(1), "L-BFGS-B iterations from each start."] = 10
     subspace: Annotated[
-        int | None, Ge(1), Shape(metavar="P"), "Keep that search in a random subspace of P dimensions."
+        int | None, Ge(1), Shape(metavar="P"), "Restrict that search to a random subspace of P dimensions."
     ] = None
-    products: Annotated[int, Ge(2), "Most Hessian-vector products."] = 40
+    products: Annotated[int, Ge(2), "Maximum Hessian-vector products."] = 40
     tolerance: Annotated[
-        float, Gt(0), Shape(metavar="SHARE"), "Largest residual of the top eigenvalue, as a share of it."
+        float, Gt(0), Shape(metavar="SHARE"), "Maximum residual of the top eigenvalue, as a share of it."
     ] = 0.01
-    seed: Annotated[int, Ge(0), "Of directions and samples."] = 0
+    seed: Annotated[int, Ge(0), "Seed of directions and samples."] = 0
     weights: Weights = "auto"
     best: Annotated[bool, "Use the best checkpoint of a run directory instead of the newest."] = False
     processes: JoinedProcesses = None
@@ -651,7 +659,7 @@ class Landscape:
         return tuple(each for each in self.runs if Path(each) not in self.targets)
 
     def asks_for(self, what: Measure) -> bool:
-        """Whether something is to be computed, by name or by default."""
+        """Whether a measurement is requested, by name or by default."""
         one: tuple[Measure, ...] = ("curve", "surface", "trajectory", "sharpness", "curvature")
         several: tuple[Measure, ...] = ("sharpness", "curvature", "line")
         return what in (self.measure or (one if len(self.targets) == 1 else several))
@@ -670,7 +678,7 @@ class Landscape:
                 )
         if "line" in asked and len(targets) != 2:
             count = "1 run was" if len(targets) == 1 else f"{len(targets)} runs were"
-            raise PacelineError(f"--measure line is the way from one run to another, and {count} given; give two.")
+            raise PacelineError(f"--measure line is the path from one run to another, but {count} given; give two.")
         unused = {
             "--points": self.points != Landscape.points and not {"curve", "line"} & asked,
             "--grid": self.grid != Landscape.grid and not {"surface", "trajectory"} & asked,
@@ -689,8 +697,8 @@ class NoiseScale:
 
     A run is measured at each of its checkpoints. Nothing is trained and the run is not touched: gradients of parts of a
     batch are compared with those of the whole batch. The critical batch size, beyond which a larger batch costs more
-    samples than it saves steps, is of the noise scale's order of magnitude and is given as a range. It grows during
-    training: fresh weights say least. To log it during a run, at no extra pass, set telemetry.noise_scale.
+    samples than it saves steps, has the noise scale's order of magnitude and is given as a range. It grows during
+    training, so fresh weights tell least. To log it during a run, without extra passes, set telemetry.noise_scale.
 
     Examples:
       paceline noise-scale digits --steps 100
@@ -711,7 +719,7 @@ class NoiseScale:
 class SweepBatch:
     """Train to a target with several batch sizes; fit where larger ones stop paying.
 
-    Each run is a training of its own in a scratch directory, until the first evaluation that meets the target. Up to
+    Each run trains in a scratch directory until the first evaluation that meets the target. Up to
     the knee a larger batch saves steps nearly in proportion; beyond it, it costs samples. The law of both is fitted to
     the runs of each learning rate rule, and the knee is printed with its interval. Runs that miss the target count too.
 
@@ -732,13 +740,14 @@ class SweepBatch:
     lr_rules: Annotated[
         tuple[Literal["constant", "linear", "sqrt", "tuned"], ...],
         Shape(metavar="NAME,..."),
-        "How the rate follows the batch, from the recipe's own: constant, linear, sqrt, or tuned, which tries five.",
+        "How the learning rate scales with the batch from the recipe's: constant, linear, sqrt, or tuned, which tries "
+        "five.",
     ] = ("linear",)
-    seeds: Annotated[int, Ge(1), "Runs of each, one seed each."] = 3
+    seeds: Annotated[int, Ge(1), "Runs per size, one seed each."] = 3
     longest: Annotated[
         Duration | None,
         Shape(name="--max", metavar="DURATION"),
-        "End a run that has not met the target by then (default: the recipe's train.duration).",
+        "End a run that misses the target by then (default: the recipe's train.duration).",
     ] = None
     processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
     output: Annotated[
@@ -756,11 +765,11 @@ class Tune:
       optimizer.lr: {low: 0.001, high: 0.3, log: true}
       batch.global_size: [32, 64, 128]
 
-    Trials are compared by evaluate.metric, at their last evaluation. One that is worse than the median of the others at
-    the same evaluation is stopped, with a checkpoint. After a kill the same command resumes the search and the run that
-    was under way; a larger --trials extends it. Needs the extra `tune`.
+    Trials are compared by evaluate.metric at their last evaluation. One below the median of the others at the same
+    evaluation is stopped, with a checkpoint. After a kill the same command resumes the search and its current run; a
+    larger --trials extends it. Needs the extra `tune`.
 
-    Exits with 1 if no trial ran to its end.
+    Exits with 1 if no trial finished.
 
     Examples:
       paceline tune digits --search search.yaml --trials 20
@@ -769,8 +778,8 @@ class Tune:
 
     recipe: RecipeName
     overrides: Overrides = ()
-    search: Annotated[Path, Shape(required=True, metavar="FILE", path="local"), "What is searched, as YAML."]
-    trials: Annotated[int, Ge(1), "Trials in all, those of before included."] = 20
+    search: Annotated[Path, Shape(required=True, metavar="FILE", path="local"), "Search space, as YAML."]
+    trials: Annotated[int, Ge(1), "Trials in total, including earlier ones."] = 20
     processes: Annotated[int, Ge(1), "Ranks of each run."] = 1
     output: Annotated[Path, Shape(metavar="DIR"), "Runs, journal and result."] = Path("runs/tune")
 
@@ -780,8 +789,8 @@ class Tune:
 class Roofline:
     """Compare a training step with a device's limits, layer by layer.
 
-    The step runs on fake tensors: nothing is computed and no data is read. Times are lower bounds of each operator by
-    itself, so a real step takes longer. --json holds all layers.
+    The step runs on fake tensors: nothing is computed and no data is read. Times are lower bounds per operator, so a
+    real step takes longer. --json holds all layers.
 
     Examples:
       paceline roofline resnet50 --device a100

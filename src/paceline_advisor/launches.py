@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.002
 
 
 class OverdueError(Exception):
-    """A launch did not get as far as it should have in time; its processes were ended."""
+    """A launch missed its time limit; its processes were killed."""
 
 
 class Launch:
@@ -34,7 +34,7 @@ class Launch:
         log: Its output goes into ``<log>.out`` and ``<log>.err``; files, as a killed launch's orphans would keep a
             pipe open.
         limit_seconds: What takes longer than this is ended.
-        variables: Environment variables beside this process's own.
+        variables: Additional environment variables.
 
     Raises:
         LaunchError: If it cannot be started.
@@ -94,7 +94,7 @@ class Launch:
         return sorted(pid for pid in mine if _read(pid, "cmdline") == _read(_parent(pid), "cmdline"))
 
     def send(self, number: signal.Signals, pids: set[int] | list[int]) -> None:
-        """Send a signal to processes of this launch; those that are gone by now do not mind."""
+        """Send a signal to processes of this launch; those that have ended are ignored."""
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -139,7 +139,7 @@ class Launch:
 
     def _overdue(self, what: str) -> OverdueError:
         self.kill()
-        return OverdueError(f"the run {what} after {self._limit:.0f} s, and was ended")
+        return OverdueError(f"the run {what} after {self._limit:.0f} s, and was killed")
 
     def __enter__(self) -> Self:
         return self
@@ -165,13 +165,13 @@ def said(launch: Launch) -> str:
 
 
 def check_can_watch() -> None:
-    """Find out whether launches can be disturbed from here.
+    """Check that launches can be disturbed from here.
 
     Raises:
         LaunchError: If this system has no ``/proc``, or this process is one of a launch's.
     """
     if not can_find_descendants():
-        raise LaunchError("a drill finds the processes of its runs in /proc, which only Linux has; run it there.")
+        raise LaunchError("a drill needs /proc to find its processes, which only Linux has; run it there.")
     check_alone("a drill")
 
 
@@ -187,7 +187,7 @@ def check_alone(study: str) -> None:
     source = read_launch(os.environ).source
     if source != "alone":
         raise LaunchError(
-            f"{study} starts processes of its own, but was itself started as one of several (by {source}); run "
+            f"{study} starts its own processes, but was itself started as one of several (by {source}); run "
             "it alone, with --processes N."
         )
 

@@ -73,7 +73,7 @@ def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
     lines = book.read_text().splitlines()
     book.write_text("\n".join([*lines[:-1], lines[-1][:20]]))
     again = sweep(asked(tmp_path), said.append)
-    assert said[3] == "2 of 3 runs are there already"
+    assert said[3] == "2 of 3 runs are already done"
     assert len(said) == 5
     same = [replace(run, seconds=0) for run in again.runs.values()]
     assert same == [replace(run, seconds=0) for run in swept.runs.values()]
@@ -123,7 +123,7 @@ def test_the_first_run_that_fails_ends_it(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_run_is_refused_before_the_first_run(tmp_path: Path) -> None:
     said: list[str] = []
     cut = (*QUICK, "batch.global_size=48", "batch.micro_size=48")
-    with pytest.raises(RecipeError, match=r"--batch-sizes: no run can be made with 64: .*micro_size=48"):
+    with pytest.raises(RecipeError, match=r"--batch-sizes: a run with 64 is not possible: .*micro_size=48"):
         sweep(asked(tmp_path, overrides=cut, batch_sizes=(48, 64)), said.append)
     with pytest.raises(
         RecipeError, match=r"--batch-sizes: a step of 5,000 samples cannot be made of an epoch of 1,438"
@@ -156,7 +156,7 @@ def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     said: list[str] = []
     assert all(run.reached for run in sweep(asked(tmp_path, lr_rules=("constant",)), said.append).runs.values())
-    assert said[0] == "1 of 2 runs are there already"
+    assert said[0] == "1 of 2 runs are already done"
 
 
 @pytest.mark.parametrize(

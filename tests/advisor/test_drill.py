@@ -67,7 +67,7 @@ def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_pat
     ground = Ground(
         recipe="digits", overrides=(), processes=1, steps=SHORTEST, every=2, scratch=tmp_path, limit_seconds=100
     )
-    with pytest.raises(PacelineError, match=r"without being disturbed \(exit code 2\): .* is not empty") as caught:
+    with pytest.raises(PacelineError, match=r"without a fault \(exit code 2\): .* is not empty") as caught:
         ground.train_undisturbed(ground.undisturbed)
     assert caught.value.exit_code == 2
 

@@ -219,7 +219,7 @@ def test_it_ends_where_the_loss_is_no_number(find: Callable[..., Any], what: flo
 
 
 def test_a_first_loss_that_is_no_number_is_told(find: Callable[..., Any]) -> None:
-    with pytest.raises(TrainingError, match="the very first step"):
+    with pytest.raises(TrainingError, match="the first step"):
         find(on_loss=lambda _, loss: loss * math.nan)
 
 
@@ -248,7 +248,7 @@ def test_a_scaling_rule_is_divided_out(find: Callable[..., Any]) -> None:
 def test_a_recipe_with_the_rate_says_so(find: Callable[..., Any], tmp_path: Path) -> None:
     found = find(steps=60, highest=1.0, lowest=1e-5)
     text = found.improved("steepest")
-    assert text.startswith("# tiny, with what `paceline find-lr` suggested:\n#   optimizer.lr=")
+    assert text.startswith("# tiny, as suggested by `paceline find-lr`:\n#   optimizer.lr=")
     path = tmp_path / "better.yaml"
     path.write_text(text)
     better = load_recipe(path).recipe
@@ -271,11 +271,11 @@ def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"lowest": 0.0}, "goes from a rate above 0"),
-        ({"lowest": 1.0, "highest": 0.1}, "from 1 to 0.1 cannot be"),
+        ({"lowest": 0.0}, "must go from a rate above 0"),
+        ({"lowest": 1.0, "highest": 0.1}, "from 1 to 0.1 is not possible"),
         ({"highest": math.inf}, "from 1e-07 to inf"),
-        ({"highest": math.nan}, "cannot be"),
-        ({"steps": 19}, "19 steps says nothing"),
+        ({"highest": math.nan}, "is not possible"),
+        ({"steps": 19}, "19 steps is too short"),
         ({"shape": "cubic"}, "shape='cubic'"),
         ({"smoothing": 1.0}, r"not in \[0, 1\)"),
         ({"divergence": 1.0}, "a factor above 1"),

@@ -242,7 +242,7 @@ def test_few_held_out_samples_are_scored_too(held_out: int) -> None:
 def test_a_rank_of_a_launch_cannot_prove(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match="a proof starts processes of its own"):
+    with pytest.raises(LaunchError, match="a proof starts its own processes"):
         prove(Prove(recipe="digits"), lambda _: None)
 
 

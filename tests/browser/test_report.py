@@ -93,7 +93,7 @@ def test_charts_show_what_the_records_say(folder: Path, show: Call) -> None:
         assert len(found) == 4
         assert loss[f"held-out, {weights}"] == points(found, "loss")
         assert accuracy[f"held-out, {weights}"] == points(found, "top1_accuracy")
-    assert len(opened.figure("The run by the clock")["launch"]) == 2
+    assert len(opened.figure("The run over time")["launch"]) == 2
     marks = opened.page.evaluate(
         "[...document.querySelectorAll('.plot')].map(plot => (plot.layout.shapes || []).map(each => each.x0))"
     )

@@ -232,7 +232,7 @@ def test_a_share_to_hold_out_beside_a_folder_of_held_out_images(
     for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
         write_images(tmp_path / "photos" / name)
     done = paceline_here("train", *FOLDER, "data.path=photos", "data.validation_fraction=0.1", *plan_only)
-    assert_refused(done, "data.validation_fraction=0.1", "a split of its own, the folder val/")
+    assert_refused(done, "data.validation_fraction=0.1", "its own split, the folder val/")
     assert not (tmp_path / "run").exists()
 
 

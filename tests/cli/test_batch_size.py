@@ -48,7 +48,7 @@ def test_a_sweep_prints_each_rule_and_goes_on(paceline_here: Call, tiny: tuple[s
     assert done.out.startswith("Steps and samples by batch size: digits to top1_accuracy=10, 1 runs each\n")
     assert "linear rule: no knee: the target was reached with 2 batch sizes" in done.out
     again = paceline_here(*words, "--lr-rules", "linear,sqrt", "--seeds", "1", "--output", "sweep", "--json")
-    assert "3 of 3 runs are there already" in again.err
+    assert "3 of 3 runs are already done" in again.err
     assert [each["rule"] for each in again.document["rules"]] == ["linear", "sqrt"]
 
 

@@ -55,7 +55,7 @@ def test_what_became_slower_is_found(paceline_here: Call, tiny: tuple[str, ...],
     assert found["lines"][0]["verdict"] == "slower"
     done = paceline_here("bench", "compare", "after", "before").ended(0)
     assert "faster" in done.out
-    assert "one launch" in done.out
+    assert "single launch" in done.out
 
 
 def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Call, tiny: tuple[str, ...]) -> None:
@@ -64,7 +64,7 @@ def test_what_comes_to_the_same_run_is_measured_once(paceline_here: Call, tiny: 
     document = done.document
     (row,) = document["rows"]
     assert (row["backend"], row["same"]) == ("memory", ["cpu fp32 memory batch 128 data"])
-    assert any(note.startswith("measured once, as they come to the same run here: ") for note in document["notes"])
+    assert any(note.startswith("measured once, because they give the same run here: ") for note in document["notes"])
     assert "1 to 1 of 1 combinations" in done.err
 
 
@@ -133,4 +133,4 @@ def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: 
     done = paceline_here(*bench, "--runs", "1", "--to", "top1_accuracy=99.99")
     row = done.document["rows"][0]
     assert (row["reached"], row["median_seconds"]["middle"]) == (0, None)
-    assert "1 of 1 did not get there" in row["trouble"]
+    assert "1 of 1 missed the target" in row["trouble"]

@@ -419,7 +419,7 @@ def test_a_run_in_parts(paceline_here: Call, tmp_path: Path, tiny: tuple[str, ..
     assert (whole.code, whole.err) == (0, "")
     ended, undisturbed = (strict_json((each / "summary.json").read_text()) for each in (tmp_path / "run", finished))
     assert ended["weights_sha256"] == undisturbed["weights_sha256"]
-    message = "train.until: found 3, but a duration is a number with its unit"
+    message = "train.until: found 3, but a duration is a number with a unit"
     assert paceline_here(*command, "--until", "3").refused(message).err.count("\n") == 1
 
 

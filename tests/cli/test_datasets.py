@@ -62,7 +62,7 @@ def test_a_part_of_a_table_is_packed(paceline_here: Call, tables: Path) -> None:
     )
     assert paceline_here("pack", "packed", "--verify").code == 0
     for options, message in (
-        (("--subset", "x"), "--subset: found 'x', but it is a number of images, a share of them as 10%"),
+        (("--subset", "x"), "--subset: found 'x', but it must be a number of images, a share such as 10%"),
         (("--only-classes", "cat,cow"), "--only-classes names 'cow'"),
         (("--label-column", "lable"), "has no column 'lable'"),
     ):

@@ -28,7 +28,7 @@ def test_a_healthy_run(paceline_here: Call) -> None:
 def test_findings_are_told_with_evidence_reason_and_change(paceline_here: Call) -> None:
     done = paceline_here("doctor", "digits", *SLOW).ended(1)
     first, *rest = [line for line in done.out.splitlines() if line.startswith(("breaks", "slows", "spoils", "notice"))]
-    assert first.startswith("slows   precision: train.precision=fp32 comes to fp32")
+    assert first.startswith("slows   precision: train.precision=fp32 resolves to fp32")
     assert any(line.split()[1] == "log_every_step:" for line in rest)
     assert "change: train.precision=auto (bf16)" in done.out
     assert "expected, not measured: 1.5 to 3 times as fast" in done.out
@@ -58,7 +58,7 @@ def test_the_improved_recipe_trains_the_same(paceline_here: Call, tmp_path: Path
         *('  - telemetry.log_every="1 step"', '  + telemetry.log_every="10 steps"'),
     ], done.out
     text = (tmp_path / "better.yaml").read_text()
-    assert "train.precision=auto  (precision; the same training but for rounding; not measured)" in text
+    assert "train.precision=auto  (precision; the same training except for rounding; not measured)" in text
     better = load_recipe(tmp_path / "better.yaml").recipe
     assert (better.train.precision, str(better.telemetry.log_every)) == ("auto", "10 steps")
     assert better.batch.global_size == 1024

@@ -16,7 +16,7 @@ def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: 
     assert "of the ema weights" in lines[0]
     assert lines[1].startswith("  ONNX Runtime answers as the network does: to ")
     paceline_here("export", finished, "--format", "onnx", "--output", "a.onnx").refused(
-        "exists already and is not written over"
+        "already exists and is not overwritten"
     )
     for words, said in {
         ("nowhere", "--output", "new/weights.onnx"): "there is no run directory 'nowhere'",

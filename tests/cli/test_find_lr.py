@@ -38,7 +38,7 @@ def test_another_suggestion_is_one_document(paceline_here: Call, tiny: tuple[str
 def test_no_suggestion_is_exit_code_1_and_no_file(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     nothing = ("--lowest", "1e-12", "--highest", "1e-10", "--steps", "40")
     done = paceline_here("find-lr", "digits", *tiny, *nothing, "--apply", "better.yaml").ended(1)
-    assert "does not fall beyond its own noise" in done.out
+    assert "does not fall by more than its noise" in done.out
     assert "better.yaml was not written: there is no suggestion by" in done.out
     assert not (tmp_path / "better.yaml").exists()
 

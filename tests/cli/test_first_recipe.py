@@ -135,7 +135,7 @@ def test_a_weights_file_is_enough(photos: Path, tmp_path: Path, paceline_here: C
     done = paceline_here(
         "train", "photos", *asked, *SHORT, "train.duration=1 steps", "data.workers=0", "--run-dir", "r"
     ).ended(0)
-    assert "classifier.bias begin anew" in " ".join(done.out.split())
+    assert "classifier.bias are newly initialised" in " ".join(done.out.split())
     assert "dropped" not in done.out
 
 

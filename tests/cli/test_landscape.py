@@ -22,7 +22,7 @@ def test_a_look_at_a_run(paceline_here: Call, finished: Path, tmp_path: Path) ->
     assert shown == written
     assert shown["runs"][0]["surface"]["values"]["loss"]
     page = (tmp_path / "seen" / "landscape.html").read_text()
-    assert "Loss around the weights, to turn" in page
+    assert "Loss around the weights, rotatable" in page
 
 
 @pytest.mark.thorough  # the same as of the study itself, through the launcher

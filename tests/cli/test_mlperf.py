@@ -65,9 +65,9 @@ def test_a_folder_of_logs_is_of_one_set_of_runs(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["{0}"], "nothing is said of telemetry.submission.org"),
+        (["{0}"], "these are not set: telemetry.submission.org"),
         (["{0}", "{0}", *SAID], "is named twice"),
-        (["{0}", *SAID, "optimizer.lr=1"], "only keys of telemetry.submission"),
+        (["{0}", *SAID, "optimizer.lr=1"], "only telemetry.submission keys"),
         (["nowhere"], "there is no run directory 'nowhere'"),
         ([*SAID], "name a run directory"),
     ],

@@ -61,7 +61,7 @@ def test_odd_names_in_an_output_folder_and_of_answers_are_refused(tmp_path: Path
         make_folder(tmp_path, "benchmark.json", "benchmark.md")
     assert stat.S_ISFIFO((tmp_path / "benchmark.md").stat().st_mode)
     (tmp_path / "answers.csv").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PacelineError, match="exists already"):
+    with pytest.raises(PacelineError, match="already exists"):
         check_output(tmp_path / "answers.csv")
 
 

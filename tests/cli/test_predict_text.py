@@ -44,7 +44,7 @@ def test_a_prompt_is_gone_on_from(paceline_here: Call, trained: Call) -> None:
     assert (document["written"], document["seed"], document["top_k"]) == (5, 3, 4)
     paceline_here("predict", run_dir, "--prompt", "", "--tokens", 5).ended(0)  # a document begins
     refused = paceline_here("predict", run_dir, Path(__file__).parent).refused()
-    assert "does not label images" in refused.err or "holds no image" in refused.err
+    assert "does not classify images" in refused.err or "contains no image" in refused.err
 
 
 def test_hidden_tokens_are_found(paceline_here: Call, trained: Call) -> None:

@@ -54,7 +54,7 @@ def test_gpus_that_cannot_share_the_batch_are_left_out_and_this_is_told(gpus: An
     gpus(6)
     six = choose_processes(None, load_recipe("digits").recipe)
     assert six.count == 4
-    assert six.notice == "4 of 6 GPUs are used: no more of them can share batch.global_size=64 evenly"
+    assert six.notice == "4 of 6 GPUs are used: more cannot share batch.global_size=64 evenly"
     gpus(8)
     in_parts = load_recipe("digits", ["batch.micro_size=32"]).recipe
     notice = choose_processes(None, in_parts).notice
@@ -75,7 +75,7 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert is_one_of_several(None)
-    with pytest.raises(click.UsageError, match="--processes starts ranks of its own"):
+    with pytest.raises(click.UsageError, match="--processes starts its own ranks"):
         is_one_of_several(2)
 
 

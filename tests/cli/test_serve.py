@@ -345,7 +345,7 @@ def test_a_full_queue_says_when_to_come_back(start: Call, finished: Path) -> Non
     service = start(finished, "--max-queue", 1)
     status, told, headers = service.predict(picture(0), picture(1))
     assert (status, headers["retry-after"]) == (503, "1")
-    assert "come back" in told["error"]
+    assert "try again" in told["error"]
     assert service.predict(picture(0))[0] == 200
 
 
@@ -435,7 +435,7 @@ def test_places_that_cannot_be_had(paceline_here: Call, finished: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = paceline_here("serve", finished, "--port", taken.getsockname()[1])
     assert (done.code, done.out) == (2, "")
-    assert "cannot be listened at" in done.err
+    assert "cannot listen" in done.err
     assert paceline_here("serve", finished, "--host", "nowhere.invalid").code == 2
 
 

@@ -31,7 +31,7 @@ _OF_ONE = (
 _MAY_BE_SKIPPED = {
     "disk-full": "nothing can be mounted",
     "read-only": "nothing can be mounted",
-    "kill-in-save": "no kill met a save",
+    "kill-in-save": "no kill hit a save",
 }
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_does_not_repeat_itself_is_not_compared(run: Call, tmp_path: 
     trials = _trials(done)
     assert trials["nothing"]["result"] == "FAIL"
     assert trials["kill-all"]["result"] == "skipped"
-    assert "does not repeat itself" in trials["kill-all"]["reason"]
+    assert "is not repeatable" in trials["kill-all"]["reason"]
 
 
 @pytest.mark.thorough

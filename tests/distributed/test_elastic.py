@@ -114,7 +114,7 @@ def test_our_launcher_starts_a_killed_rank_again(
     told = [line for line in done.err.splitlines() if "; restart " in line]
     assert [line.partition("; ")[2] for line in told] == ["restart 1 of 3, with 2 ranks"]
     assert "paceline: rank 1 was ended by SIGKILL" in done.err
-    assert restarts_told(run_dir)[-1]["message"].endswith("1 time by now")
+    assert restarts_told(run_dir)[-1]["message"].endswith("1 time so far")
     assert summary(run_dir)["resumes"] == 1
     ends_undisturbed(run_dir)
     launched.seconds_until_alone()
@@ -134,10 +134,10 @@ def test_fewer_ranks_go_on_and_all_are_tried_again(
     kill_rank(launched, run_dir, 1)
     kill_rank(launched, run_dir, 0)
     done = launched.wait().ended(0)
-    assert "2 of 3 processes are started: no more of them can share the global batch evenly" in done.out
+    assert "2 of 3 processes are started: more cannot share the global batch evenly" in done.out
     assert "restart 1 of 5, with 1 rank\n" in done.err
     assert "restart 2 of 5, with 2 ranks\n" in done.err
-    assert restarts_told(run_dir)[-1]["message"].endswith("2 times by now")
+    assert restarts_told(run_dir)[-1]["message"].endswith("2 times so far")
     assert json.loads((run_dir / "plan.json").read_text())["world_size"] == 2
     ends_undisturbed(run_dir)
 
@@ -154,7 +154,7 @@ def test_a_failure_that_comes_again_is_reported(studio: Path, start: Call, tmp_p
     assert done.code == 1
     assert done.err.count("ZeroDivisionError: too many") >= 2, done.err
     assert done.err.count("; restart ") == 1
-    assert "without getting on since, and is not started again" in done.err.splitlines()[-1]
+    assert "without progress since, and is not restarted" in done.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
@@ -184,8 +184,8 @@ def test_a_mistake_is_not_tried_again(studio: Path, start: Call, tmp_path: Path)
             "--resume never is for one start, and --max-restarts 1 may start the ranks again",
         ),
         (("--processes", "1:2", "--run-dir", "run"), "add --max-restarts, or give one number"),
-        (("--processes", "2:1", "--max-restarts", 1, "--run-dir", "run"), "'2:1' is no number of ranks"),
-        (("--processes", "0"), "'0' is no number of ranks"),
+        (("--processes", "2:1", "--max-restarts", 1, "--run-dir", "run"), "'2:1' is not a number of ranks"),
+        (("--processes", "0"), "'0' is not a number of ranks"),
         pytest.param(
             ("--processes", "3:3", "--max-restarts", 1, "--run-dir", "run"),
             "run it on 1, 2, 4 processes",  # as three processes say

@@ -89,7 +89,7 @@ def test_a_rank_that_ends_without_a_word(studio: Path, frail: Call) -> None:
 def test_a_rank_that_cannot_notice_is_ended(studio: Path, frail: Call) -> None:
     """Not in a collective but in code of its own, the other rank does not learn that it is alone."""
     done = frail(studio / "leave", 1, "leave the other", "data.backend=pytorch", "data.workers=1").ended(1)
-    assert done.err.splitlines() == ["paceline: rank 1 ended with exit code 3 and left no message"]
+    assert done.err.splitlines() == ["paceline: rank 1 ended with exit code 3 and no message"]
 
 
 def test_a_loss_that_is_no_number(studio: Path, frail: Call, summary: Call) -> None:

@@ -67,7 +67,7 @@ def stop(start: Call, steps_recorded: Call, summary: Call, same_so_far: Call, st
         assert launched.leftovers() == []
         if code == 75:
             assert done.err == ""
-            assert f"To go on: paceline resume {run_dir}" in done.out
+            assert f"To resume: paceline resume {run_dir}" in done.out
         step = checked(run_dir)
         if comparable:
             assert same_so_far(run_dir) == step

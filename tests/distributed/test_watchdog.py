@@ -127,12 +127,12 @@ def faulty(studio: Path, start: Call, run: Call, tmp_path: Path) -> Call:
 def _tells(done: Any, phase: str, culprit: str, *, step: int = 5) -> None:
     """The end names rank 1, its host, the step, the phase, and the function it is in; on the launcher's first line."""
     assert done.code == 1, done.err
-    told = done.err[done.err.index("paceline: no process has got any further") :]
+    told = done.err[done.err.index("paceline: no process has made progress") :]
     assert f"rank 1 on {HOST}, in {phase} of step {step}" in told
     assert f", in {culprit}\n" in told
     assert "rank 0" not in told
     assert f"The others wait for rank 1 on {HOST}, in {phase} of step {step} (parallel.timeout is 10.0 s)." in told
-    assert done.err.count("no process has got any further") == 1
+    assert done.err.count("no process has made progress") == 1
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_torchrun_ends_with_it(faulty: Call) -> None:
     done, _ = faulty("forward", launcher=(), torchrun=2)
     assert done.code != 0
     for rank in (0, 1):
-        said = f"paceline: rank {rank}: no process has got any further for 9.0 s:\nrank 1 on {HOST}, in forward of"
+        said = f"paceline: rank {rank}: no process has made progress for 9.0 s:\nrank 1 on {HOST}, in forward of"
         assert said in done.err
     assert f"The others wait for rank 1 on {HOST}, in forward of step 5" in done.err
 
@@ -164,7 +164,7 @@ def test_torchrun_ends_with_it(faulty: Call) -> None:
 def test_a_rank_that_is_stopped_for_good_is_named(faulty: Call) -> None:
     done, _ = faulty("stopped", goes_on=False)
     assert done.code == 1
-    assert re.search(rf"\nrank 1 on {HOST}, last seen in .+, has not been heard of for \d\.\d s: it was", done.err)
+    assert re.search(rf"\nrank 1 on {HOST}, last seen in .+, has not reported for \d\.\d s: it was", done.err)
     assert f"The others wait in backward of step 5, for rank 1 on {HOST} (parallel.timeout" in done.err
     assert "Timed out" not in done.err
 
@@ -274,7 +274,7 @@ def test_all_that_stand_still_are_shown(faulty: Call) -> None:
     for rank in (0, 1):
         assert f"rank {rank} on {HOST}, in forward of step 5, for " in done.err
     assert done.err.count(", in lie_down_for_ever\n") >= 2
-    assert "All stand still in forward of step 5 (parallel.timeout is 10.0 s)." in done.err
+    assert "All are stuck in forward of step 5 (parallel.timeout is 10.0 s)." in done.err
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_a_static_graph_changes_nothing(ways: Call, way: str) -> None:
 
 
 def test_unused_parameters_are_named_by_both(told: dict[str, Any]) -> None:
-    assert "2 parameter(s) took no part in the loss: spare.weight, spare.bias;" in told["unused"]["error"]
+    assert "2 parameter(s) did not contribute to the loss: spare.weight, spare.bias;" in told["unused"]["error"]
 
 
 @pytest.mark.parametrize("way", ["unused, allowed", "unused, static"])

@@ -152,8 +152,8 @@ def test_of_several_patterns_the_latest_counts(train_tiny: Call) -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "said"),
     [
-        ({**LATE_START, "model.unfreeze": {"stages.*": "8 steps"}}, RecipeError, "some of them, and not all"),
-        ({**LATE_START, "model.unfreeze": {"stages.*": "0 steps"}}, RecipeError, "some of them, and not all"),
+        ({**LATE_START, "model.unfreeze": {"stages.*": "8 steps"}}, RecipeError, "more than none and fewer than all"),
+        ({**LATE_START, "model.unfreeze": {"stages.*": "0 steps"}}, RecipeError, "more than none and fewer than all"),
         ({**LATE_START, "model.unfreeze": {"classifier.*": "2 steps"}}, ModelError, "no frozen parameter"),
         ({**LATE_START, "model.unfreeze": {"*": "2 steps"}, "model.frozen": []}, ModelError, "no frozen parameter"),
         (
@@ -162,11 +162,15 @@ def test_of_several_patterns_the_latest_counts(train_tiny: Call) -> None:
             "nothing to train until",
         ),
         ({"model.freeze_after": {"stages.*": "8 steps"}}, RecipeError, "is trained for '8 steps', which is 8 of"),
-        ({"model.freeze_after": {"stages.*": "0 steps"}}, RecipeError, "some of them, and not all"),
+        ({"model.freeze_after": {"stages.*": "0 steps"}}, RecipeError, "more than none and fewer than all"),
         ({"model.freeze_after": {"steam.*": "2 steps"}}, ModelError, "no trained parameter's name matches 'steam"),
-        ({"model.freeze_after": {"*": "2 steps"}}, ModelError, "leaves nothing to train to the end"),
+        ({"model.freeze_after": {"*": "2 steps"}}, ModelError, "leaves nothing to train until the end"),
         ({"model.freeze_after": {"stem.*": "2 steps"}, "model.frozen": ["stem.*"]}, ModelError, "no trained param"),
-        ({"model.freeze_after": {"stem.*": "2 steps"}, "model.compile": True}, RecipeError, "does not go with model.c"),
+        (
+            {"model.freeze_after": {"stem.*": "2 steps"}, "model.compile": True},
+            RecipeError,
+            "does not work with model.c",
+        ),
         (
             {"model.freeze_after": {"st*": "5 steps"}, "model.frozen": ["stem.*"], "model.unfreeze": {"*": "2 steps"}},
             ModelError,

@@ -138,7 +138,7 @@ def assert_went_on_to_the_same_end(slurm: Slurm, job_id: str, run_dir: str, undi
     job = slurm.wait_for_end(job_id, run_dir)
     said = slurm.said(run_dir)
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), said
-    assert "back into the queue" in said
+    assert "requeueing" in said
     assert "resumed from step-" in said
     assert "asked to end for good" not in said
     mine = slurm.summary(run_dir)
@@ -173,7 +173,7 @@ def test_a_time_limit_that_comes_near_has_a_job_go_on_later(slurm: Slurm) -> Non
     said = slurm.said("limited")
     assert slurm.job(job_id)["Restarts"] == "1"
     assert "stopped: SIGUSR1" in said
-    assert said.index("stopped: SIGUSR1") < said.index("back into the queue") < said.index("resumed from step-")
+    assert said.index("stopped: SIGUSR1") < said.index("requeueing") < said.index("resumed from step-")
     slurm.running.call("scancel", job_id)
     assert slurm.wait_for_end(job_id, "limited")["JobState"] == "CANCELLED"
     slurm.wait_for_empty_queue()
@@ -208,7 +208,7 @@ def test_a_cancelled_job_ends_for_good_with_a_whole_checkpoint(slurm: Slurm, und
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
     said = slurm.said("cancelled")
     assert "asked to end for good" in said
-    assert "back into the queue" not in said
+    assert "requeueing" not in said
     summary = slurm.summary("cancelled")
     assert summary["status"] == "stopped", said
     assert (slurm.folder / "cancelled" / "checkpoints" / f"step-{summary['step']:08d}" / "manifest.json").is_file()

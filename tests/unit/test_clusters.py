@@ -61,7 +61,7 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
         (f"gpus_per_node: 4\n{WITHIN.replace('20', '-1')}\n{NETWORK}\n", "gigabytes_per_second is -1"),
         (f"gpus_per_node: 4\n{WITHIN}\n{NETWORK}\ncores_per_gpu: many\n", "cores_per_gpu is 'many'"),
         ("- 4\n", "a cluster is keys and values"),
-        ("a: [1\n", "is no YAML"),
+        ("a: [1\n", "is not valid YAML"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused(tmp_path: Path, text: str, said: str) -> None:

@@ -136,7 +136,7 @@ HOSTILE = {
     + "".join(f"    a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 900)),
     "50 deep": f"model: {{options: {{a: {'[' * 5000}{']' * 5000}}}}}",
     "a list or mapping as a key": "? [1, 2]\n: 3",
-    "a part of itself": "model: {options: &o {a: *o}}",
+    "contains itself": "model: {options: &o {a: *o}}",
     "5,000 digits": f"seed: {'9' * 5000}",
     "characters": "#" * 2_000_000,
     "!!python/name:os.system": "seed: !!python/name:os.system ''",

@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on: when the next one is due by the clock, and the thread that writes it."""
+"""Checkpoints during training: when the next one is due by time, and the thread that writes it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NICENESS = 5  # threads that compute have 0: the writer gets about a quarter of
 
 
 class BackgroundWriter(Generic[T]):
-    """Runs one save at a time beside training; what fails is raised by the next call, never forgotten.
+    """Runs one save at a time in the background; the next call raises what failed.
 
     A save under way when the interpreter ends is finished first.
 
     Attributes:
-        given_up: Set it when a save should stop waiting for other processes.
+        given_up: Set to make a save stop waiting for other processes.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class BackgroundWriter(Generic[T]):
         self.given_up = threading.Event()
 
     def submit(self, save: Callable[[], T]) -> None:
-        """Begin a save; the one before must have been waited for.
+        """Start a save; wait for the previous one first.
 
         Raises:
             RuntimeError: If it was not: two saves would write from the same copy of the state.
@@ -47,16 +47,16 @@ class BackgroundWriter(Generic[T]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way; never waits."""
+        """Whether a save is in progress; never waits."""
         return self._under_way is not None and not self._under_way.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the save under way is over and has failed; never waits."""
+        """Whether the current save has ended with an error; never waits."""
         return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
 
     def is_over(self, *, within_seconds: float) -> bool:
-        """Wait at most so long for the save under way; return whether it is over. Its error is kept for later."""
+        """Wait for the current save with a timeout; return whether it has ended. Its error is kept for later."""
         return self._under_way is None or bool(wait_for([self._under_way], within_seconds).done)
 
     def raise_if_failed(self) -> None:
@@ -66,11 +66,11 @@ class BackgroundWriter(Generic[T]):
 
     @property
     def under_way(self) -> Future[T] | None:
-        """The save that nobody has waited for yet, if there is one."""
+        """The save that was not waited for yet, if any."""
         return self._under_way
 
     def wait(self) -> T | None:
-        """Wait for the save under way and return its result, once; None if there is none.
+        """Wait for the current save and return its result, once; None if there is none.
 
         Raises:
             Exception: What the save raised.
@@ -79,7 +79,7 @@ class BackgroundWriter(Generic[T]):
         return None if under_way is None else under_way.result()
 
     def close(self) -> None:
-        """End the thread; waits for a save under way, and raises what it raised."""
+        """End the thread; waits for the current save, and raises what it raised."""
         try:
             self.wait()
         finally:
@@ -104,7 +104,7 @@ _MARGIN_SECONDS = 60.0
 
 
 def job_ends_at(environ: Mapping[str, str]) -> float | None:
-    """Unix time at which Slurm ends this job, where it says so."""
+    """Unix time at which Slurm ends this job, if known."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     return float(end) if end.isdigit() and int(end) > 0 else None
 
@@ -116,7 +116,7 @@ def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
     as a save costs much less than the time between failures.
 
     Args:
-        cost_seconds: For which training stands still per save.
+        cost_seconds: Training pause per save.
         mtbf_seconds: Mean time between failures of the whole job.
     """
     return math.sqrt(2 * cost_seconds * mtbf_seconds)
@@ -127,8 +127,8 @@ class Cadence:
 
     Args:
         checkpoint: What the recipe asks for.
-        ends_at: Unix time at which the job will be ended from outside; None if nobody says so.
-        clock: Seconds that only grow.
+        ends_at: Unix time at which the job will be ended from outside; None if unknown.
+        clock: A monotonic clock in seconds.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Cadence:
         return now - self._saved_at >= self._interval
 
     def saved(self, paused_seconds: float) -> str | None:
-        """Note a save that has begun, and for how long training stood still; returns news of the cadence, if any."""
+        """Note a started save and its training pause; return a message if the interval changes."""
         now = self._clock()
         if self._ends_at is not None and now >= self._last_chance():
             self._ends_at = None  # one is enough
@@ -165,12 +165,12 @@ class Cadence:
             return None
         self._is_measured = True
         return (
-            f"a checkpoint pauses training for {format_seconds(paused_seconds)}: there will be one every "
+            f"a checkpoint pauses training for {format_seconds(paused_seconds)}: saving one every "
             f"{format_seconds(self._interval)} (checkpoint.every=auto)"
         )
 
     def wrote(self, seconds: float) -> None:
-        """Note how long it took until a checkpoint was on the disk."""
+        """Note how long a checkpoint took to reach the disk."""
         self._write_seconds = seconds
 
     def _last_chance(self) -> float:

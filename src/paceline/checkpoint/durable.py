@@ -1,7 +1,7 @@
 """Durable files: neither a kill nor a power cut leaves half of one.
 
 Every byte of a checkpoint goes through this file: new files only, flushed to the device before anyone may rely on them,
-with their SHA-256 taken from the bytes that were meant, not from those that arrived.
+with their SHA-256 computed from the intended bytes, not from those that arrived.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.errors import CheckpointError
 _ADVICE = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
     errno.EDQUOT: "Free some of the quota, or keep fewer checkpoints.",
-    errno.EACCES: "Give this user the right to write there, or choose another run directory.",
-    errno.EPERM: "Give this user the right to write there, or choose another run directory.",
-    errno.EROFS: "Choose a run directory on a file system that can be written.",
+    errno.EACCES: "Give this user write permission there, or choose another run directory.",
+    errno.EPERM: "Give this user write permission there, or choose another run directory.",
+    errno.EROFS: "Choose a run directory on a writable file system.",
 }
 
 # A file is missing, or not what it should be. Any other error is the disk's, and says nothing about the file.
@@ -52,12 +52,12 @@ class FileFacts:
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether the disk or the system refused to read, which says nothing about the file's content."""
+    """Whether the disk or the system failed to read, whatever the file's content."""
     return error.errno not in _NOT_THERE
 
 
 def patient(read: Callable[P, T]) -> Callable[P, T]:
-    """Make a reader retry, after short pauses, where the disk refuses."""
+    """Make a reader retry, after short pauses, when the disk fails."""
 
     @wraps(read)
     def read_patiently(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -94,7 +94,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     """Write a new file and wait until the device has it.
 
     Raises:
-        OSError: If the file exists, or the disk refuses.
+        OSError: If the file exists, or the disk fails.
     """
     digest = hashlib.sha256()
     size = 0
@@ -126,7 +126,7 @@ def hash_file(path: Path) -> FileFacts:
 
 
 def size_of(directory: Path) -> int:
-    """Return the size of a directory's files, while it may be written to and deleted from."""
+    """Return the size of a directory's files, which may change meanwhile."""
     size = 0
     for folder, _, files in os.walk(directory):  # which leaves out a folder that has just gone
         for name in files:

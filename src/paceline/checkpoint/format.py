@@ -1,7 +1,8 @@
 """The files of a checkpoint: states as JSON with named tensors, tensors as safetensors, and the manifest.
 
 Nothing in these files can run code. A state is split into a JSON structure and named tensors. Plain JSON values stand
-for themselves, so that a person can read the structure; everything that JSON cannot say is an object with one key that
+for themselves, so that a person can read the structure; everything that JSON cannot express is an object with one key
+that
 begins with ``$``: tuples, dictionaries with keys that are not plain strings, floats that are not finite (with their
 exact bits), very large integers, and tensors.
 
@@ -144,7 +145,7 @@ def map_tensors(state: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state that :func:`encode` took apart.
+    """Rebuild the state that :func:`encode` split.
 
     Raises:
         CheckpointError: If the structure names a tensor that is absent, or is not of this format.
@@ -265,7 +266,7 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     """Write contiguous CPU tensors to a new file and wait until the device has it.
 
     Raises:
-        OSError: If the file exists, or the disk refuses.
+        OSError: If the file exists, or the disk fails.
     """
     # Widest elements first keeps every tensor aligned; then by name, so that equal states give equal files.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
@@ -319,9 +320,9 @@ def parse_tensor_file(content: bytes) -> TensorFile:
     for name, dtype_name in raw.items():
         dtype, stored = dtype_of(dtype_name), tensors.get(name)
         if stored is None:
-            raise ValueError(f"it gives the dtype of {name!r}, which it lacks")
+            raise ValueError(f"it lists a dtype for {name!r}, but has no such tensor")
         if stored.dtype is not torch.uint8 or stored.ndim == 0 or stored.shape[-1] != dtype.itemsize:
-            raise ValueError(f"it holds a tensor whose bytes do not fit its dtype {dtype_name!r}")
+            raise ValueError(f"it holds a tensor whose bytes do not match its dtype {dtype_name!r}")
         empty = torch.empty(stored.shape[:-1], dtype=dtype)
         tensors[name] = stored.view(dtype).squeeze(-1) if stored.numel() else empty
     metadata.pop(_RAW_DTYPES, None)
@@ -330,7 +331,7 @@ def parse_tensor_file(content: bytes) -> TensorFile:
 
 @patient
 def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """List the tensors of a file, and its metadata, from its header alone.
+    """List a file's tensors and metadata from its header only.
 
     Raises:
         OSError: If it cannot be read.
@@ -356,7 +357,10 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
 def pickle_hint(start: bytes, name: str = "") -> str:
     """Return a clause about pickles when a file begins like one, or is a program by its name; else an empty string."""
     if name.endswith((".pt2", ".onnx")):
-        return "; a program of torch.export or ONNX has no weights to read by name: give the run that it was made from"
+        return (
+            "; a torch.export or ONNX program has no weights that can be read by name: give the run it was "
+            "exported from"
+        )
     if start.startswith(_PICKLE_STARTS):
         return (
             "; it looks like a pickle (torch.save), which can run code and is never opened: convert it to safetensors"
@@ -440,7 +444,7 @@ class Manifest:
 
     Attributes:
         step: Optimizer steps done when it was taken.
-        facts: What the saver said about the run (world size, digest of the recipe, ...).
+        facts: The saver's facts about the run (world size, digest of the recipe, ...).
         components: In the order they were registered.
     """
 
@@ -481,7 +485,7 @@ def check_component_names(names: Iterable[str]) -> None:
     for name in names:
         if not _COMPONENT.fullmatch(name):
             raise CheckpointError(
-                f"{name!r} cannot name a component: use letters, digits, '_' and '-', "
+                f"{name!r} is not a valid component name: use letters, digits, '_' and '-', "
                 "beginning with a letter, and not 'manifest'."
             )
 
@@ -528,12 +532,12 @@ def _component(name: str, entry: Any) -> ComponentEntry:
     for key, value in _field(entry, "tensors", dict).items():
         shape = _field(value, "shape", list)
         if not all(type(size) is int and size >= 0 for size in shape):
-            raise ValueError(f"it holds {shape!r} where a shape should be")
+            raise ValueError(f"it holds {shape!r} where a shape is expected")
         tensors[key] = TensorSpec(_field(value, "dtype", str), tuple(shape))
     for key, value in _field(entry, "files", dict).items():
         digest = _field(value, "sha256", str)
         if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"it holds {digest!r} where a SHA-256 should be")
+            raise ValueError(f"it holds {digest!r} where a SHA-256 is expected")
         files[key] = FileFacts(_count(value, "size_bytes"), digest)
     # Comparing with the only allowed names, not searching for '..', leaves no way out of the directory.
     parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}

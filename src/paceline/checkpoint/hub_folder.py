@@ -59,31 +59,31 @@ def hub_weights_file(path: Path) -> Path:
         return others[0]
     if (path / f"{WEIGHTS}.index.json").exists():
         raise CheckpointError(
-            f"'{path}' holds its weights in {len(others)} shards, which are not read; write one file: load them with "
+            f"'{path}' holds its weights in {len(others)} shards, which are not supported; write a single file: "
+            f"load them with "
             "the library they come from, and save_pretrained(..., max_shard_size='1TB')."
         )
     if others:
         raise CheckpointError(
-            f"'{path}' holds {len(others)} safetensors files and no {WEIGHTS}; give the file itself, or one file's "
-            "folder."
+            f"'{path}' holds {len(others)} safetensors files and no {WEIGHTS}; give one of these files, or a folder "
+            "with one."
         )
     if pickles := [each for pattern in _PICKLES for each in sorted(path.glob(pattern))]:
         raise CheckpointError(
             f"'{path}' holds its weights as {pickles[0].name} only, a pickle (torch.save), which can run code and is "
             "never opened here; write the folder again with timm.models.save_for_hf(..., safe_serialization=True)."
         )
-    raise CheckpointError(f"'{path}' has a {CONFIG} but no {WEIGHTS}; give a whole folder.")
+    raise CheckpointError(f"'{path}' has a {CONFIG} but no {WEIGHTS}; give a complete folder.")
 
 
 def hub_metadata(path: Path) -> dict[str, str]:
     """Describe the weights of a hub folder from its ``config.json``, as our own files describe theirs.
 
     Returns:
-        ``recipe`` and ``data`` as JSON, and more; or ``refusal``, the reason why images cannot be shown here as timm
-        shows them.
+        ``recipe`` and ``data`` as JSON, and more; or ``refusal``, why images cannot be prepared here as in timm.
 
     Raises:
-        CheckpointError: If it is not such a folder, or says nothing usable.
+        CheckpointError: If it is not such a folder, or has no usable description.
     """
     file, weights_file = path / CONFIG, hub_weights_file(path)
     with reporting_disk_errors("read", file):
@@ -97,13 +97,13 @@ def hub_metadata(path: Path) -> dict[str, str]:
     architecture = config.get("architecture") if isinstance(config, dict) else None
     if not isinstance(architecture, str) or not _ARCHITECTURE.fullmatch(architecture):
         raise CheckpointError(
-            f"{file} names no timm architecture (found {architecture!r}); of hub folders, those of timm's layout are "
-            "read, as paceline export --format timm and timm.models.save_for_hf write them."
+            f"{file} names no timm architecture (found {architecture!r}); only hub folders in timm's layout can be "
+            "read, as written by paceline export --format timm and timm.models.save_for_hf."
         )
     try:
         return _described(config, weights_file)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
-        raise CheckpointError(f"{file} is not as timm writes it: {type(error).__name__}: {error}.") from error
+        raise CheckpointError(f"{file} is not in timm's format: {type(error).__name__}: {error}.") from error
 
 
 def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
@@ -125,12 +125,12 @@ def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
     lengths = f"{len(mean)} and {len(std)}"
     reasons = (
         (classes < 1, f"its network has {classes} classes"),
-        (height != width or height < 1, f"its images are {height}x{width}, and only squares are supported"),
+        (height != width or height < 1, f"its images are {height}x{width}, and only square images are supported"),
         (
             height > _LONGEST_SIDE,
             f"its images are {height}x{width}, and at most {_LONGEST_SIDE} pixels a side are supported",
         ),
-        (channels not in (1, 3), f"its images have {channels} channels, and 1 or 3 are read here"),
+        (channels not in (1, 3), f"its images have {channels} channels, and only 1 or 3 are supported"),
         ((len(mean), len(std)) != (channels,) * 2, f"mean and std have {lengths} numbers, not {channels}"),
         (mode != "center", f"crop_mode is {mode!r}, and only 'center' is supported"),
         (not _SMALLEST_CROP <= crop <= 1, f"crop_pct is {crop}, and it must be from {_SMALLEST_CROP} to 1"),
@@ -165,9 +165,9 @@ def _options(config: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, A
     """The arguments of the network's factory (``model_args``), without those that would open other files."""
     options = {key: value for key, value in (config.get("model_args") or {}).items() if value is not None}
     if wrong := sorted(_NOT_OPTIONS & options.keys()):
-        raise ValueError(f"model_args has {wrong[0]}, which is no argument of a network")
+        raise ValueError(f"model_args has {wrong[0]}, which is not a network argument")
     if "global_pool" in options and not options["global_pool"]:
-        raise ValueError("model_args switches global_pool off, and then the network does not label images")
+        raise ValueError("model_args turns global_pool off, and without it the network does not classify images")
     is_fixed = shown.get("fixed_input_size", False) and not options.get("dynamic_img_size")
     if is_fixed and options.get("strict_img_size", True):
         # timm builds such a network for the size of the images, unless told of another one.
@@ -187,5 +187,5 @@ def _labels(config: Mapping[str, Any], shown: Mapping[str, Any], classes: int) -
         by_number = {int(key): name for key, name in named.items()}
         named = [by_number[number] for number in range(classes) if number in by_number]
     if named and (len(named) != classes or not all(isinstance(name, str) and utf8(name) == name for name in named)):
-        raise ValueError(f"its names of classes are not one text for each of {classes} classes: {str(named)[:80]!r}")
+        raise ValueError(f"its class names are not one string for each of {classes} classes: {str(named)[:80]!r}")
     return list(named)

@@ -1,11 +1,11 @@
 """The copy of a run at an address, from which another host can resume it.
 
     checkpoints/step-00000120-3f2a…/…   the files of a checkpoint, named by its manifest's digest, never changed
-    records/…                           what the records of the run have grown by since the last copy
+    records/…                           the growth of the run's records since the last copy
     commits/00000012-9c1b….json         names all of these, with sizes and SHA-256; written last
 
-An object store has no rename, so what makes a checkpoint exist is its commit: one small object, which is there or is
-not. Whatever no commit names is an upload that was interrupted; it is never read, and goes with the next pruning.
+An object store has no rename, so what makes a checkpoint exist is its commit: one small object, which exists or does
+not. An object in no commit is an interrupted upload; it is never read, and the next pruning deletes it.
 
 When a copy is fetched, the records come first and the checkpoint that vouches for them last: after a kill in between,
 the run resumes from an older checkpoint, to which records are cut back, or the fetching begins again.
@@ -89,7 +89,7 @@ class Commit:
 
     @property
     def pieces(self) -> set[str]:
-        """Names of all objects that it needs."""
+        """Names of all objects it needs."""
         return {each.name for each in self.files.values()} | {
             each.name for pieces in self.records.values() for each in pieces
         }
@@ -97,7 +97,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Sendable:
-    """A whole checkpoint on this host, and the records that go with it.
+    """A complete checkpoint on this host, and its records.
 
     Attributes:
         step: Its step.
@@ -132,7 +132,7 @@ class Found:
 class Mirror:
     """The copy of one run at an address; one thread of one process writes it.
 
-    It deletes only after it has sent something itself, and never once another launch has written there.
+    It deletes only after its own first upload, and never after another launch has written there.
 
     Args:
         remote: The address.
@@ -152,7 +152,7 @@ class Mirror:
 
     @property
     def moved_at(self) -> float:
-        """Last time an upload got further than ever before, by :func:`time.monotonic`."""
+        """Time of the last upload progress, by :func:`time.monotonic`."""
         return self._moved_at
 
     def send(self, what: Sendable, root: Path) -> None:
@@ -207,7 +207,7 @@ class Mirror:
         there = self._remote.listed(folder)
         for piece in files.values():
             if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes:
-                raise StorageError(f"{self._remote.path(piece.name)} does not have the size with which it was sent.")
+                raise StorageError(f"{self._remote.path(piece.name)} does not have the size that was uploaded.")
         return files
 
     def _upload(self, source: Path, name: str) -> None:
@@ -272,8 +272,8 @@ class Mirror:
         there = _commit_names(self._remote)
         if any(name not in self._known and not name.endswith(f"-{self._launch}.json") for _, name in there):
             raise TakenError(
-                f"another launch has written to {self._remote.address} since this one began; this one sends nothing "
-                "more."
+                f"another launch has written to {self._remote.address} since this one started; this one uploads "
+                "nothing more."
             )
         return there
 
@@ -283,7 +283,7 @@ class Mirror:
         Of a run that went back, what it left behind goes too: its newest commit does not build on that.
 
         Raises:
-            StorageError: If the address refuses, or has lost what was sent; the next call goes on.
+            StorageError: If the address fails, or has lost uploads; the next call continues.
             TakenError: If another launch has written there; nothing is deleted then.
         """
         there = self._commit_names()
@@ -296,7 +296,7 @@ class Mirror:
         if lost := newest.pieces.difference(present):
             del self._commits[newest.name]  # so that the next try sends it again
             self._sent.clear()
-            raise StorageError(f"{self._remote.path(min(lost))} is gone, which a commit names.")
+            raise StorageError(f"{self._remote.path(min(lost))} is missing, but a commit lists it.")
         # Names first: what is half deleted is not to be chosen.
         self._remote.delete([name for _, name in there if name not in kept])
         self._commits = dict(kept)
@@ -307,7 +307,7 @@ class Mirror:
 
 
 class TakenError(StorageError):
-    """Another launch writes to the same address, which lasts."""
+    """Another launch writes to the same address: a permanent error."""
 
 
 def in_line(commits: Iterable[Commit]) -> list[Commit]:
@@ -342,10 +342,10 @@ def read_commits(remote: Remote) -> Found:
         try:
             commit = _from_bytes(remote.read(name), name)
             if commit.sequence != number:
-                raise ValueError(f"it says that it is number {commit.sequence}")
+                raise ValueError(f"its content says it is number {commit.sequence}")
             commits.append(commit)
         except (ValueError, KeyError, TypeError) as error:
-            damaged.append(f"{remote.path(name)} is no whole commit: {error}")
+            damaged.append(f"{remote.path(name)} is not a valid commit: {error}")
     return Found(tuple(commits), tuple(damaged), frozenset(name for _, name in there))
 
 
@@ -365,7 +365,9 @@ def _from_bytes(text: bytes, own_name: str) -> Commit:
     if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
     if content.pop("format_version", None) != _FORMAT_VERSION:
-        raise StorageError("the copy at checkpoint.mirror was written by another version of Paceline; go on with that.")
+        raise StorageError(
+            "the copy at checkpoint.mirror was written by another version of Paceline; resume with that version."
+        )
     files = {name: Piece(**piece) for name, piece in content.pop("files").items()}
     records = {name: tuple(Piece(**each) for each in pieces) for name, pieces in content.pop("records").items()}
     for name in (*files, *records, *(each.name for each in files.values())):
@@ -407,7 +409,7 @@ def fetch_newest(
         remote: The address.
         commits: What is there.
         root: The run directory, whose records are replaced.
-        beyond: Only a checkpoint of a later step is taken; -1 for any.
+        beyond: Use only a checkpoint of a later step; -1 for any.
         say: Takes progress lines.
         accept: Raises if the run whose recipe, plan and environment are in a folder is not the one wanted; called
             before anything is written here.
@@ -416,8 +418,8 @@ def fetch_newest(
         What was fetched; None if there is none beyond.
 
     Raises:
-        StorageError: If the address cannot be read, or all that lies there is damaged.
-        CheckpointError: If this disk refuses.
+        StorageError: If the address cannot be read, or everything there is damaged.
+        CheckpointError: If this disk fails.
     """
     damaged: list[str] = []
     line = in_line(commits)
@@ -439,7 +441,9 @@ def fetch_newest(
         else:
             return commit
     if damaged and beyond < 0:
-        raise StorageError(f"no checkpoint at {remote.address} is whole: {damaged[0]} Begin again at another address.")
+        raise StorageError(
+            f"no checkpoint at {remote.address} is whole: {damaged[0]} Start again with another address."
+        )
     return None
 
 
@@ -525,4 +529,4 @@ def _check_size(remote: Remote, piece: Piece) -> None:
 
 def _check_content(remote: Remote, piece: Piece, size_bytes: int, sha256: str) -> None:
     if (size_bytes, sha256) != (piece.size_bytes, piece.sha256):
-        raise _DamagedError(f"{remote.path(piece.name)} is not what was sent: another size or SHA-256.")
+        raise _DamagedError(f"{remote.path(piece.name)} is not what was uploaded: its size or SHA-256 differs.")

@@ -1,6 +1,6 @@
 """Verify and read a checkpoint.
 
-Nothing is trusted before it is checked: the manifest against its own digest, every file against its size and SHA-256,
+Everything is checked before use: the manifest against its own digest, every file against its size and SHA-256,
 every tensor against the inventory. Reading a component checks the very bytes it then uses.
 """
 
@@ -35,7 +35,7 @@ from paceline.plain_json import load_json
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read what a checkpoint says it holds; only the manifest itself is checked.
+    """Read a checkpoint's manifest; only the manifest itself is checked.
 
     Raises:
         CheckpointError: If it is not a checkpoint, or the manifest is missing, damaged or of another version.
@@ -110,8 +110,8 @@ def read_components(
     Args:
         path: The checkpoint.
         names: The components.
-        chunks: Which part of each tensor is wanted, by component; no more of these is read, and so their digests
-            are not compared: :func:`verify` does that.
+        chunks: The wanted part of each tensor, by component; only that is read, so digests are not compared:
+            :func:`verify` does that.
 
     Returns:
         The states as they were saved, by name; tensors are on the CPU and share no memory with one another.
@@ -206,7 +206,8 @@ def _naming(path: Path, name: str) -> Iterator[None]:
         for each in (path, path / name):
             if each.is_symlink() and not each.exists():
                 raise UnreadableError(
-                    f"{each} is a link to {os.readlink(each)}, which is not there; mount its disk, or remove the link."
+                    f"{each} is a link to {os.readlink(each)}, which does not exist; mount its disk, or remove the "
+                    f"link."
                 ) from error
         raise _DamagedError(f"{path} is not a whole checkpoint: {name} is missing.") from error
     except OSError as error:
@@ -214,7 +215,7 @@ def _naming(path: Path, name: str) -> Iterator[None]:
         if is_refusal(error):
             raise UnreadableError(
                 f"{path / name} cannot be read: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown error')}). "
-                "The checkpoint may be whole and was left alone; check the disk, then run the same command again."
+                "The checkpoint may be intact and was left alone; check the disk, then run the same command again."
             ) from error
         raise _DamagedError(f"{path} is not a whole checkpoint: {name} cannot be read: {reason}.") from error
     except (UnreadableError, _DamagedError):

@@ -46,7 +46,7 @@ class Chunk:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What takes it out of the whole tensor."""
+        """The index that selects it from the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Chunk) -> Chunk:
@@ -217,7 +217,7 @@ class ShardedSave:
         """Tell the first process what this one has written, or why it could not.
 
         Raises:
-            OSError: If the disk refuses that too.
+            OSError: If the disk fails for this too.
         """
         listed = {name: {file: vars(facts) for file, facts in entry.items()} for name, entry in files.items()}
         note = self._note(self.rank)

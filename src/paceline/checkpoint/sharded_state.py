@@ -27,7 +27,7 @@ class ShardedModel:
         self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Parts for distributed tensors; the others as they are."""
+        """Parts for distributed tensors; the others unchanged."""
         return {key: as_part(tensor) for key, tensor in self._module.state_dict().items()}
 
     def chunk_of(self, key: str, spec: TensorSpec) -> Chunk | None:
@@ -58,7 +58,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over this process's parts, and the tensors that are whole."""
+        """Load this process's parts, and the whole tensors."""
         for key, live in self._module.state_dict().items():
             mine = live.to_local() if isinstance(live, DTensor) else live
             mine.copy_(state[key])
@@ -88,7 +88,7 @@ class ShardedOptimizer:
         check_optimizer_state(self._optimizer, self._distributed(state))
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over a saved state, bit for bit."""
+        """Load a saved state, bit for bit."""
         load_optimizer_state(self._optimizer, self._distributed(state))
 
     def _parameters(self) -> dict[int, Tensor]:

@@ -28,7 +28,7 @@ from paceline.machine import available_cores
 State = Mapping[str, Any]
 
 WRAPPERS = ("module.", "_orig_mod.", "model.")
-"""What DistributedDataParallel, torch.compile and other trainers' classes put before every name."""
+"""Prefixes that DistributedDataParallel, torch.compile and other trainers add to every name."""
 
 _MOST_THREADS = 4  # more do not raise the memory's bandwidth
 # How the update is executed, not what it computes: these stay as the live optimizer has them.
@@ -47,7 +47,7 @@ class Component(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Take over a state that :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
         ...
 
 
@@ -79,8 +79,7 @@ class Registry:
     def add(self, name: str, component: Component) -> None:
         """Add a component under a new name.
 
-        Raises:
-            CheckpointError: If the name is taken, or cannot be a file name.
+        Raises: CheckpointError: If the name is in use, or cannot be a file name.
         """
         check_component_names([name])
         if name in self._components:
@@ -88,7 +87,7 @@ class Registry:
         self._components[name] = component
 
     def snapshot(self) -> dict[str, State]:
-        """Copy every state to host memory, so that training may go on while the copy is written.
+        """Copy every state to host memory, so that training can continue while the copy is written.
 
         The copy waits for the device: this is the pause that a save costs. The next snapshot overwrites it.
         """
@@ -156,7 +155,7 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
 
 
 def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
-    """Return weights without the wrapper prefixes that stand before every name, and these prefixes.
+    """Return weights without the wrapper prefixes of all their names, and these prefixes.
 
     They are removed only if none of the network's own names has them.
     """
@@ -170,7 +169,7 @@ def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
 
 
 def fitted(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return weights under a network's names and in its dtypes, and notices of what was changed for that.
+    """Return weights under a network's names and in its dtypes, and notices of the changes.
 
     Half precision is widened to float32, which is exact.
     """
@@ -208,7 +207,7 @@ class HostCopies:
 
         The copies on the CPU are shared out among Python's threads, which memory copies run in parallel. torch would
         cut each copy into parts and wait for the slowest of its threads, hundreds of times over: on a machine that does
-        other work too, that costs many times as much.
+        other work too, that takes many times as long.
         """
         shares: list[list[tuple[Any, Any]]] = [[] for _ in range(min(available_cores(), _MOST_THREADS))]
         filled = [0] * len(shares)
@@ -273,7 +272,7 @@ class OptimizerComponent:
         check_optimizer_state(self.optimizer, state)
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over a saved state, bit for bit."""
+        """Load a saved state, bit for bit."""
         load_optimizer_state(self.optimizer, state)
 
 

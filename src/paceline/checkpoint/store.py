@@ -1,6 +1,7 @@
-"""The checkpoints of a run, of which one is always whole.
+"""The checkpoints of a run, one of which is always complete.
 
-A checkpoint is written under a hidden name, flushed, and renamed into place: under its own name it is whole or absent.
+A checkpoint is written under a hidden name, flushed, and renamed into place: under its own name it is complete or
+absent.
 Older ones go only after the new one is durable, and leave their name before they are deleted.
 
 Each component has a file ``NAME.json`` (structure and plain values) and, if it has tensors, ``NAME.safetensors``, or a
@@ -81,11 +82,11 @@ class DamagedCheckpoint:
 
 @dataclass(frozen=True)
 class Best:
-    """The best step so far, and the measurement that says so.
+    """The best step so far, and its measurement.
 
     Attributes:
         step: Names the checkpoint.
-        metric: Name of the metric that decided.
+        metric: Name of the deciding metric.
         value: Its value, in the metric's own unit.
         weights: Which weights it was measured with, ``model`` or ``ema``.
     """
@@ -98,7 +99,7 @@ class Best:
 
 @dataclass(frozen=True)
 class CheckpointPayload:
-    """What is written into one checkpoint, already in the form in which it is written.
+    """The content of one checkpoint, in its stored form.
 
     Attributes:
         step: Optimizer steps done.
@@ -116,7 +117,7 @@ class CheckpointPayload:
     def of(
         cls, step: int, components: Mapping[str, State], facts: Mapping[str, Any], file_metadata: Mapping[str, str]
     ) -> CheckpointPayload:
-        """Encode everything, so that what cannot be saved is found before anything is written.
+        """Encode everything, so that unsupported values are found before anything is written.
 
         Raises:
             CheckpointError: Naming the component, or the path of the object, that cannot be saved.
@@ -207,7 +208,7 @@ class CheckpointStore:
             sharded: The other processes, if they hold parts of the state and write them with :meth:`write_share`.
 
         Raises:
-            CheckpointError: If it could not be written; the checkpoints that were there are untouched.
+            CheckpointError: If it could not be written; existing checkpoints are untouched.
         """
         started = time.perf_counter()
         target = self.directory / checkpoint_name(step)
@@ -363,8 +364,8 @@ class CheckpointStore:
     def prune(self, *, keep: int, protect: Collection[int] = ()) -> list[int]:
         """Delete all but the ``keep`` newest checkpoints and the steps in ``protect``; call it after a save.
 
-        Only checkpoints with a valid manifest and files of the right size count as kept, so a torn one never
-        pushes out a whole one.
+        Only checkpoints with a valid manifest and files of the right size count as kept, so a torn one never displaces
+        a complete one.
 
         Returns:
             The deleted steps, ascending.
@@ -387,7 +388,7 @@ class CheckpointStore:
     def discard_after(self, step: int) -> list[int]:
         """Delete the checkpoints of later steps, for a run that resumes from an earlier ``step``.
 
-        Otherwise they would count as the newest: they would push out the new ones, and be resumed from.
+        Otherwise they would count as the newest: they would displace the new ones, and the run would resume from them.
 
         Returns:
             The deleted steps, ascending.
@@ -400,7 +401,7 @@ class CheckpointStore:
         return later
 
     def write_best(self, best: Best) -> None:
-        """Replace ``best.json`` in one move; the old content or the new is always there.
+        """Replace ``best.json`` atomically; either the old or the new content is always there.
 
         Raises:
             CheckpointError: If the disk refuses; the previous file is untouched.
@@ -434,10 +435,10 @@ class CheckpointStore:
         try:
             best = Best(**decode(load_json(content), {}))
             if type(best.step) is not int or type(best.value) not in (int, float) or type(best.metric) is not str:
-                raise ValueError("its entries have other types")
+                raise ValueError("its entries have the wrong types")
         except (ValueError, TypeError, CheckpointError) as error:
             raise CheckpointError(
-                f"{path} does not name a best step: {error}; delete it, and the next evaluation writes it anew."
+                f"{path} does not name a best step: {error}; delete it, and the next evaluation writes it again."
             ) from error
         return best
 
@@ -502,7 +503,7 @@ class CheckpointStore:
 
 
 def read_in_place(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
-    """Read a checkpoint that another process may replace meanwhile: if it does, read the new one.
+    """Read a checkpoint; if another process replaces it meanwhile, read the new one.
 
     Raises:
         CheckpointError: As ``read`` does, of a checkpoint that was there all the time.
@@ -522,10 +523,10 @@ class Choice:
     """The checkpoint to resume from, and the newer ones that cannot be used.
 
     Attributes:
-        path: The checkpoint, or None to begin at step 0.
+        path: The checkpoint, or None to start at step 0.
         step: Its step; 0 without one.
         damaged: Newer checkpoints that do not verify, newest first.
-        incidents: What the run's events are to report of what was found, by kind.
+        incidents: Findings to report in the run's events, by kind.
     """
 
     path: Path | None
@@ -535,22 +536,22 @@ class Choice:
 
     @property
     def lost_everything(self) -> bool:
-        """True if there are checkpoints and none is whole: to begin again must be the user's decision."""
+        """True if there are checkpoints but none is complete: only the user may decide to start again."""
         return self.path is None and bool(self.damaged)
 
 
 def choose(store: CheckpointStore, *, wanted: Path | None = None, foreign: Collection[int] = ()) -> Choice:
-    """Choose the checkpoint to resume from: the one asked for, or the newest whole one; nothing is changed.
+    """Choose the checkpoint to resume from: the requested one, or the newest complete one; nothing is changed.
 
-    One process chooses and hands the choice to the others, so that all of them load the same one.
+    One process chooses and shares its choice, so that all load the same one.
 
     Args:
         store: The run's checkpoints.
-        wanted: The one asked for.
+        wanted: The requested one.
         foreign: Steps whose checkpoints belong to another run.
 
     Raises:
-        CheckpointError: If the one asked for is not whole; another is never used instead.
+        CheckpointError: If the requested one is not complete; another is never used instead.
     """
     if wanted is not None:
         return Choice(Path(wanted), verify(wanted).step)

@@ -75,7 +75,7 @@ class SavedWeights:
         if text is None:
             raise CheckpointError(
                 f"{self.path} does not say which {key} its weights belong to; give a run directory, a checkpoint, a "
-                "safetensors file out of a checkpoint, or a hub folder with its config.json."
+                "safetensors file from a checkpoint, or a hub folder with its config.json."
             )
         try:
             entry = checked_description(key, text)
@@ -83,7 +83,7 @@ class SavedWeights:
         except ValueError as error:
             said = str(error) if type(error) is ValueError else "it is not readable as JSON"
             raise CheckpointError(
-                f"{self.path}: its metadata entry {key!r} is not as Paceline writes it: {said}."
+                f"{self.path}: its metadata entry {key!r} is not in Paceline's format: {said}."
             ) from None
 
 
@@ -99,19 +99,19 @@ class _Described(dict[str, Any]):
 
 
 def checked_description(key: str, text: str) -> dict[str, Any]:
-    """Read an entry of a weights file's own description, and check the values that others compute with.
+    """Read an entry of a weights file's description, and check the values used in computations.
 
     Raises:
         ValueError: Naming the rule that is broken.
     """
     entry = load_json(text)
     if not isinstance(entry, dict):
-        raise ValueError(f"found a {type(entry).__name__}, but it is a mapping")
+        raise ValueError(f"found a {type(entry).__name__}, but it must be a mapping")
     if key == "recipe":
         entry = {name: value for name, value in entry.items() if value is not None}
         wrong = [name for name in ("model", "data", "evaluate") if not isinstance(entry.get(name, {}), dict)]
         if wrong:
-            raise ValueError(f"found {wrong[0]}={str(entry[wrong[0]])[:80]}, but it is a section")
+            raise ValueError(f"found {wrong[0]}={str(entry[wrong[0]])[:80]}, but it must be a section")
     # A task of one's own, which has a colon in its name, may describe its data in its own way.
     task = entry.get("task")
     is_ours = not isinstance(task, str) or ":" not in task or task.startswith("paceline.")
@@ -172,8 +172,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> SavedWeights:
     """Read weights; ``auto`` takes the moving average where there is one.
 
-    Of a checkpoint only the manifest and the weights asked for are read and verified; where there is a choice, the
-    newest one in which they are whole is taken.
+    From a checkpoint, only the manifest and the requested weights are read and verified; of several, the newest with
+    intact weights is used.
 
     Args:
         target: A run directory, a checkpoint directory, a safetensors file or a hub folder, ours or timm's.
@@ -204,7 +204,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
 
 
 def check_target(target: Path) -> None:
-    """Check before any work that there is something of that name to read weights from.
+    """Check, before any work, that the target for reading weights exists.
 
     Raises:
         CheckpointError: If there is not.
@@ -293,7 +293,7 @@ def _best_of(run: Path) -> Path:
 def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, where: str) -> dict[str, Tensor]:
     """Merge low-rank adapters into the weights of their layers: W + alpha / rank · B A, for linear ones, convolutions.
 
-    The names are then the plain network's, and the weights cost nothing more and need no other library.
+    The result has the plain network's names and cost, and needs no other library.
 
     Args:
         state: Tensors as a network with adapters has them.
@@ -348,7 +348,7 @@ def load_trained(network: nn.Module, saved: SavedWeights) -> None:
         check_scale(saved.described("data"), str(saved.path))
     network.load_state_dict(state)
     for notice in notices:
-        _LOG.warning("%s", one_line(f"note: of {saved.path}, {notice}"))
+        _LOG.warning("%s", one_line(f"note: {saved.path}: {notice}"))
 
 
 def check_finite(saved: SavedWeights) -> None:
@@ -367,7 +367,7 @@ def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
     spoiled = [name for name, tensor in state.items() if _is_spoiled(tensor)]
     if spoiled:
         raise NotFiniteError(
-            f"{where}: {spoiled[0]} holds values that are not finite ({len(spoiled)} of {len(state)} tensors do); "
+            f"{where}: {spoiled[0]} holds non-finite values ({len(spoiled)} of {len(state)} tensors do); "
             "use an earlier checkpoint or another file."
         )
 
@@ -396,8 +396,8 @@ def _is_spoiled(tensor: Tensor) -> bool:
 def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 over the entries in sorted key order: the key's UTF-8 bytes, then the tensor's bytes.
 
-    Tensors are taken contiguous, on the CPU, little-endian, in their own dtype. Those that are spread over processes
-    are brought together one at a time: then this is a collective.
+    Tensors are taken contiguous, on the CPU, little-endian, in their own dtype. Sharded ones are gathered one at a
+    time, which makes this a collective.
     """
     digest = hashlib.sha256()
     for key in sorted(state):

@@ -21,7 +21,7 @@ from paceline.units import format_bytes
 class Recipes:
     """List the shipped recipes, or with `show NAME` print one.
 
-    Copy what it prints to a file of your own, change it, and train the file.
+    Save the output to a file, change it, and train the file.
     """
 
     action: Annotated[str | None, Shape(metavar="[show]", argument=True)] = None
@@ -58,7 +58,7 @@ class Recipes:
 class Models:
     """List model names that contain PATTERN, or match it as a shell pattern (resnet*, *vit*224*).
 
-    A network of your own is named package.module:factory.
+    Name your own network as package.module:factory.
     """
 
     pattern: Annotated[str, Shape(argument=True)] = "*"
@@ -80,7 +80,7 @@ class Models:
 @command("env")
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Show versions, hardware and devices, with the reason why something cannot be used."""
+    """Show versions, hardware and devices, and why something cannot be used."""
 
     def run(self, _: Log) -> Result:
         """Look at the machine and what is installed."""
@@ -116,7 +116,7 @@ class Environment:
         memory = document["memory_bytes"]
         told = document | {
             "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(document["time"])),
-            "memory_bytes": "the system does not tell" if memory is None else f"{memory} ({format_bytes(memory)})",
+            "memory_bytes": "unknown to the system" if memory is None else f"{memory} ({format_bytes(memory)})",
             "git": document["git"] or "no repository here",
             "extras": {extra.name: _in_words(extra) for extra in EXTRAS},
         }

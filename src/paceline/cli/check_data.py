@@ -1,4 +1,4 @@
-"""`paceline check-data`: what in a set of images would break or spoil a run, found before it."""
+"""`paceline check-data`: find images that would break or spoil a run."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _COLOURS = {"breaks": "bold red", "spoils": "magenta", "costs": "yellow", "notic
 class CheckData:
     """Check SOURCE: a folder of images, an archive, or a recipe by name or file, whose data section is checked.
 
-    Every image is read as a run reads it. Reported are images that a run cannot read (breaks), images in two splits
-    or two classes (spoils), what makes reading slow (costs) and what may not be meant (notice), each with file names
-    and what to do. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
+    Every image is read as in a run. The report lists images that a run cannot read (breaks), images in two splits or
+    two classes (spoils), images that are slow to read (costs) and possible mistakes (notice), with file names and
+    advice. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
     Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images,
     out of it. Nothing is deleted: sh DIR/undo.sh moves everything back.
@@ -52,8 +52,8 @@ class CheckData:
 
     source: Annotated[str, Shape(metavar="SOURCE", recipe=True)]
     overrides: Overrides = ()
-    workers: Annotated[int | None, Ge(1), "Processes that read (default: one per core)."] = None
-    limit: Annotated[int | None, Ge(1), "Look at N images only, spread over all of them."] = None
+    workers: Annotated[int | None, Ge(1), "Number of reading processes (default: one per core)."] = None
+    limit: Annotated[int | None, Ge(1), "Check only N images, spread over the data set."] = None
     quarantine: Annotated[
         Path | None,
         Shape(metavar="DIR"),
@@ -118,7 +118,7 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
     yield f"{one_line(report.source)}: {report.dataset}, {count} {learned}, {splits}"
     checked, samples = (sum(each[key] for each in report.splits.values()) for key in ("checked", "samples"))
     if checked < samples:
-        yield f"looked at {checked:,} of {samples:,} images; copies of the others are not found"
+        yield f"looked at {checked:,} of {samples:,} images; duplicates among the others are not found"
     for finding in report.findings:
         kind = finding.kind
         name = f"{finding.count:,} {kind.name.replace('_', ' ')}"
@@ -179,7 +179,7 @@ def _cost(report: DataReport) -> Iterator[str]:
     cost = report.cost
     speed = f"{cost['images_per_second_per_core']:,.0f}"
     yield (
-        f"decoding  {cost['cpu_ms_per_image']['mean']:.2f} ms of processor time per image: one core decodes {speed} "
+        f"decoding  {cost['cpu_ms_per_image']['mean']:.2f} ms of CPU time per image: one core decodes {speed} "
         f"images/s\n          a network that takes M images/s needs M / {speed} workers, and more for resizing and "
         "augmentation"
     )

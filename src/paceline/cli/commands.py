@@ -32,7 +32,7 @@ _OURS = "paceline.cli"
 GROUPS: dict[str, dict[str, Listed]] = {
     "Train": {
         "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
-        "resume": Listed("Resume a run as it was started, processes and all.", f"{_OURS}.resume:Resume"),
+        "resume": Listed("Resume a run with the options it was started with.", f"{_OURS}.resume:Resume"),
         "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
         "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:Launch"),
     },
@@ -45,7 +45,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
     },
     "Data": {
         "check-data": Listed("Find images that would break or spoil a run.", f"{_OURS}.check_data:CheckData"),
-        "pack": Listed("Write images or text into a few files that are read fast.", f"{_OURS}.pack:Pack"),
+        "pack": Listed("Pack images or text into a few files that load fast.", f"{_OURS}.pack:Pack"),
     },
     "Before a run": {
         "estimate": Listed("Estimate training memory on any GPU, whether or not you have it.", f"{_ADVISOR}:Estimate"),

@@ -1,4 +1,4 @@
-"""`paceline completion`: what a shell must know to finish what is typed.
+"""`paceline completion`: shell completion.
 
 click answers the shell; what differs here from click's own is that no space follows a key before its value, and that
 bash, which takes `optimizer.lr=0.1` for three words, is asked for the whole line.
@@ -95,7 +95,7 @@ def answer_shells() -> None:
 @command("completion")
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """Print the script that lets SHELL finish commands, options, recipes, keys with their values, and run directories.
+    """Print the script that makes SHELL complete commands, options, recipes, keys, values and run directories.
 
     Examples:
       echo 'eval "$(paceline completion bash)"' >> ~/.bashrc
@@ -118,7 +118,7 @@ UNFINISHED = "unfinished"
 
 
 def teach(command: click.Command) -> None:
-    """Let a command's parameters, and those of the commands inside it, offer what is meant for them, in place."""
+    """Add completion to the parameters of a command and its subcommands, in place."""
     for parameter in command.params:
         offer = _OFFERS.get((command.name or "", parameter.name or "")) or _OFFERS.get(("", parameter.name or ""))
         if offer is not None:
@@ -137,7 +137,7 @@ class _Offering(click.types.StringParamType):
         self._offer = offer
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-        """What may follow what is typed."""
+        """Possible completions of the typed text."""
         return [item for item in self._offer(incomplete) if item.value.startswith(incomplete)]
 
 
@@ -170,7 +170,7 @@ def overrides(incomplete: str) -> Iterator[CompletionItem[str]]:
 
 
 def runs(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Run directories here, below `runs/`, and wherever what is typed leads."""
+    """Run directories here, below `runs/`, and below the typed path."""
     if not incomplete and Path("runs").is_dir():
         yield from (item for item in _files("runs/", suffix=None) if item.type != UNFINISHED)
     yield from _files(incomplete, suffix=None)

@@ -231,11 +231,13 @@ def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         shape = _parts(annotation)[2]
         if shape.only is not None and values[shape.only] in _NOT_GIVEN:
             main = next(each for each in context.command.params if each.name == shape.only)
-            without = f"without {main.make_metavar(context).strip('[]')} it says nothing"
-            refuse_idle(context, name, f"it is for {main.opts[0]}" if isinstance(main, click.Option) else without)
+            without = f"it needs {main.make_metavar(context).strip('[]')}"
+            refuse_idle(
+                context, name, f"it is used only with {main.opts[0]}" if isinstance(main, click.Option) else without
+            )
         for other in shape.without:
             if values[other] not in _NOT_GIVEN:
-                refuse_idle(context, name, f"with --{other.replace('_', '-')} it says nothing")
+                refuse_idle(context, name, f"it does not apply with --{other.replace('_', '-')}")
 
 
 def _launched(asked: Any, values: dict[str, Any]) -> int | None:

@@ -38,11 +38,11 @@ def _pixels(text: str) -> int:
 class Evaluate:
     """Score the weights of TARGET: a run directory, a checkpoint directory, a safetensors file or a hub folder.
 
-    The recipe the weights were trained with says on what; overrides change it. Every held-out sample is scored once,
-    with any number of processes. A hub folder of timm's says how images are shown, but not which: give data.path.
+    The data is that of the weights' recipe; overrides change it. Every held-out sample is scored once,
+    with any number of processes. A timm hub folder describes how to prepare images, but not which: give data.path.
 
     --sizes tries several sizes of images instead, on those that the run held out of training
-    (data.holdout_fraction), and says which is best.
+    (data.holdout_fraction), and reports the best.
 
     Examples:
       paceline evaluate runs/digits --best
@@ -59,8 +59,8 @@ class Evaluate:
     predictions: Annotated[
         Path | None,
         Shape(metavar="FILE", without=("sizes",)),
-        "Write one line per sample (.jsonl or .csv): id, sample, and what the task says; of a class: prediction, "
-        "probability, target; of a detector: boxes, labels, scores; of a language model: loss, tokens.",
+        "Write one line per sample (.jsonl or .csv): id, sample, and by task: prediction, probability, target for "
+        "classes; boxes, labels, scores for detection; loss, tokens for a language model.",
     ] = None
     per_class: Annotated[
         bool,
@@ -74,12 +74,12 @@ class Evaluate:
     sizes: Annotated[
         tuple[int, ...],
         Shape(metavar="PIXELS,...", parse=_pixels),
-        "Evaluate at each of these sizes, in place of data.evaluation_size, and say which is best.",
+        "Evaluate at each of these sizes, instead of data.evaluation_size, and report the best.",
     ] = ()
     on: Annotated[
         Literal["validation", "holdout"] | None,
-        "Which images: the held-out ones of the evaluation (the default), or those that data.holdout_fraction kept "
-        "out of training (the default with --sizes).",
+        "Images to score: the validation images (the default), or those that data.holdout_fraction kept out of "
+        "training (the default with --sizes).",
     ] = None
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ def _of_sizes(sweep: SizeSweep) -> Result:
     ]
     if sweep.on == "validation":
         blocks.append(
-            "note: a size chosen on the validation images is fitted to them; data.holdout_fraction holds others out"
+            "note: a size chosen on the validation images is fitted to them; hold out others with data.holdout_fraction"
         )
     blocks += [f"note: {sentence}" for sentence in first.left_out]
     wrong = (error for report in sweep.reports.values() for error in _not_finite(report))

@@ -1,4 +1,4 @@
-"""`paceline explain`: what a key of a recipe means."""
+"""`paceline explain`: explain a recipe key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WIDE = 60  # characters of a meaning in a list
 @command("explain")
 @dataclass(frozen=True, kw_only=True)
 class Explain:
-    """Explain KEY of a recipe: which values it takes, its default, when it has an effect, an example, related keys.
+    """Explain a recipe KEY: its values, its default, when it has an effect, an example, related keys.
 
     For a section, its keys are listed; without KEY, all sections.
 

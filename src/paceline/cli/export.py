@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 @command("export")
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write the weights of TARGET (a run directory, a checkpoint, a safetensors file or a hub folder) for others.
+    """Write the weights of TARGET (a run directory, a checkpoint, a safetensors file or a hub folder) for other
+    programs.
 
-    Works on a CPU, for runs of any strategy: parts that processes hold with parallel.strategy=fsdp are put together,
-    and low-rank adapters are merged into the weights. What computes is asked the same as the network, in batches of
-    several sizes, before it appears under its name.
+    Works on a CPU, for runs of any strategy: shards of parallel.strategy=fsdp are combined,
+    and low-rank adapters are merged into the weights. An exported model is compared with the network at several batch
+    sizes before the file is put in place.
 
-    --quantize int8 looks at some of the run's images; overrides say where they are now.
+    --quantize int8 uses some of the run's images; overrides give their current path.
 
     Examples:
       paceline export runs/photos --output photos.safetensors
@@ -42,11 +43,11 @@ class Export:
     output: Annotated[
         Path,
         Shape(required=True),
-        "The new file, or the new hub folder; missing folders above it are made.",
+        "The file or hub folder to write; missing parent folders are created.",
     ]
     quantize: Annotated[
         Literal["int8", "bf16"] | None,
-        "int8: ONNX in 8-bit whole numbers, a quarter of the size, compared with fp32 on held-out images; bf16: half "
+        "int8: ONNX with 8-bit integers, a quarter of the size, compared with fp32 on held-out images; bf16: half "
         "the size, for the other formats.",
     ] = None
     weights: Weights = "auto"
@@ -80,7 +81,7 @@ def _checks(written: Exported, form: str) -> list[str]:
     lines = []
     if written.largest_difference is not None:
         who = {"timm": "timm", "onnx": "ONNX Runtime", "torch-export": "the program, read back,"}[form]
-        lines.append(f"{who} answers as the network does: to {written.largest_difference:.1e} in the logits")
+        lines.append(f"{who} matches the network: largest difference {written.largest_difference:.1e} in the logits")
     trial = written.trial
     if trial is not None and trial.before is not None and trial.after is not None:
         lines.append(
@@ -88,5 +89,5 @@ def _checks(written: Exported, form: str) -> list[str]:
             f"(ranges from {trial.calibration_images:,} training images)"
         )
     elif trial is not None:
-        lines.append("not compared with fp32: the data hold no images out")
+        lines.append("not compared with fp32: no images are held out")
     return lines

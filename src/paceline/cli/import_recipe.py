@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Import:
     """Convert a command line of another trainer into a recipe: timm's train.py, or NVIDIA's ConvNets trainer.
 
-    SOURCE is a file with its command, or the command after --. Of timm it may be an args.yaml that train.py wrote; the
-    defaults of train.py are converted too, and written out. Of NVIDIA's, the presets of launch.py are known: model,
+    SOURCE is a file with its command, or the command after --. For timm it may be an args.yaml that train.py wrote;
+    defaults of train.py are converted too, and written out. For NVIDIA, the presets of launch.py are supported: model,
     mode, precision and platform choose one.
 
     \b
@@ -32,7 +32,7 @@ class Import:
       listed, because it has no effect here;
       refused by name, because it would change the result and is unsupported (exit code 2, unless --skip names it).
 
-    Without --output the recipe goes to standard output and the account to standard error.
+    Without --output the recipe goes to standard output and the report to standard error.
 
     Examples:
       paceline import timm output/train/20261122-resnet50-224/args.yaml --processes 8 --output recipe.yaml
@@ -49,7 +49,7 @@ class Import:
     output: Annotated[Path | None, Shape(metavar="FILE"), "Write the recipe here."] = None
     overwrite: Annotated[bool, "Overwrite an existing file."] = False
     processes: Annotated[
-        int | None, Ge(1), "Number of processes, where the source does not say; they share the global batch."
+        int | None, Ge(1), "Number of processes, if the source does not give it; they share the global batch."
     ] = None
     skip: Annotated[tuple[str, ...], Shape(metavar="OPTION", repeatable=True), "Ignore this option (repeatable)."] = ()
 

@@ -1,4 +1,4 @@
-"""`paceline launch`: a run where others start the processes, planned before it is queued."""
+"""`paceline launch`: runs whose processes a scheduler starts, planned before they are queued."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from paceline.errors import LaunchError
 from paceline.pages.shown import Document, Result, Shown
 from paceline.recipe.load import LoadedRecipe, load_recipe
 
-JobName = Annotated[str | None, Shape(metavar="NAME"), "What the job is called (default: the recipe's name)."]
-Python = Annotated[str | None, Shape(metavar="PATH"), "Python that trains (default: the one that runs this command)."]
-DryRun = Annotated[bool, "Print what would be done, and do nothing."]
+JobName = Annotated[str | None, Shape(metavar="NAME"), "Job name (default: the recipe's name)."]
+Python = Annotated[str | None, Shape(metavar="PATH"), "Python interpreter (default: the one running this command)."]
+DryRun = Annotated[bool, "Only print what would be done."]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class _Job:
         Args:
             log: Takes the notices.
             processes: The world size.
-            gpus_each: GPUs that are asked for; None if they are those of the host.
+            gpus_each: Requested GPUs; None for those of the host.
             more: Further overrides.
 
         Raises:
-            PacelineError: For a mistake that would end the job as soon as it begins.
+            PacelineError: For a mistake that would end the job as soon as it starts.
         """
         from paceline.distributed.device import is_available
         from paceline.trainer.train import plan_only
@@ -52,7 +52,7 @@ class _Job:
         loaded = load_recipe(self.recipe, (*self.overrides, *more))
         here, device = loaded, loaded.recipe.parallel.device
         if device in ("cuda", "xpu") and gpus_each == 0:
-            raise LaunchError(f"parallel.device={device} needs a GPU for each process, but none is asked for.")
+            raise LaunchError(f"parallel.device={device} needs a GPU for each process, but none is requested.")
         if device in ("cuda", "xpu") and not is_available(device):  # the job will have them
             parallel = replace(loaded.recipe.parallel, device="auto")
             here = replace(loaded, recipe=replace(loaded.recipe, parallel=parallel))
@@ -68,8 +68,8 @@ class _Job:
 class Slurm(_Job):
     """Write a batch script that trains RECIPE, and submit it.
 
-    The job stops before its time limit, goes back into the queue, and goes on. The script is RUN_DIR/slurm-job.sh.
-    Submitted again, it goes on with the run.
+    The job stops before its time limit, is requeued, and resumes. The script is RUN_DIR/slurm-job.sh; submit it again
+    to resume the run.
 
     Examples:
       paceline launch slurm digits --run-dir runs/digits --tasks-per-node 2 --time 00:30:00 --dry-run
@@ -78,19 +78,19 @@ class Slurm(_Job):
       paceline launch slurm digits --run-dir runs/rates --array optimizer.lr=0.05,0.1,0.2
     """
 
-    tasks_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes on each."] = 1
-    gpus_per_task: Annotated[int, Ge(0), Le(1), Shape(metavar="G"), "A GPU each, or none."] = 0
-    cpus_per_task: Annotated[int | None, Ge(1), Shape(metavar="C"), "Cores of each process."] = None
+    tasks_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes per node."] = 1
+    gpus_per_task: Annotated[int, Ge(0), Le(1), Shape(metavar="G"), "One GPU per process, or none."] = 0
+    cpus_per_task: Annotated[int | None, Ge(1), Shape(metavar="C"), "Cores per process."] = None
     time: Annotated[str | None, Shape(metavar="T"), "Time limit, as Slurm writes it: 04:00:00, 1-12."] = None
     partition: Annotated[str | None, Shape(metavar="P"), "Where to queue."] = None
     account: Annotated[str | None, Shape(metavar="A"), "Who pays."] = None
     job_name: JobName = None
-    setup: Annotated[str, Shape(metavar="COMMAND"), 'What goes before, such as "module load cuda".'] = ""
+    setup: Annotated[str, Shape(metavar="COMMAND"), 'Command to run first, such as "module load cuda".'] = ""
     signal_before: Annotated[
         int,
         Ge(1),
         Shape(metavar="SECONDS"),
-        "When to stop before the time limit; a step, an evaluation and a save must fit in.",
+        "How long before the time limit to stop; a step, an evaluation and a save must fit in.",
     ] = 120
     array: Annotated[
         str | None, Shape(metavar="KEY=V1,V2,..."), "A run for each value, in RUN_DIR/KEY=VALUE: an array job."
@@ -98,7 +98,7 @@ class Slurm(_Job):
     more: Annotated[
         tuple[str, ...],
         Shape(name="--sbatch", metavar="OPTION", repeatable=True),
-        "Any option of sbatch, such as --mem=64G.",
+        "Any sbatch option, such as --mem=64G.",
     ] = ()
     python: Python = None
     dry_run: DryRun = False
@@ -113,7 +113,9 @@ class Slurm(_Job):
             key, values = split_sweep(self.array)
             runs = [((each,), folder / folder_name(each)) for each in (f"{key}={value}" for value in values)]
         if len({directory for _, directory in runs}) < len(runs):
-            raise LaunchError(f"--array {self.array}: two values would have the same directory; start them one by one.")
+            raise LaunchError(
+                f"--array {self.array}: two values would have the same directory; submit them one by one."
+            )
         loaded = [self.checked(log, shape.tasks, shape.gpus_per_task, override) for override, _ in runs]
         script = job_script(
             Job(
@@ -135,7 +137,7 @@ class Slurm(_Job):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise LaunchError(f"--run-dir {folder} cannot be made: {error.strerror}; choose another.") from error
+                raise LaunchError(f"--run-dir {folder} cannot be created: {error.strerror}; choose another.") from error
             write_text(path, script)
             job_id = submit(path)
         directories = [str(directory) for _, directory in runs]
@@ -149,8 +151,8 @@ class Slurm(_Job):
 class Torchrun(_Job):
     """Start this host's processes of RECIPE with torchrun.
 
-    Give the same command on every host. This process becomes torchrun, whose exit code is 1 also after a stop
-    that was asked for: read `status` in summary.json.
+    Give the same command on every host. This process becomes torchrun, whose exit code is 1 even after a requested
+    stop: read `status` in summary.json.
 
     Examples:
       paceline launch torchrun digits --run-dir runs/two --processes-per-node 2
@@ -158,9 +160,9 @@ class Torchrun(_Job):
           --nodes 2 --processes-per-node 8 --rdzv-endpoint host1:29500
     """
 
-    processes_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes on each."] = 1
+    processes_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes per node."] = 1
     rdzv_endpoint: Annotated[
-        str | None, Shape(metavar="HOST:PORT"), "Where several hosts meet; the same on every host."
+        str | None, Shape(metavar="HOST:PORT"), "Rendezvous address for several hosts; the same on every host."
     ] = None
     max_restarts: Annotated[int, Ge(0), Shape(metavar="K"), "After a failure."] = 3
     python: Python = None
@@ -192,7 +194,7 @@ class Torchrun(_Job):
 class Kubernetes(_Job):
     """Print a manifest that trains RECIPE, for `kubectl apply -f -`.
 
-    The recipe is planned here, so it and its data must be here as they are in the pods.
+    The recipe is planned here, so it and its data must be available here as in the pods.
 
     Examples:
       paceline launch kubernetes digits --run-dir /runs/digits --image registry/paceline:0.1 \\
@@ -201,16 +203,16 @@ class Kubernetes(_Job):
 
     image: Annotated[str, Shape(required=True, metavar="IMAGE"), "Container image with Python, torch and Paceline."]
     claim: Annotated[str, Shape(required=True, name="--volume-claim", metavar="NAME"), "Volume that all pods share."]
-    mount: Annotated[str, Shape(metavar="PATH"), "Where pods see it; the run directory is below."] = "/runs"
-    processes_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes in each."] = 1
-    gpus_per_node: Annotated[int, Ge(0), Shape(metavar="G"), "GPUs of each."] = 0
-    cpus_per_node: Annotated[int | None, Ge(1), Shape(metavar="C"), "Cores of each."] = None
+    mount: Annotated[str, Shape(metavar="PATH"), "Mount path in the pods; the run directory is below it."] = "/runs"
+    processes_per_node: Annotated[int, Ge(1), Shape(metavar="M"), "Processes per pod."] = 1
+    gpus_per_node: Annotated[int, Ge(0), Shape(metavar="G"), "GPUs per pod."] = 0
+    cpus_per_node: Annotated[int | None, Ge(1), Shape(metavar="C"), "Cores per pod."] = None
     shared_memory: Annotated[str, Shape(metavar="SIZE"), "Size of /dev/shm."] = "8Gi"
     grace_seconds: Annotated[
         int,
         Ge(1),
         Shape(name="--grace", metavar="SECONDS"),
-        "From the request to stop to the kill; a step, an evaluation and a save must fit in.",
+        "Time between the stop request and the kill; a step, an evaluation and a save must fit in.",
     ] = 300
     job_name: JobName = None
     kind: Annotated[Literal["Job", "PyTorchJob"], "Which object."] = "Job"
@@ -234,7 +236,7 @@ class Kubernetes(_Job):
 
 @command("launch", commands=(Slurm, Torchrun, Kubernetes))
 class Launch:
-    """Start a run where others start its processes.
+    """Start a run through a scheduler.
 
-    The recipe is read and planned for that number of processes first: a mistake is found before the job is queued.
+    The recipe is planned for that number of processes first: mistakes are found before the job is queued.
     """

@@ -1,4 +1,4 @@
-"""The command line: finds the subcommand, loads only that one, and turns errors into one sentence and an exit code."""
+"""The command line: find the subcommand, load only that one, and turn errors into one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line and return its exit code: 0 done, 1 failed, 2 a mistake in what was asked, 75 stopped."""
+    """Run the command line and return its exit code: 0 done, 1 failed, 2 usage error, 75 stopped."""
     from paceline.distributed.local_launch import end_torchrun, follow_launcher, meets_every_start, report_error
 
     follow_launcher(os.environ)
@@ -168,7 +168,7 @@ def run(arguments: list[str]) -> int:
 def _lacking_here(error: Exception) -> str:
     """A sentence for an error that this machine or a limit on this process causes; empty for any other error."""
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
-        return f"{error.strerror}; set TMPDIR to a folder that can be written."
+        return f"{error.strerror}; set TMPDIR to a writable folder."
     if getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP) or "Symlink loop" in str(error):
         return f"{error}; give another path."
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -177,7 +177,7 @@ def _lacking_here(error: Exception) -> str:
         isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
     ):
         return (
-            f"this process may use {format_bytes(limit)} of addresses (ulimit -v), which is not enough ({error}); "
+            f"this process may use {format_bytes(limit)} of address space (ulimit -v), which is not enough ({error}); "
             "raise the limit."
         )
     return ""

@@ -34,7 +34,7 @@ class LocalPath(click.Path):
         super().__init__(path_type=path_type, **checks)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path from the root or from here; an empty one, as of a variable that is not set, is refused."""
+        """The absolute or relative path; an empty one, as from an unset variable, is refused."""
         if value == "":
             self.fail("the path is empty.", param, ctx)
         return super().convert(os.path.expanduser(value), param, ctx)
@@ -47,7 +47,7 @@ class WeightsPath(LocalPath):
         """The path.
 
         Raises:
-            StorageError: If it is an address, and what lies there cannot be had.
+            StorageError: If it is an address that cannot be fetched.
         """
         if isinstance(value, str):
             value = local_path(value, key="TARGET")
@@ -55,23 +55,23 @@ class WeightsPath(LocalPath):
 
 
 class FiniteRange(click.FloatRange):
-    """A number within a range. click's own takes ``nan`` and ``inf`` too, of which nothing can be computed."""
+    """A number within a range. click's own also accepts ``nan`` and ``inf``, which are useless here."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number typed.
 
         Raises:
-            click.BadParameter: If it is none, not finite, or out of the range.
+            click.BadParameter: If it is not a number, not finite, or out of range.
         """
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number.", param, ctx)
+            self.fail(f"{value} is not a finite number.", param, ctx)
         return number
 
 
 @dataclass(frozen=True)
 class Between:
-    """A number of ranks that may change: as many as ``highest``, and after a failure no fewer than ``lowest``."""
+    """A number of ranks that may change: at first ``highest``, after failures at least ``lowest``."""
 
     lowest: int
     highest: int
@@ -85,7 +85,7 @@ def rank_count(text: str) -> int | Between:
     """
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None or (match[2] and int(match[1]) > int(match[2])):
-        raise ValueError(f"{text!r} is no number of ranks; give one of at least 1, or MIN:MAX")
+        raise ValueError(f"{text!r} is not a number of ranks; give at least 1, or MIN:MAX")
     return Between(int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
@@ -106,7 +106,7 @@ TRUST_CODE: dict[str, Any] = {
 
 
 def refuse_idle(context: click.Context, name: str, why: str) -> None:
-    """Refuse an option that was typed and says nothing: what is asked for is never left out silently.
+    """Refuse an option that was typed and has no effect: a request is never ignored silently.
 
     Args:
         context: The command's.
@@ -128,12 +128,12 @@ def is_first_process() -> bool:
 
 @dataclass(frozen=True)
 class Processes:
-    """How many ranks a command is to start on this machine, and what the user should know of it.
+    """How many ranks a command starts on this machine, and a notice for the user.
 
     Attributes:
         count: Their number.
-        notice: Why it is not what one might expect.
-        fewer: Numbers that may go on after a failure, the largest first.
+        notice: Why it is not what you might expect. fewer: Numbers that may continue after a failure, the largest
+        first.
     """
 
     count: int
@@ -160,7 +160,7 @@ def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
         if not usable:
             return Processes(asked.highest)  # which the plan refuses, and names those that fit
         count, *fewer = usable
-        notice = f"{count} of {asked.highest} processes are started: no more of them can share the global batch evenly"
+        notice = f"{count} of {asked.highest} processes are started: more cannot share the global batch evenly"
         return Processes(count, None if count == asked.highest else notice, tuple(fewer))
     gpus = usable_gpus(recipe.parallel.device)
     count = default_processes(recipe, gpus)
@@ -169,14 +169,14 @@ def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
     sizes = f"batch.global_size={recipe.batch.global_size}"
     if recipe.batch.micro_size != "auto":
         sizes += f" in micro-batches of {recipe.batch.micro_size}"
-    return Processes(count, f"{count} of {gpus} GPUs are used: no more of them can share {sizes} evenly")
+    return Processes(count, f"{count} of {gpus} GPUs are used: more cannot share {sizes} evenly")
 
 
 def is_one_of_several(processes: int | Between | None, max_restarts: int = 0) -> bool:
-    """Whether this process was started as one of a world's: then it starts no others.
+    """Whether this process was started as one of several: then it starts no others.
 
     Raises:
-        click.UsageError: If it is, and is asked to.
+        click.UsageError: If it was, and is told to start others.
     """
     if read_launch(os.environ).source == "alone":
         return False
@@ -187,14 +187,14 @@ def is_one_of_several(processes: int | Between | None, max_restarts: int = 0) ->
         )
     if processes is not None:
         raise click.UsageError(
-            "--processes starts ranks of its own, but this process is one of several already; leave it out under "
+            "--processes starts its own ranks, but this process is one of several already; leave it out under "
             "torchrun or Slurm."
         )
     return True
 
 
 def launch(processes: Processes, arguments: Sequence[str], restarts: Restarts | None = None) -> int | None:
-    """Start several ranks and return their exit code; None means that one is enough: go on in this process."""
+    """Start several ranks and return their exit code; None means that one is enough: continue in this process."""
     if processes.count < 2 and restarts is None:
         return None
     if click.get_current_context().meta.get(_TRUST) and "--trust-code" not in arguments:

@@ -30,13 +30,13 @@ def program() -> str:
 
 
 def ends_with(code: int) -> int:
-    """Note what the command under way is to end with, before it tells of it: its reader may leave (``| head``)."""
+    """Note the current command's exit code before it prints: its reader may leave (``| head``)."""
     click.get_current_context().meta[EXIT_CODE] = code
     return code
 
 
 def concluded(*, passed: bool) -> int:
-    """Note that the command under way is to end with 0 or 1, before it says why."""
+    """Note that the current command ends with 0 or 1, before it prints why."""
     return ends_with(0 if passed else 1)
 
 
@@ -46,7 +46,7 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
 
 
 def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
-    """A console of rich's on standard output, for the same texts as :func:`echo`.
+    """A rich console on standard output, for the same texts as :func:`echo`.
 
     A reader that has left ends the command as ``click.echo`` would.
     """

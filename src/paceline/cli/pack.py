@@ -1,4 +1,4 @@
-"""`paceline pack`: write images, or text as tokens, into a few files that are read fast, in any order."""
+"""`paceline pack`: write images, or text as tokens, into a few files for fast reading in any order."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ def _images(metavar: str | None = None, name: str | None = None) -> Shape:
 @command("pack")
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Pack SOURCE into the directory DEST, to be trained on with data.dataset=packed data.path=DEST.
+    """Pack SOURCE into the directory DEST; train on it with data.dataset=packed data.path=DEST.
 
     SOURCE is an image folder, a CSV file of paths and labels, parquet tables, WebDataset tars (a folder of them, or
     'train-{000..146}.tar'), a Hugging Face dataset on the local disk (save_to_disk, or parquet), CIFAR-10, CIFAR-100,
-    MNIST or Fashion-MNIST as published, or a packed dataset. Nothing in it is changed. The files of DEST are Arrow's;
-    reading them opens no file per image and takes no library. Writing them needs `pip install 'paceline[pack]'`.
+    MNIST or Fashion-MNIST as published, or a packed dataset. Nothing in it is changed. DEST holds Arrow files; reading
+    them opens no file per image and needs no library. Writing them needs `pip install 'paceline[pack]'`.
 
-    If it is interrupted or killed, the same command resumes. DEST is a dataset only when it is whole. The same source
-    gives the same bytes. Images that cannot be read are named at the end, with exit code 2, unless --skip-broken says
-    to leave them out.
+    If it is interrupted or killed, the same command resumes. DEST is a dataset only once it is complete. The same
+    source
+    gives the same bytes. Images that cannot be read are named at the end, with exit code 2, unless --skip-broken leaves
+    them out.
 
     With --text, SOURCE is a folder of .txt files, or of train and val with such; or `docs`, the documentation that
-    Python's help() shows. DEST is trained on with data.dataset=tokens data.path=DEST; it is written whole and read
+    Python's help() shows. Train on DEST with data.dataset=tokens data.path=DEST; it is written completely and read
     back, or not at all.
 
     Examples:
@@ -81,39 +82,39 @@ class Pack:
         int | None,
         Ge(1),
         _images("PIXELS"),
-        "With jpeg and raw: make images smaller whose longer side is longer than this; their shape stays.",
+        "With jpeg and raw: shrink images whose longer side exceeds this, keeping their aspect ratio.",
     ] = None
-    quality: Annotated[
-        int | None, Ge(1), Le(100), _images("1-100"), "With jpeg: the quality of encoding (default: 90)."
-    ] = None
+    quality: Annotated[int | None, Ge(1), Le(100), _images("1-100"), "With jpeg: encoding quality (default: 90)."] = (
+        None
+    )
     size: Annotated[
         int | None,
         Ge(1),
         _images("PIXELS"),
-        "With raw: squares of this side, the centre of each image, resized; all are read at once by the memory "
-        "back-end.",
+        "With raw: store the centre of each image, resized to a square of this side; the memory back-end reads all at "
+        "once.",
     ] = None
-    kind: Annotated[Kind | None, _images(), "What SOURCE is; without it, that is seen from the files and told."] = None
-    image_column: Annotated[str, _images("NAME"), "Of a table: the column of images, or their paths."] = "auto"
-    label_column: Annotated[str, _images("NAME"), "Of a table: the column of labels."] = "auto"
-    split_column: Annotated[str, _images("NAME"), "Of a table: the column of train, val or test; or off."] = "auto"
-    only_classes: Annotated[
-        tuple[str, ...] | None, _images("A,B,…"), "Pack these classes, by name or number, and no others."
-    ] = None
+    kind: Annotated[Kind | None, _images(), "Format of SOURCE (default: detected from the files and reported)."] = None
+    image_column: Annotated[str, _images("NAME"), "For a table: the column with images, or their paths."] = "auto"
+    label_column: Annotated[str, _images("NAME"), "For a table: the column with labels."] = "auto"
+    split_column: Annotated[str, _images("NAME"), "For a table: the column with train, val or test; or off."] = "auto"
+    only_classes: Annotated[tuple[str, ...] | None, _images("A,B,…"), "Pack only these classes, by name or number."] = (
+        None
+    )
     subset: Annotated[
-        str | None, _images("N|N%"), "Pack so many training images, or such a share of them, of each class alike."
+        str | None, _images("N|N%"), "Pack only this number or share of the training images, stratified by class."
     ] = None
     shard_mebibytes: Annotated[
         int | None,
         Ge(1),
         _images("MIB", "--shard-size"),
-        "About how long each file is to be (default: a 64th of all, from 16 to 1024 MiB).",
+        "Approximate size of each file (default: a 64th of all, from 16 to 1024 MiB).",
     ] = None
     workers: Annotated[
         int | None,
         Ge(1),
         Shape(without=("text",)),
-        "Threads that make shards (default: one per core); they change no byte.",
+        "Threads that write shards (default: one per core); the bytes are the same with any number.",
     ] = None
     skip_broken: Annotated[bool, _images(), "Leave out images that cannot be read, and list them in packed.json."] = (
         False
@@ -121,19 +122,19 @@ class Pack:
     verify: Annotated[
         bool,
         Shape(without=("text",)),
-        "Read everything back afterwards and compare it with its digests; without DEST, SOURCE is a packed dataset "
-        "and only that is done.",
+        "Read everything back afterwards and compare it with its digests; without DEST, SOURCE is a packed dataset and "
+        "is only verified.",
     ] = False
-    text: Annotated[bool, "SOURCE is text: write tokens, to be mapped into memory."] = False
+    text: Annotated[bool, "SOURCE is text: write tokens for memory-mapped reading."] = False
     tokenizer: Annotated[
-        str, Shape(metavar="NAME", path="local", only="text"), "With --text: as data.text.tokenizer."
+        str, Shape(metavar="NAME", path="local", only="text"), "With --text: tokenizer, as in data.text.tokenizer."
     ] = "bytes"
     validation_fraction: Annotated[
         float,
         Ge(0),
         Lt(1),
         Shape(metavar="SHARE", only="text"),
-        "With --text: share of the documents that is held out, where SOURCE has no split of its own.",
+        "With --text: share of the documents to hold out, if SOURCE has no split.",
     ] = 0.1
 
     def __post_init__(self) -> None:
@@ -236,7 +237,7 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
             lines.append(f"left out: {len(document['left_out']) - _NAMED:,} more, which packed.json lists")
     lines += document.get("damage", ())
     if document.get("verified"):
-        lines.append(f"{document['destination']}: read back, every byte is what was written")
+        lines.append(f"{document['destination']}: read back, every byte matches")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`paceline predict`: labels for images, what a detector finds in them, or what a language model writes."""
+"""`paceline predict`: image labels, detected objects, or text of a language model."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def _thresholds(text: str) -> float | dict[str, float]:
 @command("predict")
 @dataclass(frozen=True, kw_only=True)
 class Predict:
-    """Label images, say their numbers, find objects in them, or write text, with the weights of TARGET.
+    """Label images, predict numbers, find objects, or generate text with the weights of TARGET.
 
     TARGET is a run directory, a checkpoint, a safetensors file, a hub folder, or an ONNX file that labels images.
 
     Sources are files, folders (searched through), patterns in quotes, archives (.zip, .tar, .tar.gz: nothing is
     unpacked), and - for paths from standard input, one a line. Answers come in their order.
 
-    Unreadable images are named, the others are labelled, and the exit code is then 1. Of a detector the answers are the
-    objects that are likelier there than not, each with its box: left, top, right and bottom edge in pixels. A language
-    model goes on from the prompt; one that was trained to find hidden tokens says what stands in place of each [MASK].
-    Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and say with which probability each is
-    clicked on.
+    Unreadable images are named, the others are labelled, and the exit code is then 1. A detector lists the objects with
+    a score above 50 %, each with its box: left, top, right and bottom edge in pixels. A language model continues the
+    prompt; one trained on masked tokens fills in each [MASK].
+    Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and predict the click probability of
+    each.
 
     Examples:
       paceline predict runs/photos new-photos
@@ -67,23 +67,23 @@ class Predict:
 
     target: Target
     sources: Annotated[tuple[Path, ...], Shape(metavar="[SOURCE...]", argument=True, path="local")] = ()
-    prompt: Annotated[str | None, Shape(metavar="TEXT"), "What a language model continues, or fills in."] = None
+    prompt: Annotated[str | None, Shape(metavar="TEXT"), "Text for a language model to continue or fill in."] = None
     tokens: Annotated[int | None, Ge(1), Shape(only="prompt"), "With --prompt: most to write (default: 200)."] = None
     temperature: Annotated[
         float | None,
         Ge(0),
         Shape(metavar="T", only="prompt"),
-        "With --prompt: how freely to choose; 0 always takes the most probable token (default: 0.8).",
+        "With --prompt: sampling temperature; 0 always takes the most probable token (default: 0.8).",
     ] = None
     seed: Annotated[
-        int | None, Ge(0), Shape(metavar="S", only="prompt"), "With --prompt: keys the draws (default: 0)."
+        int | None, Ge(0), Shape(metavar="S", only="prompt"), "With --prompt: random seed (default: 0)."
     ] = None
     top_k: Annotated[
         int | None,
         Ge(1),
         Shape(metavar="K"),
-        "Most answers for each image or hidden token (default: 3), or objects (default: all); to write, choose among "
-        "so many tokens only.",
+        "Maximum predictions for each image or masked token (default: 3), or objects (default: all); when generating, "
+        "sample from this many tokens only.",
     ] = None
     thresholds: Annotated[
         float | dict[str, float] | None,
@@ -94,21 +94,19 @@ class Predict:
     draw: Annotated[
         Path | None,
         Shape(metavar="DIR", path="folder", without=("prompt",)),
-        "Of a detector: draw what it finds. Of segmentation: write label maps, PNG files whose values are class "
-        "indices.",
+        "Detection: draw the objects found. Segmentation: write label maps, PNG files whose values are class indices.",
     ] = None
     output: Annotated[
         Path | None,
         Shape(metavar="FILE", path="file", without=("prompt",)),
-        "Write the answers to a new file: .jsonl, .csv (a line for each label, or a column for each number; of any "
-        "number of labels, a column for these and one for each probability) or .parquet. It is there when it is whole; "
-        "until then it is FILE.partial.",
+        "Write the predictions to a new file: .jsonl, .csv (a line for each label, or a column for each number; "
+        "multi-label: "
+        "a column for the labels and one for each probability) or .parquet. Until it is complete, it is called "
+        "FILE.partial.",
     ] = None
-    batch_size: Annotated[int | None, Ge(1), Shape(without=("prompt",)), "Images answered at once (default: 64)."] = (
-        None
-    )
+    batch_size: Annotated[int | None, Ge(1), Shape(without=("prompt",)), "Images per batch (default: 64)."] = None
     stdin_image: Annotated[
-        bool, Shape(without=("prompt",)), "The source - is an image itself, not a list of paths."
+        bool, Shape(without=("prompt",)), "Standard input (source -) is an image itself, not a list of paths."
     ] = False
     weights: Weights = "auto"
     best: Best = False
@@ -148,7 +146,7 @@ class Predict:
             if "table_rows" in saved.described("data"):
                 for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
-                        refuse_idle(click.get_current_context(), name, "these weights are about lines of samples")
+                        refuse_idle(click.get_current_context(), name, "these weights take lines of samples")
                 clicks = ClickPredictor(saved, device, trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
         return _answer_images(self, device, as_json=as_json)
@@ -171,7 +169,9 @@ def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json
             echo(text)
         return
     for name in asked.writing:
-        refuse_idle(click.get_current_context(), name, "it says how to write, and this model finds hidden tokens")
+        refuse_idle(
+            click.get_current_context(), name, "it is for text generation, and this model fills in masked tokens"
+        )
     filled = predictor.fill(prompt, top_k=asked.top_k or _LABELS)
     if as_json:
         print_json({"prompt": prompt, **dataclasses.asdict(filled)})
@@ -219,15 +219,17 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
         asked.target, weights=asked.weights, best=asked.best, trust_code=asked.trust_code, device=device
     )
     if asked.draw is not None and not predictor.draws:
-        raise click.UsageError("--draw draws the objects or classes of pixels found, and these weights find none.")
+        raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
     if asked.top_k is not None and predictor.number_names:
-        raise click.UsageError("--top-k has no effect: an answer of these weights has all their numbers. Leave it out.")
+        raise click.UsageError(
+            "--top-k has no effect: a prediction of these weights has all its numbers. Leave it out."
+        )
     if asked.thresholds is not None:
         predictor.set_thresholds(asked.thresholds)
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
-            f"--batch-size={batch_size} has no effect: a detector looks at one picture at a time, since larger ones "
-            "in a batch would change its answer. Leave it out."
+            f"--batch-size={batch_size} has no effect: a detector takes one picture at a time, since larger ones in a "
+            "batch would change its predictions. Leave it out."
         )
     answers = answers_ahead(
         predictor,

@@ -1,4 +1,4 @@
-"""`paceline report`, `audit` and `mlperf`: what the run directory tells, as a page, a proof or a log."""
+"""`paceline report`, `audit` and `mlperf`: a run directory as a page, a proof or a log."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.pages.shown import Document, Result, Shown
 class Report:
     """Write one HTML page about runs, or print where step time went.
 
-    The page shows what the run directories RUN tell: curves, speed, memory, predictions, events, recipe. The file holds
-    all it needs and loads nothing. The runs may be over, failed or under way; several are compared.
+    The page shows curves, speed, memory, predictions, events and the recipe of the run directories RUN. The file is
+    self-contained and loads nothing. The runs may be over, failed or under way; several are compared.
 
-    --timing prints instead how long each phase of a run's step takes, who waits for whom, and what holds it back.
+    --timing prints instead how long each phase of a run's step takes, which ranks wait for which, and the bottleneck.
 
     Examples:
       paceline report runs/mine
@@ -32,9 +32,9 @@ class Report:
     output: Annotated[
         Path | None,
         Shape(metavar="FILE.html"),
-        "The page (default: report.html in the run directory; here, if there are several runs).",
+        "The page (default: report.html in the run directory; in the current directory for several runs).",
     ] = None
-    timing: Annotated[bool, "Print where the time of one run's steps went; write no page."] = False
+    timing: Annotated[bool, "Print where one run's step time went; write no page."] = False
 
     def run(self, _: Log) -> Result:
         """Write the page, or read the timing."""
@@ -54,8 +54,8 @@ class Report:
 class Audit:
     """Prove that a run used each sample exactly once per epoch.
 
-    The ledger in the run directory RUN records what every process trained on. Exit code 1 and one sentence per
-    objection if a sample was repeated, left out, or used out of order.
+    The ledger in the run directory RUN records the samples that every process trained on. Exit code 1, with one
+    sentence per problem, if a sample was repeated, left out, or used out of order.
     """
 
     run_dir: Annotated[Path, Shape(metavar="RUN")]
@@ -73,7 +73,7 @@ class MlperfLogs:
     """Write the log in MLPerf's format of each run directory RUN that has ended.
 
     The file is a log in MLPerf's format, as of its ResNet-50 in Training 4.0, and not an MLPerf result. Keys of
-    telemetry.submission, such as telemetry.submission.org=NAME, add what the runs' recipes leave open.
+    telemetry.submission, such as telemetry.submission.org=NAME, fill in what the runs' recipes leave open.
 
     Examples:
       paceline mlperf runs/mine

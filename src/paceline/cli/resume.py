@@ -26,10 +26,10 @@ from paceline.world import COMMAND_VARIABLE
 @command("resume")
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """Resume RUN with its recipe, in the directory and with the processes that it was started with.
+    """Resume RUN with its recipe, in its directory and with its number of processes.
 
-    KEY=VALUE changes what may change during a run, such as train.duration. A complete run says so. Under torchrun or
-    Slurm, the processes are those found there.
+    KEY=VALUE changes settings that may change during a run, such as train.duration. A complete run only says so. Under
+    torchrun or Slurm, their processes are used.
 
     Examples:
       paceline resume runs/photos
@@ -43,7 +43,7 @@ class Resume:
     until: Until = None
 
     def stream(self, *, as_json: bool) -> int:
-        """Train on, in the directory that the run was started in."""
+        """Continue training in the run's directory."""
         directory, overrides, processes = existing_run(self.run.absolute()), self.overrides, self.processes
         max_restarts = self.max_restarts
         loaded = load_recipe(directory.root, overrides)  # what it names is imported with --trust-code only
@@ -91,8 +91,8 @@ def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | B
     size = int(read_plan(directory).get("world_size", 1))
     if size > available_cores():
         raise click.UsageError(
-            f"the run was trained by {size} processes, and this machine has {available_cores()} cores; start them by "
-            "torchrun or Slurm as before, or give --processes."
+            f"the run was trained with {size} processes, and this machine has {available_cores()} cores; start them "
+            "with torchrun or Slurm as before, or give --processes."
         )
     return size
 

@@ -1,4 +1,4 @@
-"""`paceline serve`: predictions over HTTP, and a page to look at them."""
+"""`paceline serve`: predictions over HTTP, and a page to view them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from paceline.loading import loading
 
 _MEBIBYTE = 2**20
 _OPEN = (
-    "listens beyond this machine: whoever reaches it can send images, unencrypted and without a password. Put a server "
-    "with TLS and a login before it, or leave out --host."
+    "accepts connections from other machines: anyone who reaches it can send images, unencrypted and without a "
+    "password. Put "
+    "a proxy with TLS and a login in front of it, or leave out --host."
 )
 
 
 @command("serve")
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Answer over HTTP with the weights of TARGET, which are given as to `paceline predict`.
+    """Serve predictions over HTTP with the weights of TARGET, given as for `paceline predict`.
 
-    POST /predict takes images as multipart/form-data, in fields called images, and answers in JSON. / is a page to send
-    images from, /health and /metrics are for whatever watches the service, and /openapi.json describes it all. SIGTERM
-    and SIGINT (Ctrl-C) stop it, after those who wait have been answered. A line is logged for each request on standard
-    error, without its contents.
+    POST /predict takes images as multipart/form-data, in fields called images, and answers in JSON. / is a page for
+    sending images, /health and /metrics are for monitoring, and /openapi.json describes the service. SIGTERM and SIGINT
+    (Ctrl-C) stop it after pending requests are answered. Each request logs a line on standard error, without its
+    contents.
 
     Examples:
       paceline serve runs/photos
@@ -39,22 +40,22 @@ class Serve:
     """
 
     target: Target
-    host: Annotated[str, Shape(metavar="ADDRESS"), "Where to listen."] = "127.0.0.1"
-    port: Annotated[int, Ge(0), Le(65535), "0: any that is free."] = 8000
+    host: Annotated[str, Shape(metavar="ADDRESS"), "Address to listen on."] = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65535), "0: any free port."] = 8000
     allow_host: Annotated[
         tuple[str, ...],
         Shape(metavar="NAME", repeatable=True),
         "Extra Host header to accept, for example behind a proxy (repeatable).",
     ] = ()
-    max_batch: Annotated[int, Ge(1), "Images answered at once."] = 32
+    max_batch: Annotated[int, Ge(1), "Images per batch."] = 32
     max_wait_ms: Annotated[float, Ge(0), Le(1000), "How long the first image of a batch waits for others."] = 5
-    max_request_mb: Annotated[float, Ge(0.01), Le(2048), "MiB of a request."] = 32
-    max_images: Annotated[int, Ge(1), Le(1000), "Images of a request."] = 16
-    max_pixels: Annotated[int, Ge(1), "Pixels of an image."] = 50_000_000
-    max_seconds: Annotated[float, Ge(0.1), Le(3600), "From a request's head to its answer, a slow upload included."] = (
-        30
-    )
-    max_queue: Annotated[int, Ge(1), "Images that wait; then come 503s."] = 256
+    max_request_mb: Annotated[float, Ge(0.01), Le(2048), "Maximum MiB per request."] = 32
+    max_images: Annotated[int, Ge(1), Le(1000), "Maximum images per request."] = 16
+    max_pixels: Annotated[int, Ge(1), "Maximum pixels per image."] = 50_000_000
+    max_seconds: Annotated[
+        float, Ge(0.1), Le(3600), "Time from a request's header to its response, including a slow upload."
+    ] = 30
+    max_queue: Annotated[int, Ge(1), "Maximum images waiting; further requests get a 503."] = 256
     weights: Weights = "auto"
     best: Best = False
     trust_code: TrustCode = False
@@ -90,7 +91,7 @@ class Serve:
 
             if predictor.draws and not predictor.finds_boxes:
                 raise PacelineError(
-                    f"{self.target} labels pixels, which is not served; use paceline predict --draw DIR."
+                    f"{self.target} is a segmentation model, which cannot be served; use paceline predict --draw DIR."
                 )
 
             def ready() -> None:

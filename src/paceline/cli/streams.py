@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or gone: what is under way continues, and the exit code says what was lost."""
+"""Closed, full or broken standard streams: the command continues, and the exit code shows a loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READ, _WRITE = os.O_RDONLY, os.O_WRONLY
 
 
 class StandardStream(io.TextIOWrapper):
-    """A standard stream that fails nobody: once it cannot be written, it says so on standard error and leads nowhere.
+    """A standard stream that never raises: after a write error it reports once on standard error and discards the rest.
 
     Attributes:
         is_lost: Whether something could not be written.
@@ -27,7 +27,7 @@ class StandardStream(io.TextIOWrapper):
     is_optional = False
 
     def write(self, text: str) -> int:
-        """Write, as far as that is possible."""
+        """Write, if possible."""
         try:
             return super().write(text)
         except OSError as error:
@@ -35,7 +35,7 @@ class StandardStream(io.TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Flush, as far as that is possible."""
+        """Flush, if possible."""
         try:
             super().flush()
         except OSError as error:
@@ -53,7 +53,7 @@ class StandardStream(io.TextIOWrapper):
 
 
 def lead_nowhere(stream: TextIO) -> None:
-    """Drop what is still written to a stream."""
+    """Discard further writes to a stream."""
     nowhere = os.open(os.devnull, _WRITE)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -89,7 +89,7 @@ def _taken(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 def make_optional(stream: TextIO) -> None:
-    """Let the command under way succeed without a stream: a run's exit code says how the run ended."""
+    """Let the current command succeed without a stream: a run's exit code says how the run ended."""
     if isinstance(stream, StandardStream):
         stream.is_optional = True
 
@@ -111,7 +111,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 def ends_in_order() -> Iterator[None]:
     """Take a request to end (SIGTERM), or a terminal that is closed (SIGHUP), as an exit; SIGINT is one in Python.
 
-    What was to be ignored, as SIGHUP under ``nohup``, still is.
+    Ignored signals, such as SIGHUP under ``nohup``, stay ignored.
     """
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
     heard = [number for number in _SIGNALS if previous[number] != signal.SIG_IGN]

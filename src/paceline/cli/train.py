@@ -1,4 +1,4 @@
-"""`paceline train`: one run, begun or continued."""
+"""`paceline train`: start or resume a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MEASURED_PARAMETERS = 100_000_000
 _CLIPS = {
     "clip_norm": "gradient's norm",
     "clip_value": "gradient's largest number",
-    "clip_adaptive": "norm of a unit's gradient beside its weights'",
+    "clip_adaptive": "norm of a unit's gradient relative to its weights'",
 }
 
 
@@ -57,7 +57,8 @@ ChangingProcesses = Annotated[
     int | Between | None,
     Shape(metavar="N|MIN:MAX", parse=rank_count),
     "Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch evenly "
-    "are left out). MIN:MAX starts MAX and goes on with fewer after a failure (see --max-restarts). Leave it out under "
+    "are left out). MIN:MAX starts MAX and continues with fewer after a failure (see --max-restarts). Leave it out "
+    "under "
     "torchrun or Slurm.",
 ]
 MaxRestarts = Annotated[
@@ -69,7 +70,7 @@ MaxRestarts = Annotated[
 Until = Annotated[
     str | None,
     Shape(metavar="DURATION"),
-    "Stop there with a checkpoint, although the run is longer, with exit code 75: the same as train.until.",
+    "Stop there early, with a checkpoint and exit code 75: the same as train.until.",
 ]
 
 
@@ -82,8 +83,8 @@ class Train:
     the number of images and the machine, and prints why.
 
     Overrides are dotted: optimizer.lr=0.1 data.workers=4 train.duration="3 epochs". The same command in the same
-    --run-dir goes on where the run stopped, as does `paceline resume RUN`; exit code 75 means it was stopped on request
-    and can go on. For a run directory as RECIPE, name another --run-dir: that is a new run.
+    --run-dir resumes the run, as does `paceline resume RUN`; exit code 75 means it was stopped on request and can be
+    resumed. For a run directory as RECIPE, name another --run-dir: that is a new run.
 
     Examples:
       paceline train photos/
@@ -100,10 +101,10 @@ class Train:
     resume: Annotated[
         str,
         Shape(metavar="auto|never|CHECKPOINT", path="local"),
-        "Go on from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
+        "Resume from the newest whole checkpoint, refuse to, or go back to one of the run's checkpoints.",
     ] = "auto"
     until: Until = None
-    plan_only: Annotated[bool, "Print every derived number and train nothing."] = False
+    plan_only: Annotated[bool, "Print every derived value without training."] = False
 
     def stream(self, *, as_json: bool) -> int:
         """Train, or print the plan."""
@@ -116,8 +117,8 @@ class Train:
         )
         if again and not self.plan_only and run_dir is None:
             raise click.UsageError(
-                f"'{recipe}' is a run: go on with it by `paceline resume {recipe}`, or start a new run of its recipe "
-                f"by `paceline train {recipe} --run-dir DIR`."
+                f"'{recipe}' is a run: resume it with `paceline resume {recipe}`, or start a new run of its recipe "
+                f"with `paceline train {recipe} --run-dir DIR`."
             )
         # To train a recipe is to run what it names; its plan alone is read as other commands read it.
         with contextlib.nullcontext() if self.plan_only else trusting_code():
@@ -155,8 +156,8 @@ class Train:
             return None
         if self.run_dir is None:
             raise click.UsageError(
-                f"--max-restarts {most} goes on from a run's checkpoints, so it must be known where they are; name a "
-                "directory with --run-dir."
+                f"--max-restarts {most} resumes from the run's checkpoints, so it requires --run-dir; name a directory "
+                "with it."
             )
         if self.resume != "auto":
             raise click.UsageError(
@@ -203,7 +204,7 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
         until = " train.until=null" * (summary.details.get("ending") == "until")
-        echo(f"To go on: {program()} resume {run_dir}{until}{trust}")
+        echo(f"To resume: {program()} resume {run_dir}{until}{trust}")
         return
     echo("Next:")
     if plan.get("sample_name") == "images":
@@ -228,7 +229,7 @@ def _figures(result: TrainResult, plan: Mapping[str, Any]) -> dict[str, Any]:
     if rate := summary.throughput_samples_per_second:
         figures["throughput"] = f"{format_count(rate)} {plan.get('sample_name', 'samples')}/s"
     if rate := summary.throughput_tokens_per_second:
-        figures["tokens"] = f"{format_count(rate)}/s, padding left out"
+        figures["tokens"] = f"{format_count(rate)}/s, without padding"
     if summary.data_wait_fraction is not None:
         figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
     spent, whole = format_seconds(summary.train_seconds), format_seconds(summary.total_seconds)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Watch:
     """Watch the runs in the directories RUN: progress, the time left, curves, phases of a step, evaluations, incidents.
 
-    Only reads, on this host or any other that shares the directory, and ends when the runs do. On a terminal, one run
-    fills the screen and several are a table; elsewhere, one line per record. With --json, how they stand now.
+    It only reads, on any host that shares the directory, and ends when the runs do. On a terminal, one run
+    fills the screen and several are a table; elsewhere, one line per record. With --json, their current state.
 
     Examples:
       paceline watch runs/mine
@@ -34,7 +34,7 @@ class Watch:
     """
 
     runs: Annotated[tuple[Path, ...], Shape(metavar="RUN...", argument=True)]
-    interval: Annotated[float, Ge(0.1), Shape(metavar="SECONDS"), "Time between two looks at the directory."] = 1.0
+    interval: Annotated[float, Ge(0.1), Shape(metavar="SECONDS"), "Refresh interval."] = 1.0
 
     def stream(self, *, as_json: bool) -> int:
         """Show the runs until they are over."""

@@ -1,4 +1,4 @@
-"""Share work out evenly when samples are of unequal length, whatever the number of processes.
+"""Balance the work of samples of unequal length, for any number of processes.
 
 Two decisions, both pure functions of (seed, epoch, lengths). *Which samples share a step*: each step takes one sample
 of each stratum of lengths, so that all steps have about the same number of tokens. *Which samples share a
@@ -23,7 +23,7 @@ class SampleLengths:
     Attributes:
         tokens: Tokens of each, at least 1, int64 [samples].
         multiple: A micro-batch is padded to its longest sample, rounded up to a multiple of this.
-        width: What each is padded to whatever stands beside it; None where that is the longest of its micro-batch.
+        width: Fixed padded length of each; None if that is the longest of its micro-batch.
         most: No micro-batch is padded beyond this; None for no limit.
     """
 
@@ -39,7 +39,7 @@ class SampleLengths:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether it depends on its company what a sample costs."""
+        """Whether a sample's cost depends on the rest of its micro-batch."""
         return self.width is None
 
     def padded(self, ids: SampleIds) -> NDArray[np.int64]:
@@ -52,12 +52,12 @@ class SampleLengths:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoad:
-    """What a step has the processes compute.
+    """The work of one step.
 
     Attributes:
         tokens: Of its samples.
         positions: Places for tokens in its micro-batches, padding included.
-        busiest: Of these, those of the process that has most of them.
+        busiest: Those of the process with the most.
         processes: How many share them.
     """
 
@@ -69,7 +69,7 @@ class StepLoad:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Costliest:
-    """The micro-batch that takes most memory.
+    """The micro-batch that takes the most memory.
 
     Attributes:
         positions: Places for tokens in it, padding included.
@@ -133,7 +133,7 @@ def _dealt(groups: NDArray[np.int64], costs: NDArray[np.int64], shares: int) -> 
 
 
 def shared_out(padded: NDArray[np.int64], parts: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """Share a step's samples out over parts that cost about the same, and order those for any number of processes.
+    """Divide a step's samples into parts of about equal cost, and order these for any number of processes.
 
     Where samples are few and long, no cut makes all parts alike. So the parts are ordered such that those of each half,
     of each quarter and so on, which are a process's, cost about the same together.

@@ -1,4 +1,4 @@
-"""One micro-batch: nested tensors, the slice of samples they are made from, and what a back-end must do.
+"""One micro-batch: nested tensors, their slice of samples, and the interface of a back-end.
 
 A batch's tensors have its samples along their first axis; its lists have an entry for each sample (pictures of unequal
 shapes, for example). Tuples and dicts hold parts that are such tensors or lists.
@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.data.slices import SampleIds, SampleSlice
 
 Nested = Any
-"""A tensor, or a tuple, list or dict (by name) of nested ones; what is no tensor stays as it is."""
+"""A tensor, or a tuple, list or dict (by name) of nested ones; values that are not tensors stay unchanged."""
 
 
 def mapped(function: Callable[[Tensor], Any], value: Nested) -> Nested:
@@ -62,9 +62,9 @@ def chosen(value: Nested, rows: Sequence[int], *, of: int) -> Nested:
     """Some samples of a batch's inputs or targets, in another order if need be.
 
     Args:
-        value: What is said of the whole batch.
+        value: A value for the whole batch.
         rows: Which of its samples, each as often as it is named.
-        of: How many the batch has. What does not have so many entries belongs to no sample, and stays.
+        of: How many the batch has. Values with another number of entries belong to no sample, and stay.
     """
     if isinstance(value, Tensor):
         if not value.ndim or len(value) != of:
@@ -126,8 +126,7 @@ class Batch:
             normalised float after the prefetcher.
         targets: Likewise. Of images class indices, int64 [N]; of mixed samples probabilities, float [N, classes].
         ids: Ids of the samples in the batch, int64 [N]: the slice's without the broken ones.
-        slice: What was asked for.
-        broken: Samples of the slice that could not be read.
+        slice: The requested slice. broken: Samples of the slice that could not be read.
     """
 
     inputs: Nested
@@ -138,7 +137,7 @@ class Batch:
 
     @property
     def weight(self) -> int:
-        """What the batch's mean loss counts for: its samples, or where they weigh something, what they weigh."""
+        """Weight of the batch's mean loss: its number of samples, or the sum of their weights."""
         if self.slice.phantom:
             return 0
         return len(self.ids) if self.slice.weight is None else self.slice.weight

@@ -1,4 +1,4 @@
-"""Classes of unequal size: how often their samples are drawn, and what they count for in the loss."""
+"""Classes of unequal size: how often their samples are drawn, and their weight in the loss."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def counts_by_ratio(ratios: Mapping[str, float], sets: SampleClasses) -> tuple[i
         counts[each] += 1
     for (name, ratio), size, count in zip(ratios.items(), sizes.tolist(), counts, strict=True):
         if size == 0:
-            raise RecipeError(f"data.mixture names {name!r}, of which no training images are left; leave it out.")
+            raise RecipeError(f"data.mixture names {name!r}, which has no training images left; leave it out.")
         if count == 0:
             raise RecipeError(
                 f"data.mixture gives {name!r} the ratio {ratio:g}, which is less than one of the {len(sets):,} samples "
@@ -141,7 +141,7 @@ def weights_by_class(
     samples has weight 1, and so has one that a mapping does not name.
 
     Args:
-        key: Where it was asked for, for the message.
+        key: The recipe key, for the message.
         asked: ``balanced``, or weights by class name.
         labels: The class of each training sample.
         names: The classes' names.

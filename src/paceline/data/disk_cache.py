@@ -1,4 +1,4 @@
-"""Cache on disk: files written whole or not at all, and read back warily."""
+"""Disk cache: files are written atomically and checked when read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stamp_if_there(path: str) -> Stamp | None:
 
 
 def remember(path: Path, content: bytes) -> bool:
-    """Write a file of the cache, whole or not at all; False where it cannot be written, or there is no room."""
+    """Write a cache file atomically; False if it cannot be written, or the disk is full."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A name that no other process has, on this host or another one.
@@ -74,10 +74,9 @@ def found_once(
     Args:
         kind: The folder of the cache.
         key: What is found, and of which files.
-        stamps: Of the files; None for one that is not there.
-        find: Finds it.
+        stamps: Of the files; None for a missing one. find: Computes the result.
         now: A time before the stamps were taken, in ns.
-        is_kept: Whether what was found is worth keeping.
+        is_kept: Whether the result is worth caching.
     """
     path = cache_folder() / kind / f"{_digest(key)}.json"
     state = _digest(stamps)
@@ -104,7 +103,7 @@ def remember_arrays(path: Path, arrays: Arrays) -> bool:
 
 
 def recall_arrays(path: Path) -> Arrays | None:
-    """Read arrays back; None if there are none, or the file is torn. What they say is the caller's to check."""
+    """Read arrays back; None if there are none, or the file is torn. The caller must check their content."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)

@@ -1,4 +1,4 @@
-"""The order of samples and their share-out among ranks: pure functions of (seed, epoch, step) and the world.
+"""The order of samples and their division among ranks: pure functions of (seed, epoch, step) and the world.
 
 An epoch's order is a permutation; step *t* of the epoch takes the *t*-th slice of it, cut into logical ranks
 (micro-batch slots); a process takes its logical ranks' parts. Where samples are of unequal length, the permutation and
@@ -109,7 +109,7 @@ class StepGeometry:
 
     @cached_property
     def epochs(self) -> Epochs:
-        """Where in the epochs each step lies."""
+        """Position of each step in the epochs."""
         return Epochs.cut(self.samples, [(0, self.global_batch_size, self.logical_ranks), *self.growth])
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
@@ -139,7 +139,7 @@ class StepGeometry:
         ]
 
     def load(self, step: int, processes: int) -> StepLoad | None:
-        """What one step has so many processes compute; None where samples have no lengths."""
+        """The work of one step on a number of processes; None if samples have no lengths."""
         if self.lengths is None:
             return None
         costs = self._costs(step, self.lengths)

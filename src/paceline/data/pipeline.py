@@ -1,4 +1,4 @@
-"""Streams of batches on the device, for the trainer: what a pipeline offers, and one made of a reading function.
+"""Streams of batches on the device: the pipeline interface, and a pipeline made from a reading function.
 
 Threads may make batches ahead. On a GPU, batch *n + 1* is copied, normalised and finished on a side stream while *n* is
 computed on; on the CPU the same arithmetic runs in line.
@@ -48,7 +48,7 @@ class Pipeline(Protocol):
         ...
 
     def load(self, report: Progress) -> None:
-        """Read now what is held in memory, and report (samples read, samples in all) now and then."""
+        """Load what is held in memory now, and report (samples read, samples in all) periodically."""
         ...
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
@@ -72,15 +72,15 @@ class Pipeline(Protocol):
 
 
 class TimedPipeline(Pipeline, Protocol):
-    """One that tells when a training step waits for a batch that is being brought to the device."""
+    """A pipeline that reports when a training step waits for a transfer to the device."""
 
     def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter what ``moving`` gives where that is so."""
+        """Enter the context of ``moving`` at such waits."""
         ...
 
 
 def as_timed(pipeline: Pipeline) -> TimedPipeline | None:
-    """The same pipeline, if it tells; those of the user's own need not."""
+    """The same pipeline, if it reports them; users' own need not."""
     return cast("TimedPipeline", pipeline) if hasattr(pipeline, "timed_by") else None
 
 
@@ -161,7 +161,7 @@ class Normalize:
 
 
 def as_they_are(inputs: Nested) -> Nested:
-    """For :func:`to_device`: inputs that the network takes as they come."""
+    """For :func:`to_device`: inputs the network takes unchanged."""
     return inputs
 
 
@@ -282,7 +282,7 @@ class SimplePipeline:
         """Nothing: there are no loader processes, and threads begin with the first batch."""
 
     def load(self, report: Progress) -> None:
-        """Nothing: the function has what it needs."""
+        """Nothing to load."""
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
@@ -297,11 +297,11 @@ class SimplePipeline:
         return f"{self._name} {sample_id} ({'training' if training else 'held out'})"
 
     def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter what ``moving`` gives where a training step waits for a batch that is being brought to the device."""
+        """Enter the context of ``moving`` when a training step waits for a transfer to the device."""
         self._moving = moving
 
     def close(self) -> None:
-        """Nothing is open: threads end with their stream."""
+        """Nothing to close: threads end with their stream."""
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         make = partial(self._batch, training=training)

@@ -1,7 +1,7 @@
-"""What the loader processes of a run need of this machine: shared memory, file descriptors, cores.
+"""Check what a run's loader processes need: shared memory, file descriptors, cores.
 
-Found out before anything is started. Otherwise a full /dev/shm ends a worker with a bus error, and a table of file
-descriptors that is full ends the run, after minutes and with words that name neither.
+This runs before anything starts. Otherwise a full /dev/shm kills a worker with a bus error, and a full table of file
+descriptors ends the run, after minutes and with messages that name neither.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DESCRIPTORS_BESIDE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What a run asks of one machine in order to load its batches.
+    """What a run needs on one machine to load its batches.
 
     Attributes:
         processes: Ranks on this machine.
@@ -54,7 +54,7 @@ class Loading:
 
     @property
     def descriptors(self) -> int:
-        """That one rank needs for all its batches, beside those it has in use."""
+        """Needed by one rank for its queued batches."""
         each = _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_PER_BATCH * self.prefetch
         splits = (self.train_batch_bytes > 0) + (self.evaluation_batch_bytes > 0)
         return splits * self.workers * each + _DESCRIPTORS_BESIDE
@@ -67,7 +67,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Findings:
-    """What stands against a run on this machine.
+    """Obstacles to a run on this machine.
 
     Attributes:
         refusal: Why it cannot work, and what to change; empty if it may.
@@ -79,11 +79,10 @@ class Findings:
 
 
 def look_at_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Findings:
-    """Compare what a run will ask for with what this process may have.
+    """Compare a run's needs with this process's limits.
 
     Args:
-        loading: What is asked for.
-        shared_memory: Where the system keeps it.
+        loading: The request. shared_memory: Where the system keeps it.
     """
     if loading.workers == 0:
         return Findings()
@@ -101,7 +100,7 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
     if not os.access(path, os.W_OK):
         return (
             f"{loading} hand over batches in shared memory, and {path} "
-            "cannot be written to: mount it so that it can, or set data.workers=0."
+            "cannot be written to: mount it writable, or set data.workers=0."
         ), ""
     free = found.f_bavail * found.f_frsize
     size = "batch.micro_size" if loading.train_batch_bytes else "evaluate.batch_size"
@@ -118,8 +117,8 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
     if loading.most_bytes > free:
         return "", (
             f"the batches that {loading} keep ready can take "
-            f"{format_bytes(loading.most_bytes)} of shared memory, and {path} has {format_bytes(free)} free; when none "
-            f"is left, the run ends: {change}"
+            f"{format_bytes(loading.most_bytes)} of shared memory, and {path} has {format_bytes(free)} free; a run "
+            f"fails when it is full: {change}"
         )
     return "", ""
 
@@ -140,7 +139,7 @@ def _descriptors(loading: Loading) -> str:
     change = f"run 'ulimit -n {needed}' first" if allowed else f"have the limit raised to {needed} (ulimit -Hn)"
     return (
         f"{loading} may need {needed} "
-        f"open files in a process, and {limit} are allowed: {change}, or lower data.workers or data.prefetch."
+        f"open files per process, and {limit} are allowed: {change}, or lower data.workers or data.prefetch."
     )
 
 
@@ -151,6 +150,6 @@ def _cores(loading: Loading) -> str:
     if asked <= max(cores, loading.processes):
         return ""
     return (
-        f"{asked} loader processes (data.workers={loading.workers}) are asked for, and {cores} core{'s' * (cores > 1)} "
-        "may be used; more processes than cores read no more images: lower data.workers, or leave it to auto."
+        f"{asked} loader processes (data.workers={loading.workers}) are requested, and {cores} core{'s' * (cores > 1)} "
+        "may be used; more processes than cores are no faster: lower data.workers, or leave it to auto."
     )

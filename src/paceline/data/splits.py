@@ -31,5 +31,5 @@ def held_out_among(names: Collection[str]) -> str | None:
 
 
 def unread_splits(names: Sequence[str]) -> str:
-    """Say that splits are there and not read; empty if there are none."""
+    """Report splits that exist but are not read; empty if there are none."""
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read" if names else ""

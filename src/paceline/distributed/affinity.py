@@ -1,7 +1,7 @@
 """Choose the machine's cores that this process runs on.
 
-A GPU hangs on one socket's memory (its NUMA node). A process that feeds it from another one reaches both over the
-link between the sockets, and processes that wander share caches with nobody twice. The choice is a function of the
+A GPU is attached to one socket's memory (its NUMA node). A process on another socket reaches it over the link between
+the sockets, and a process that moves between cores loses its caches. The choice is a function of the
 machine's layout, the mode and the process's number on the machine; loader processes and threads inherit it.
 """
 
@@ -30,7 +30,7 @@ Core = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Topology:
-    """What of the machine this process may use.
+    """The part of the machine this process may use.
 
     Attributes:
         nodes: The physical cores of each NUMA node, in the order of their first logical CPU.
@@ -133,7 +133,7 @@ def own_cores(mode: str, topology: Topology, local_rank: int, homes: Sequence[in
     per_process = min(len(cores) // near.count(cores) for cores in near)
     if mode in ("single_unique", "interleaved", "contiguous") and per_process == 0:
         raise RecipeError(
-            f"parallel.affinity={mode} gives each process a core of its own, and there are {len(mine)} near "
+            f"parallel.affinity={mode} gives each process its own core, and there are {len(mine)} near "
             f"{len(sharing)} of them; use parallel.affinity=socket, or fewer processes."
         )
     chosen = {
@@ -183,7 +183,7 @@ def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping
     bound = environ.get("SLURM_CPU_BIND_TYPE", "none")
     if "SLURM_STEP_ID" in environ and not bound.startswith("none") and world.local_world_size > 1:
         raise RecipeError(
-            f"parallel.affinity={mode}: Slurm has bound each task to cores of its own (SLURM_CPU_BIND_TYPE={bound}); "
+            f"parallel.affinity={mode}: Slurm has already bound each task to cores (SLURM_CPU_BIND_TYPE={bound}); "
             "use parallel.affinity=none, or start the tasks with srun --cpu-bind=none."
         )
     topology = read_topology(frozenset(os.sched_getaffinity(0)))
@@ -197,8 +197,8 @@ def _homes(world: World, device: torch.device, mode: str) -> list[int | None]:
     visible = torch.cuda.device_count()
     if visible < world.local_world_size:
         raise RecipeError(
-            f"parallel.affinity={mode} must know where the devices of all {world.local_world_size} processes here "
-            f"are, and this one sees {visible}; let every task see all (srun --gpu-bind=none), or use "
+            f"parallel.affinity={mode} needs to see the devices of all {world.local_world_size} processes here, and "
+            f"this one sees {visible}; let every task see all (srun --gpu-bind=none), or use "
             "parallel.affinity=none."
         )
     return [node_of_device(_bus(index)) for index in range(world.local_world_size)]
@@ -210,7 +210,7 @@ def _bus(index: int) -> str:
 
 
 def bind(cores: OwnCores | None) -> None:
-    """Let all threads of this process run there alone; those that they start, and processes, inherit it."""
+    """Pin all threads of this process there; new threads and child processes inherit it."""
     if cores is not None:
         _set(lambda _: cores.cpus)
 

@@ -1,4 +1,4 @@
-"""Build the strategy that keeps the replicas of a plan together."""
+"""Build the parallel strategy of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of the run's processes: a few verbs that are the identity in a world of one."""
+"""Collectives of the run's processes; with one process they change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def agents_store(address: str, world: World, *, timeout: timedelta) -> Store:
         timeout: How long to wait for the store, and for the other processes.
 
     Raises:
-        LaunchError: If not all processes come before the timeout; names those that did not.
+        LaunchError: If not all processes arrive before the timeout; names the missing ones.
     """
     host, _, port = address.rpartition(":")
     return fresh_part(TCPStore(host, int(port), is_master=False, timeout=timeout), world, timeout=timeout)
@@ -40,11 +40,11 @@ def agents_store(address: str, world: World, *, timeout: timedelta) -> Store:
 def fresh_part(store: Store, world: World, *, timeout: timedelta) -> Store:
     """Agree with the other processes of this launch on a new name, and return what the store keeps under it.
 
-    Every process shows a token; the first answers each token with the name, and waits until all have read it. A
-    token left by a process that is gone is answered too, in vain: its successor's replaces it.
+    Every process shows a token; the first answers each token with the name, and waits until all have read it. A dead
+    process's token is answered too, without effect: its successor's replaces it.
 
     Raises:
-        LaunchError: If not all processes come before the timeout; names those that did not.
+        LaunchError: If not all processes arrive before the timeout; names the missing ones.
     """
     meeting = PrefixStore("paceline", store)
     name = _name_launch(meeting, world, timeout) if world.is_first else _learn_name(meeting, world, timeout)
@@ -62,8 +62,9 @@ def _name_launch(meeting: Store, world: World, timeout: timedelta) -> str:
                 answered[rank] = token
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"rank(s) {', '.join(map(str, missing[:8]))} of {world.world_size} did not come within "
-                f"{timeout.total_seconds():.0f} s; look for their errors, and whether their hosts reach this one."
+                f"rank(s) {', '.join(map(str, missing[:8]))} of {world.world_size} did not arrive within "
+                f"{timeout.total_seconds():.0f} s; look for their errors, and "
+                f"check that their hosts can reach this one."
             )
         time.sleep(_POLL_SECONDS)
     return name
@@ -211,7 +212,7 @@ class Collectives:
 def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) -> Collectives:
     """Form the process group of this world: NCCL for CUDA devices, gloo for the CPU, XCCL for XPU.
 
-    A group that is there already is used as it is.
+    An existing group is used unchanged.
 
     Args:
         launch: This process's place, and where the others are met.
@@ -219,7 +220,7 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
         timeout_seconds: How long to wait for the others, here and in every collective.
 
     Raises:
-        LaunchError: If the processes do not find one another, or the group that is there is of another size.
+        LaunchError: If the processes cannot connect, or the existing group has another size.
     """
     world = launch.world
     if _is_joined():

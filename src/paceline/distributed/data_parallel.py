@@ -1,4 +1,4 @@
-"""Replicas kept equal by torch's own means (DDP), at the speed of its collectives."""
+"""Replicas kept equal by torch's DistributedDataParallel (DDP)."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DataParallel(VotingStrategy, Replicas):
         return wrapped
 
     def gradients_changed(self) -> None:
-        """Wrap the network anew: DDP waits for the gradients of those parameters that need one when it is built."""
+        """Wrap the network again: DDP waits for the gradients of those parameters that need one when it is built."""
         # The old one would go on counting gradients until it is collected.
         self._replica._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch has no other way
         self._replica = self._wrapped()

@@ -22,7 +22,7 @@ def available_devices() -> dict[str, str]:
         f"{torch.cuda.device_count()} device(s)" if torch.cuda.is_available() else "no CUDA or ROCm device is visible"
     )
     xpu = "available" if torch.xpu.is_available() else "no Intel GPU is visible"
-    mps = "available" if torch.backends.mps.is_available() else "this is no Mac with Metal"
+    mps = "available" if torch.backends.mps.is_available() else "this is not a Mac with Metal"
     return {"cpu": "available", "cuda": cuda, "mps": mps, "xpu": xpu}
 
 
@@ -41,7 +41,7 @@ def choose_device(asked: str, world: World) -> torch.device:
     """Resolve ``parallel.device`` for this process; GPUs are taken by local rank.
 
     Raises:
-        RecipeError: If the device asked for is not there.
+        RecipeError: If the requested device is not available.
     """
     # Metal has no collectives: several processes on a Mac train on its CPU.
     choices = ("cuda", "xpu", "mps", "cpu") if world.world_size == 1 else ("cuda", "xpu", "cpu")
@@ -71,7 +71,7 @@ def device_index(world: World, visible: int, *, bound_by_slurm: bool) -> int:
         return 0
     if world.local_rank >= visible:
         raise RecipeError(
-            f"process {world.local_rank} on this machine has no device of its own: there are {visible}; start at most "
+            f"process {world.local_rank} on this machine has no device for itself: there are {visible}; start at most "
             "that many processes, or use parallel.device=cpu."
         )
     return world.local_rank

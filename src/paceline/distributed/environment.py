@@ -1,4 +1,4 @@
-"""Read this process's place from the environment: torchrun's, Slurm's, our own launcher's, or alone."""
+"""Read this process's rank and world from the environment: torchrun's, Slurm's, our launcher's, or none."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RESTARTS_VARIABLE = "PACELINE_RESTARTS"
 
 @dataclass(frozen=True)
 class Launch:
-    """A world and where its processes meet.
+    """A world and its rendezvous.
 
     Attributes:
         world: This process's place.
         rendezvous: URL for torch.distributed's ``init_method``.
         source: Who started the processes: ``alone``, ``torchrun``, ``slurm`` or ``paceline``.
         store: HOST:PORT of the store that torchrun's agent keeps for its workers, where it keeps one. It outlives them.
-        restarts: How often they were started again by now.
+        restarts: How often they were restarted so far.
         comes_again: Which of torchrun's settings may have it start them again, as it was written; None if none does.
     """
 
@@ -84,7 +84,7 @@ def _world(rank: int, local_rank: int, world_size: int, local_world_size: int) -
     try:
         return World(rank=rank, local_rank=local_rank, world_size=world_size, local_world_size=local_world_size)
     except ValueError as error:
-        raise LaunchError(f"the environment describes no possible world: {error}.") from None
+        raise LaunchError(f"the environment variables do not describe a valid world: {error}.") from None
 
 
 def _comes_again(environ: Mapping[str, str]) -> str | None:

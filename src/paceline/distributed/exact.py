@@ -1,4 +1,4 @@
-"""Replicas kept equal to the bit, with results that do not depend on their number.
+"""Bit-identical replicas, with results that do not depend on their number.
 
 The step's work is cut into a fixed number of logical ranks. Each leaves its share of the gradient, of the change of
 every buffer (BatchNorm statistics) and of the loss in one flat leaf; leaves are added along a tree whose shape is that
@@ -178,7 +178,7 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 class ExactDataParallel(Replicas):
-    """Replicas that compute the same bits in any number.
+    """Replicas whose results are bit-identical for any number of them.
 
     Args:
         network: The bare network.

@@ -54,7 +54,7 @@ _GRACE_WITHOUT_LAUNCHER_SECONDS = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """What the user allows.
+    """The allowed restarts.
 
     Attributes:
         most: How often the ranks may be started again.
@@ -87,7 +87,7 @@ class Failure:
 def next_size(sizes: Sequence[int], failures: Sequence[Failure]) -> int | None:
     """How many ranks to start after these failures of a run; None if the last one only came again.
 
-    After a failure of the most ranks, fewer go on, since some of them may have lost their place; after a failure of
+    After a failure with the most ranks, fewer continue, since some of them may have lost their host; after a failure of
     fewer, all are tried again. Without progress in between, ever fewer are tried, and then the same fault ends it.
 
     Args:
@@ -148,7 +148,7 @@ def is_torchrun(pid: int) -> bool:
 
 @dataclass(frozen=True)
 class RankError:
-    """What a rank had to say before it ended.
+    """A rank's last report.
 
     Attributes:
         summary: Its error in one line, the same when it comes again.
@@ -197,9 +197,9 @@ def _announce_restart(failures: Sequence[Failure], restarts: Restarts, size: int
     step, count = failures[-1].step, len(failures)
     where = f"after step {step}" if step >= 0 else "before its first record"
     if size is None:
-        again = f"the run has failed again {where} without getting on since, and is not started again"
+        again = f"the run has failed again {where} without progress since, and is not restarted"
     elif count > restarts.most:
-        again = f"the run has failed {where}, and may not be started again (--max-restarts {restarts.most})"
+        again = f"the run has failed {where}, and has no restarts left (--max-restarts {restarts.most})"
     else:
         ranks = f"{size} rank{'s' * (size > 1)}"
         again = f"the run has failed {where}; restart {count} of {restarts.most}, with {ranks}"
@@ -246,7 +246,7 @@ class _Outcome:
 
 
 def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> dict[str, str]:
-    """What tells a process started on this machine its place among others, and where they meet.
+    """Environment that gives a process started on this machine its rank and rendezvous.
 
     Args:
         rank: Its index.
@@ -312,13 +312,13 @@ def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, as
 
 
 def read_errors(directory: Path) -> list[RankError]:
-    """Errors left by ranks, the earliest first, and then those that only tell of another's."""
+    """Errors of ranks, the earliest first, then those that only report another's."""
     errors = [RankError(**json.loads(path.read_text())) for path in directory.glob("rank-*.json")]
     return sorted(errors, key=lambda error: (error.is_echo, error.time))
 
 
 def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
-    """Tell the launcher, or standard error if there is none, why this process ends; returns the exit code.
+    """Report to the launcher, or to standard error, why this process ends; returns the exit code.
 
     A mistake of the user's is one sentence; anything else is a traceback.
     """

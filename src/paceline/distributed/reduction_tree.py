@@ -1,4 +1,4 @@
-"""A fixed order of addition, so that a sum is the same however many processes hold its parts.
+"""A fixed order of addition, so that a sum is the same for any number of processes.
 
 The parts are the leaves of a binary tree whose shape depends on their number alone: node ``(level, place)`` covers the
 leaves ``[place * 2**level, (place + 1) * 2**level)``. Floating-point addition is commutative but not associative;

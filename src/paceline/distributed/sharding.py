@@ -1,4 +1,4 @@
-"""Choose the modules that gather their weights together when each process holds a shard of them."""
+"""Choose the modules that gather their weights together under sharding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def modules_to_shard(network: nn.Module, parallel: Parallel) -> dict[str, nn.Mod
 
 
 def check_sharded(network: nn.Module, parallel: Parallel) -> None:
-    """See whether a network's weights can be spread as the recipe asks.
+    """Check that a network's weights can be sharded as the recipe asks.
 
     Raises:
         ModelError: If they cannot.
@@ -45,8 +45,8 @@ def check_sharded(network: nn.Module, parallel: Parallel) -> None:
     scalars = [name for name, parameter in network.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise ModelError(
-            f"parallel.strategy=fsdp cannot spread {scalars[0]}, which is a single number; make it a tensor of the "
-            "shape [1], or use parallel.strategy=ddp."
+            f"parallel.strategy=fsdp cannot shard {scalars[0]}, which is a single number; make it a tensor of shape "
+            "[1], or use parallel.strategy=ddp."
         )
     dtypes = sorted({str(parameter.dtype) for parameter in network.parameters()})
     if len(dtypes) > 1:
@@ -77,8 +77,8 @@ def _check_shared(network: nn.Module, sharded: dict[str, nn.Module]) -> None:
         if len(found) > 1:
             apart = " and ".join(sorted(each or "the rest of the network" for each in found))
             raise ModelError(
-                f"parallel.strategy=fsdp: {names[key]} is used by {apart}, which gather their weights apart; "
-                "name modules with parallel.shard_modules so that one holds all that use it, or use "
+                f"parallel.strategy=fsdp: {names[key]} is used by {apart}, which gather their weights separately; name "
+                "modules with parallel.shard_modules so that one holds all that use it, or use "
                 "parallel.strategy=ddp."
             )
 
@@ -133,7 +133,7 @@ class Filling:
         network: The network.
         average: The average of its weights, which begins with the same.
         collectives: The processes; the first one's values are everyone's.
-        device: Where they are to be.
+        device: Their device.
     """
 
     def __init__(

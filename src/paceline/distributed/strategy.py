@@ -44,7 +44,7 @@ class MicroBatch:
 
 
 class ControlFlags(NamedTuple):
-    """What a rank asks for, or what all ranks have agreed on after a step.
+    """Requests of a rank, or those that all ranks agreed on after a step.
 
     Attributes:
         stop: To stop after this step.
@@ -56,7 +56,7 @@ class ControlFlags(NamedTuple):
 
 
 class Stopwatch(Protocol):
-    """What a strategy tells of where its time goes; the step clock."""
+    """What a strategy reports its time to; the step clock."""
 
     def span(self, phase: str) -> AbstractContextManager[None, None]:
         """Count the time inside as a phase of the step."""
@@ -68,7 +68,7 @@ class Stopwatch(Protocol):
 
 
 class Strategy(abc.ABC):
-    """What the step and the loop need to know of parallel work; by itself, one process that waits for nobody.
+    """The parallel strategy, as the step and the loop use it; the base class is a single process.
 
     Attributes:
         averages_over: By how much the reduction divides what it has summed: the mean loss of a micro-batch is to be
@@ -78,7 +78,7 @@ class Strategy(abc.ABC):
             does so on all of them.
         model: What the step calls; wraps the network.
         scored: What evaluation calls; its modules are the network's.
-        waits_in: Phases of a step in which processes wait for one another, beside ``communication``.
+        waits_in: Phases of a step in which processes wait for one another, other than ``communication``.
         tells_communication: Whether it can tell the time in which a step waits for other processes from computing.
     """
 
@@ -94,7 +94,7 @@ class Strategy(abc.ABC):
         """From here on, count the time in which the step waits for other processes as ``communication``."""
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
-        """Around the forward and backward pass of a micro-batch."""
+        """Context for a micro-batch's forward and backward pass."""
         return _NOTHING
 
     @abc.abstractmethod
@@ -124,7 +124,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def agreed(self, flags: ControlFlags) -> ControlFlags:
-        """What any process has asked for; the same answer on every process after the same step.
+        """Requests of all processes; the same answer on every process after the same step.
 
         Args:
             flags: What this process asks for by now, which counts at once if it is alone.
@@ -154,7 +154,7 @@ def refuse_unused(network: nn.Module, *, allowed: bool) -> None:
     unused = [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]
     if unused and not allowed:
         raise ModelError(
-            f"{len(unused)} parameter(s) took no part in the loss: {', '.join(unused[:_NAMED])}"
+            f"{len(unused)} parameter(s) did not contribute to the loss: {', '.join(unused[:_NAMED])}"
             f"{', …' if len(unused) > _NAMED else ''}; freeze them (model.frozen), use them, or set "
             "parallel.unused_parameters=allow."
         )
@@ -165,7 +165,7 @@ _NAMED = 5
 
 
 class Marks:
-    """The largest mark that this process gave a loss of the step, kept on the device."""
+    """This process's largest mark on a loss of the step, kept on the device."""
 
     def __init__(self) -> None:
         self.of_step = torch.zeros(())
@@ -180,7 +180,7 @@ class Marks:
 
 
 class SingleProcess(Replicas):
-    """One process: nothing to agree on."""
+    """A single process: nothing to agree on."""
 
     def __init__(self, called: Callable[..., Any], network: nn.Module, *, allows_unused: bool = False) -> None:
         self.model = self.scored = called
@@ -196,7 +196,7 @@ class SingleProcess(Replicas):
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Remember the mark; the loss is unchanged."""
+        """Store the mark; the loss is unchanged."""
         self._marks.add(spoiled, loss, is_last=is_last)
         return loss
 

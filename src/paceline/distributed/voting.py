@@ -1,6 +1,6 @@
-"""Votes that travel with the reduction of the gradients: they need no collective of their own.
+"""Votes that travel with the reduction of the gradients: they need no extra collective.
 
-There are three of them: whether to stop, whether to save, and whether a loss was no number.
+There are three of them: whether to stop, whether to save, and whether a loss was not finite.
 """
 
 from __future__ import annotations

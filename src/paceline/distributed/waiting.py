@@ -1,7 +1,7 @@
-"""A process that waits for others ends when it is asked to.
+"""A process that waits for others still stops on request.
 
 Such a wait is inside torch, where Python's signal handlers do not run: a process whose peer never comes, or hangs,
-would be deaf until the timeout.
+would ignore signals until the timeout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EndedBySignals:
         self._thread.start()
 
     def close(self) -> None:
-        """Leave signals to their handlers again."""
+        """Restore the signal handlers."""
         if self._thread is None:
             return
         signal.set_wakeup_fd(-1)
@@ -74,7 +74,7 @@ class EndedBySignals:
         if self._closed.wait(_GRACE_SECONDS):
             return
         name = signal.Signals(number).name
-        error = StoppedError(f"stopped by {name} while it waited for the other processes; run the same command again.")
+        error = StoppedError(f"stopped by {name} while waiting for the other processes; run the same command again.")
         code = report_error(error, os.environ)
         sys.stderr.flush()
         os._exit(code)

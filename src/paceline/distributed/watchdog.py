@@ -1,8 +1,8 @@
-"""Find the process that hangs while all the others wait for it: which, where, and since when.
+"""Find the process that hangs while the others wait for it: which, where, and since when.
 
-A process that waits in a collective knows only that it waits. So each process says every now and then, through the
-store in which the group was formed, where it is. One that has not got any further for a while listens to the others;
-and when nobody has, the one behind the others, or the one that is not heard of any more, is the one they wait for.
+A process that waits in a collective knows only that it waits. So each process regularly reports its position through
+the group's store. A process without progress reads the others' reports; if none progresses, the one behind the others,
+or the one that stopped reporting, is the culprit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Heartbeat:
         self._entered: set[str] = set()
 
     def begin_step(self, step: int) -> None:
-        """A new step begins."""
+        """Start a new step."""
         self.step, self.order = step, 0
 
     def enter(self, phase: str, *, last: bool = False, samples: Ids = NO_SAMPLES) -> None:
@@ -73,13 +73,13 @@ class Heartbeat:
         self.ticks += 1
 
     def tick(self) -> None:
-        """Something was got done within a part."""
+        """Report progress within a part."""
         self.ticks += 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What a process said of itself.
+    """A process's own report.
 
     Attributes:
         serial: Grows each time; 0 if it has not said anything.
@@ -102,7 +102,7 @@ class RankStatus:
 
     @property
     def place(self) -> tuple[int, int]:
-        """How far it is, for comparison."""
+        """Its progress, for comparison."""
         return self.step, self.order
 
     @property
@@ -147,7 +147,7 @@ _READS = ("data_wait", "evaluate")
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogContext:
-    """What a process has in hand, in words; asked only when something is wrong.
+    """A process's current work, in words; read only when something is wrong.
 
     Attributes:
         reading: What its loaders are reading, or read last; for training or not.
@@ -206,7 +206,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while training goes on; an error of this process alone gets a note of where it came up."""
+        """Watch during training; an error of this process alone gets a note of where it came up."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._woken_at = time.monotonic()
         for each in self._known:
@@ -351,15 +351,15 @@ class Watchdog:
 
     def _verdict(self, store: Store) -> str:
         silent, named = self._silent(), self._waited_for()
-        lines = [f"no process has got any further for {format_seconds(_OVERDUE * self._timeout)}:"]
+        lines = [f"no process has made progress for {format_seconds(_OVERDUE * self._timeout)}:"]
         for each in named[:_NAMED]:
             if each.failure:
                 lines.append(f"{each}, has failed: {each.failure}")
             elif each.rank in silent:
                 gone = format_seconds(silent[each.rank])
                 lines.append(
-                    f"{each.who}, last seen in {each.where}, has not been heard of for {gone}: it was stopped, is "
-                    "gone, cannot be reached, or is in code that lets no other thread run."
+                    f"{each.who}, last seen in {each.where}, has not reported for {gone}: it was stopped, has died, "
+                    "cannot be reached, or runs code that blocks all other threads."
                 )
             else:
                 lines.append(f"{each}, for {format_seconds(each.seconds)}. It is here:")
@@ -373,7 +373,7 @@ class Watchdog:
             where = f"in {waiting.where}, for {who}{more}" if silent else f"for {who}{more}, in {named[0].where}"
             lines.append(f"The others wait {where} {limit}.")
         else:
-            lines.append(f"All stand still in {named[0].where} {limit}.")
+            lines.append(f"All are stuck in {named[0].where} {limit}.")
         return "\n".join(lines)
 
     def _stack_of(self, store: Store, rank: int) -> str:
@@ -381,7 +381,7 @@ class Watchdog:
         patience = time.monotonic() + 3 * self._interval + 1.0
         while not store.check([f"stack/{rank}"]):
             if time.monotonic() > patience:
-                return "  (it does not say where)"
+                return "  (place unknown)"
             time.sleep(0.05)
         return store.get(f"stack/{rank}").decode().rstrip()
 
@@ -406,12 +406,12 @@ class Watchdog:
                 lines.append(f"({each}, had failed: {each.failure})")
             elif self._seconds_here() > _LISTENING * self._timeout:
                 since = time.monotonic() - known.ticked_at
-                lines.append(f"({each}, had got on {format_seconds(since)} before)")
+                lines.append(f"({each}, had made progress {format_seconds(since)} before)")
         asked_at = self._asked_at
         if asked_at is not None and time.monotonic() - asked_at > _LISTENING * self._timeout:
             silence = format_seconds(time.monotonic() - asked_at)
             lines.append(
-                f"(the store, which rank 0 may keep, has not answered for {silence}: that rank was stopped, is gone, "
+                f"(the store, which rank 0 may keep, has not answered for {silence}: that rank was stopped, has died, "
                 "or cannot be reached)"
             )
         return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""Files of answers, written as these come, in constant memory.
+"""Files of predictions, written in constant memory as predictions come.
 
-What is written lies beside the file, under its name and ``.partial``, until the last answer is in it; then it is
-renamed. A file of answers is thus whole or not there. What a kill leaves is the partial one, in which all lines of full
-batches stand (but for Parquet, whose index is written last); the same command begins anew and writes over it.
+Output goes to a file with the suffix ``.partial``, which is renamed after the last prediction: the file is complete or
+absent. What a kill leaves is the partial one, in which all lines of full
+batches stand (but for Parquet, whose index is written last); the same command starts again and overwrites it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ ENDINGS = tuple(_WRITERS)
 
 
 def check_output(path: Path) -> None:
-    """Refuse a name that nothing can be written to, before anything is computed.
+    """Refuse an unusable output name before anything is computed.
 
     Raises:
         DataError: If its ending is of no kind that is written, it exists, or its folder does not.
@@ -142,7 +142,7 @@ def check_output(path: Path) -> None:
     if path.suffix not in _WRITERS:
         raise DataError(f"--output={path}: the name must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; change it.")
     if os.path.lexists(path):
-        raise DataError(f"--output={path} exists already and is not written over; give another name.")
+        raise DataError(f"--output={path} already exists and is not overwritten; give another name.")
     if not path.parent.is_dir():
         raise DataError(f"--output={path}: there is no directory '{path.parent}'; create it first.")
 
@@ -175,4 +175,6 @@ def answer_file(path: Path, predictor: ImagePredictor) -> Iterator[AnswerWriter]
         raise
     except OSError as error:
         reason = error.strerror or str(error)
-        raise DataError(f"Cannot write the answers to '{partial}': {reason}; check the path and the disk.") from error
+        raise DataError(
+            f"Cannot write the predictions to '{partial}': {reason}; check the path and the disk."
+        ) from error

@@ -1,4 +1,4 @@
-"""Answers about images, whatever weights and whichever library give them."""
+"""Predictions for images, from any weights and library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Prepared = Any
 """One image as a predictor wants it, with its size in memory as ``nbytes``; only the predictor that made it looks
 inside."""
 
-NOT_FINITE = "the network's answer is not a finite number; use other weights"
+NOT_FINITE = "the network's output is not a finite number; use other weights"
 """Why an image has no answer where the network computed none."""
 
 Measure = Literal["probability", "share"]
@@ -79,12 +79,12 @@ class Answer:
 
         Args:
             prepared: What the predictor made of the image.
-            classes: All class names; each has a colour of its own.
+            classes: All class names; each has its own colour.
 
         Raises:
             DataError: If nothing in such an answer can be drawn.
         """
-        raise DataError("--draw draws the objects that a detector finds, and these weights find none.")
+        raise DataError("--draw draws the objects that a detector finds, and these weights predict none.")
 
 
 class ImagePredictor(ABC):
@@ -93,8 +93,8 @@ class ImagePredictor(ABC):
     Attributes:
         classes: All class names; none where the network predicts numbers.
         number_names: What the numbers are called of which every answer has all; empty where there are none.
-        usual_top_k: Most labels of an image, unless told otherwise.
-        largest_batch: Most images that are answered in one breath; None if that is the caller's choice.
+        usual_top_k: Default maximum of labels per image.
+        largest_batch: Maximum batch size; None if the caller chooses.
         finds_boxes: Whether answers have boxes.
         draws: Whether answers can be drawn.
         kind: The class of answers.
@@ -141,7 +141,7 @@ class ImagePredictor(ABC):
 
 
 BATCH = 64
-"""Images answered at once, unless told otherwise."""
+"""Default number of images per batch."""
 
 Seen = Callable[[Prepared, Answer], None]
 
@@ -162,7 +162,7 @@ def answers_ahead(
 
     Args:
         predictor: Answers.
-        pictures: The files; they are asked for as they are needed.
+        pictures: The files; read as they are needed.
         top_k: Most labels of each.
         batch_size: Images answered at once; fewer where the predictor says so.
         seen: Told of each image that could be read, and its answer.

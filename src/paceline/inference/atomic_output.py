@@ -1,4 +1,4 @@
-"""Files and folders that appear under their name only once they are whole and checked."""
+"""Files and folders that appear under their name only once they are complete and checked."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from paceline.records.run_directory import sync_directory
 
 
 def check_output(output: Path) -> None:
-    """See before any work whether a new file or folder can have this name: nothing is written over.
+    """Check, before any work, that the output name is free: nothing is overwritten.
 
     Raises:
         CheckpointError: If something is there, or a part of the path is a file.
     """
     with reporting_disk_errors("look for", output):
         if output.exists() or output.is_symlink():
-            raise CheckpointError(f"--output={output} exists already and is not written over; give another name.")
+            raise CheckpointError(f"--output={output} already exists and is not overwritten; give another name.")
         above, _ = _folders(output)
     if not above.is_dir():
-        raise CheckpointError(f"--output={output}: '{above}' is no directory; give another name.")
+        raise CheckpointError(f"--output={output}: '{above}' is not a directory; give another name.")
 
 
 @contextlib.contextmanager

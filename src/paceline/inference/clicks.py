@@ -71,7 +71,7 @@ class ClickPredictor:
         task = trained_task(saved, trust_code=trust_code)(recipe)
         if not isinstance(task, Recommendation):
             raise RecipeError(
-                f"the weights in {where} were trained with the task {recipe.task}, which knows no clicks."
+                f"the weights in {where} were trained with the task {recipe.task}, not a recommendation task."
             )
         nothing: Any = ()  # no sample is asked for
         task.dataset = ClickDataset(
@@ -99,8 +99,8 @@ class ClickPredictor:
         is_json = path.name.removesuffix(".gz").endswith(".jsonl")
         if not is_json and not self._is_criteo:
             raise DataError(
-                f"'{path}': these weights were not trained on Criteo's format, so that it is not known which rows its "
-                'categories are; give JSON lines (.jsonl): {"dense": [numbers], "categories": [rows of the tables]}.'
+                f"'{path}': these weights were not trained on Criteo's format, so the table rows of its categories "
+                'are unknown; give JSON lines (.jsonl): {"dense": [numbers], "categories": [rows of the tables]}.'
             )
         try:
             with opened(path) as file:

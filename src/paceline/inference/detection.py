@@ -25,7 +25,7 @@ _COLOURS = ("#ff4b4b", "#3fd0ff", "#ffd23f", "#7dff6a", "#ff7bf0", "#ffa04b", "#
 
 @dataclass(frozen=True)
 class Detections(Answer):
-    """The answer for one picture, whose labels are of objects, the surest first; there may be none.
+    """The answer for one picture, with objects by descending score; there may be none.
 
     Attributes:
         boxes: Left, top, right and bottom edge of each in pixels of the file's picture.

@@ -74,8 +74,8 @@ class Exported:
 def export(request: ExportRequest) -> Exported:
     """Write one set of weights in an interchange format, on the CPU.
 
-    Parts that processes hold are put together, and low-rank adapters are merged into the network's own weights. What
-    can compute is asked the same as the network before the file appears under its name.
+    Parts that processes hold are put together, and low-rank adapters are merged into the network's own weights. An
+    exported model is compared with the network before the file is put in place.
 
     Raises:
         PacelineError: If there are no such weights, the format cannot hold them, or the output exists or cannot be
@@ -102,7 +102,7 @@ def _check(request: ExportRequest) -> None:
     check_target(request.target)
     ending = FORMATS[request.form]
     if ending and request.output.suffix != ending:
-        raise CheckpointError(f"--output={request.output}: the name of such a file must end in {ending}; change it.")
+        raise CheckpointError(f"--output={request.output}: the file name must end in {ending}; change it.")
     if not ending and request.output.suffix in FORMATS.values() and request.output.suffix:
         raise CheckpointError(
             f"--output={request.output}: a hub folder's name does not end in {request.output.suffix}; change it, or "
@@ -115,8 +115,8 @@ def _check(request: ExportRequest) -> None:
         )
     if request.overrides and request.quantize != "int8":
         raise PacelineError(
-            f"overrides have no effect here (found {', '.join(map(str, request.overrides))}): they say which data "
-            "--quantize int8 looks at; leave them out."
+            f"overrides have no effect here (found {', '.join(map(str, request.overrides))}): they select the data for "
+            "--quantize int8; leave them out."
         )
     check_output(request.output)
     if request.form == "onnx":
@@ -178,7 +178,7 @@ def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> float | Tr
         return write_onnx(exportable.in_units, path, metadata)
     images = calibration_images(saved, request.overrides, trust_code=request.trust_code)
     if exportable.kind != "images":
-        raise RecipeError("--quantize int8 is for networks that label images.")
+        raise RecipeError("--quantize int8 is for networks that classify images.")
     whole = path.with_name(f"{path.stem}-fp32{path.suffix}")
     try:
         write_onnx(exportable, whole, metadata)

@@ -1,4 +1,4 @@
-"""ONNX files that ONNX Runtime answers from as the network does."""
+"""ONNX files whose results in ONNX Runtime match the network's."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def need_onnx() -> None:
 
 
 def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) -> float:
-    """Write a network as one ONNX file, and have ONNX Runtime answer from it in batches of several sizes.
+    """Write a network as one ONNX file, and compare ONNX Runtime's results at several batch sizes.
 
     Args:
         exportable: The network.
@@ -61,7 +61,7 @@ def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) 
         The largest difference between ONNX Runtime's answers and the network's, in logits.
 
     Raises:
-        ModelError: If the network cannot be written in ONNX's operators, or ONNX Runtime answers otherwise.
+        ModelError: If the network cannot be written in ONNX's operators, or ONNX Runtime's results differ.
     """
     network = exportable.network
     size = sum(each.nbytes for each in itertools.chain(network.parameters(), network.buffers()))
@@ -138,7 +138,7 @@ _BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What rounding cost.
+    """The cost of rounding.
 
     Attributes:
         images: Held-out images that both networks were scored on; 0 if there are none.
@@ -188,7 +188,7 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
     """
     data, where = saved.described("data"), str(saved.path)
     if other := [key for key in set_by(overrides) if not key.startswith("data.")]:
-        raise RecipeError(f"override '{other[0]}' has no effect: only data.* says which images are looked at.")
+        raise RecipeError(f"override '{other[0]}' has no effect: only data.* selects the images.")
     recipe = stored_recipe(saved.described("recipe"), where, overrides)
     refuse_foreign_code(saved.described("recipe"), recipe, where, trusted=trust_code)
     seen: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}

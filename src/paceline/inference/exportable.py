@@ -43,7 +43,7 @@ class Input:
         name: What it is called.
         sizes: Its dimensions: a number, or the name of one that may change. The first is ``batch``.
         below: For whole numbers, one more than the largest (of each column, if there are several); None for floats.
-        says: What is in it, for people.
+        says: Its description, for people.
     """
 
     name: str
@@ -92,8 +92,8 @@ class Exportable:
         for name, mean, std in zip(self.outputs.names, self.outputs.mean, self.outputs.std, strict=True):
             if abs(mean) > _MEAN_OVER_STD * std:
                 raise ModelError(
-                    f"{name!r} has a mean of {mean:g} and varies by {std:g}, which is lost in the float32 that the "
-                    "file would answer in; use --format safetensors, or train on the number less its mean."
+                    f"{name!r} has a mean of {mean:g} and varies by {std:g}, which float32 outputs cannot represent; "
+                    "use --format safetensors, or subtract the mean before training."
                 )
         return replace(self, network=_InUnits(self.network, self.outputs).eval())
 
@@ -115,7 +115,7 @@ class Exportable:
         )
 
     def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> float:
-        """Ask the network and something made of it the same, in batches of several sizes.
+        """Compare an exported model with its network at several batch sizes.
 
         Args:
             other: Takes the inputs in order, gives float32 logits.
@@ -141,8 +141,8 @@ class Exportable:
                 )
             if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
                 raise ModelError(
-                    f"{what} answers to a batch of {batch} with {tuple(found.shape)} numbers or with some that are "
-                    f"none, and the network with {tuple(expected.shape)}; nothing was written."
+                    f"for a batch of {batch}, {what} returns the shape {tuple(found.shape)} or NaN, and the network "
+                    f"{tuple(expected.shape)}; nothing was written."
                 )
             rounding = 0.0
             if units is not None:  # neither a small unit hides a difference, nor a large mean makes one
@@ -151,7 +151,7 @@ class Exportable:
             difference = float((found - expected).abs().max())
             if difference > tolerance * max(1.0, float(expected.abs().max())) + rounding:
                 raise ModelError(
-                    f"{what} answers otherwise than the network by up to {difference:.2g} (largest answer "
+                    f"{what} differs from the network by up to {difference:.2g} (largest output "
                     f"{float(expected.abs().max()):.2g}); nothing was written. Use --format safetensors."
                 )
             largest = max(largest, difference)
@@ -177,21 +177,21 @@ class _InUnits(nn.Module):
 
 
 def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Exportable:
-    """Build the network of saved weights and say what it takes.
+    """Build the network of saved weights and describe its inputs.
 
     Args:
         saved: The weights.
         trust_code: Whether their recipe may name code to import.
-        wanted: The format that is asked for, for the message.
+        wanted: The requested format, for the message.
 
     Raises:
-        PacelineError: If it is not known what the network takes.
+        PacelineError: If the network's inputs are unknown.
     """
     data = saved.described("data")
     if "detects" in data:
         raise RecipeError(
-            f"{saved.path} holds a detector: it takes pictures of any sizes and answers with as many boxes as it "
-            f"finds, which --format {wanted} cannot say; use --format safetensors."
+            f"{saved.path} holds a detector: it takes pictures of any size and returns any number of boxes, which "
+            f"--format {wanted} cannot express; use --format safetensors."
         )
     if wanted == "timm" and (what := next((said for key, said in _NOT_ONE_LABEL.items() if key in data), None)):
         raise RecipeError(
@@ -228,7 +228,8 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         inputs = [Input("images", ("batch", int(data["channels"]), side, side), None, "normalised images, float32")]
     else:
         raise RecipeError(
-            f"{saved.path} does not say what its network takes (task {data.get('task')}); --format {wanted} is for "
+            f"{saved.path} does not say what its network's inputs are (task {data.get('task')}); --format {wanted} "
+            f"is for "
             "images, text and clicks; use --format safetensors."
         )
     # What is exported need not keep gradients.
@@ -273,14 +274,14 @@ class InBfloat16(nn.Module):
         self.network = network.to(torch.bfloat16)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Whole numbers stay as they are."""
+        """Whole numbers are unchanged."""
         lower = (each.to(torch.bfloat16) if each.is_floating_point() else each for each in inputs)
         logits: Tensor = self.network(*lower)
         return logits.float()
 
 
 def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str]) -> float:
-    """Write a network as a torch.export program, read it back and have it answer in batches of several sizes.
+    """Write a network as a torch.export program, read it back and compare it at several batch sizes.
 
     Args:
         exportable: The network.
@@ -291,7 +292,7 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
         The largest difference between the program's answers and the network's, in logits.
 
     Raises:
-        ModelError: If the network cannot be traced for batches of any size, or the program answers otherwise.
+        ModelError: If the network cannot be traced for batches of any size, or the program's results differ.
     """
     shapes: Any = exportable.dynamic_shapes
     if isinstance(exportable.network, InBfloat16):

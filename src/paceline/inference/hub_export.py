@@ -40,7 +40,7 @@ def write_hub_folder(
         The largest difference between timm's answers and the network's, in logits.
 
     Raises:
-        ModelError: If timm has no such network, or it answers otherwise.
+        ModelError: If timm has no such network, or its results differ.
     """
     import timm
 
@@ -49,8 +49,8 @@ def write_hub_folder(
     is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name)
     if exportable.kind != "images" or not is_timms:
         raise ModelError(
-            f"model.name={asked} is none of timm's networks, so that timm.create_model could not open a hub folder of "
-            "it; use --format safetensors, onnx or torch-export."
+            f"model.name={asked} is not a timm network, so timm.create_model could not open its hub folder; use "
+            f"--format safetensors, onnx or torch-export."
         )
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(hub_config(exportable, name), indent=2) + "\n", encoding="utf-8")
@@ -58,7 +58,7 @@ def write_hub_folder(
     try:
         network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except Exception as error:  # whatever a factory of any kind raises
-        raise ModelError(f"timm.create_model does not open what was written: {error}; nothing was kept.") from error
+        raise ModelError(f"timm.create_model cannot open the written folder: {error}; nothing was kept.") from error
     difference = exportable.compare(network, what="timm")
     card = model_card(exportable.saved, name, weights_file=folder / WEIGHTS, run=run)
     (folder / CARD).write_text(card, encoding="utf-8")
@@ -169,7 +169,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
         # The hub shows these numbers without a word around them, so only where they are those of this very file.
         _front_matter(architecture, data, {} if ROUNDED in saved.metadata else origin.metrics),
         f"# {architecture} for {len(data['class_names'])} classes",
-        f"{made}. What is not known is said to be so; nothing else is claimed.",
+        f"{made}. Unknown facts are marked as not known.",
         "## What it is\n\n" + _table(_about(saved, architecture, data, origin)),
         _how_good(saved, origin),
         _how_to_load(data),

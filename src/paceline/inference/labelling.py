@@ -1,4 +1,4 @@
-"""Labels of images: the same steps around a network of torch's and one of ONNX Runtime's."""
+"""Image labels: the same steps around a torch network and an ONNX Runtime one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Prediction(Answer):
 
 @dataclass(frozen=True)
 class Shown:
-    """How images are shown to a network, as in its evaluation.
+    """A network's image preprocessing, as in its evaluation.
 
     Attributes:
         size: Height and width of square images, in pixels.
@@ -259,14 +259,14 @@ class OnnxPredictor(ImageLabeller):
         metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         if not {"recipe", "data"} <= metadata.keys():
             raise CheckpointError(
-                f"'{path}' does not say in its metadata how images are shown to it; give a file that paceline export "
+                f"'{path}' does not say in its metadata how to prepare images; give a file that paceline export "
                 "--format onnx wrote."
             )
         self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
         data = self._saved.described("data")
         outputs = Outputs.described(data)
         if outputs is None or "detects" in data or "labels_pixels" in data:
-            raise DataError(f"'{path}' labels no images, so it cannot predict them.")
+            raise DataError(f"'{path}' is not an image classifier, so it cannot label images.")
         super().__init__(replace(outputs, is_in_units=True), Shown.described(data, str(path)))
         self._check()
         self._answers = self._views()
@@ -315,8 +315,8 @@ class OnnxPredictor(ImageLabeller):
             )
         if not fits or _OUTPUT not in outputs:
             raise CheckpointError(
-                f"'{self._path}' must take float32 [N, C, H, W] named {_INPUT}, of any N, and answer with {_OUTPUT}; "
-                f"it takes {inputs} and answers with {outputs}. Write it with paceline export --format onnx."
+                f"'{self._path}' must take float32 [N, C, H, W] named {_INPUT}, of any N, and return {_OUTPUT}; it "
+                f"takes {inputs} and returns {outputs}. Write it with paceline export --format onnx."
             )
 
 

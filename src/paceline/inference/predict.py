@@ -47,7 +47,7 @@ class Predictor(ImageLabeller):
         outputs = Outputs.described(data)
         if outputs is None:
             raise DataError(
-                f"{saved.path} holds no class names: its task does not label images, so it cannot predict them."
+                f"{saved.path} holds no class names: its task does not classify images, so it cannot predict classes."
             )
         super().__init__(outputs, Shown.described(data, str(saved.path)))
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
@@ -116,8 +116,8 @@ def load_predictor(
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.described("data")
     if "detects" in described or "labels_pixels" in described:
-        found = "a detector, which finds objects" if "detects" in described else "a network that labels pixels"
-        raise DataError(f"{saved.path} holds {found} and labels no images; use paceline predict.")
+        found = "a detector, which finds objects" if "detects" in described else "a segmentation network"
+        raise DataError(f"{saved.path} holds {found} and does not classify images; use paceline predict.")
     return Predictor(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
 
 

@@ -1,4 +1,4 @@
-"""Pictures that files, folders, patterns, archives and standard input name, in order."""
+"""Pictures from files, folders, patterns, archives and standard input, in order."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from paceline.files import LeftOut, files_below, has_ending, is_ignored, is_igno
 
 STANDARD_INPUT = "-"
 LARGEST_FILE_BYTES = 256 * 2**20
-"""More than that is not read out of an archive or from standard input: it is no picture."""
+"""Larger members of archives, or standard input, are not read: they are not pictures."""
 
-OTHERS = "files whose endings are not those of images"
+OTHERS = "files without an image extension"
 """Why a file in a folder or an archive is left out."""
 
 _PATTERN = frozenset("*?[")
@@ -62,7 +62,7 @@ class PictureFile:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file's name ends as those of images do."""
+    """Whether a file has an image extension."""
     return has_ending(name, EXTENSIONS)
 
 
@@ -81,7 +81,7 @@ def pictures_of(sources: Sequence[Path], left_out: LeftOut) -> Iterator[PictureF
     """The pictures meant by files, folders (searched through), patterns, archives and ``-``, in order.
 
     All sources are looked at before the first picture is read; archives, and the lines of standard input, only as far
-    as they are asked for.
+    as needed.
 
     Args:
         sources: The files, folders, patterns and archives.
@@ -112,7 +112,7 @@ def _opened(source: Path, left_out: LeftOut) -> Iterable[PictureFile]:
         found = (PictureFile.at(Path(os.fsdecode(name))) for name in names if name)
         first = next(found, None)
         if first is None:
-            raise DataError("no path came on standard input (-); give one image file's path on each line.")
+            raise DataError("standard input (-) has no path; give one image path per line.")
         return itertools.chain([first], found)
     if is_archive(source) and source.is_file():
         return members(source, left_out)
@@ -125,7 +125,7 @@ def _opened(source: Path, left_out: LeftOut) -> Iterable[PictureFile]:
         return _matching(str(source), left_out)
     raise DataError(
         f"'{source}' does not exist; give image files, folders or archives of them, patterns in quotes, or - for paths "
-        "from standard input; or files of lines (.tsv, .txt, .jsonl) to a recommendation task."
+        "from standard input; or files of lines (.tsv, .txt, .jsonl) for a recommendation task."
     )
 
 
@@ -138,8 +138,8 @@ def _inside(folder: Path, left_out: LeftOut) -> list[PictureFile]:
             left_out.add(_why_not(name), str(folder / name))
     if not inside:
         raise DataError(
-            f"'{folder}' holds no image; files with these endings are read: {', '.join(EXTENSIONS)}. Lines of "
-            f"samples (.tsv, .txt, .jsonl) are given file by file. {'. '.join(left_out.told())}".rstrip()
+            f"'{folder}' contains no image; supported extensions: {', '.join(EXTENSIONS)}. Lines of "
+            f"samples (.tsv, .txt, .jsonl) must be given file by file. {'. '.join(left_out.told())}".rstrip()
         )
     return [PictureFile.at(path) for path in sorted(inside)]
 
@@ -157,8 +157,8 @@ def _matching(pattern: str, left_out: LeftOut) -> Iterable[PictureFile]:
             left_out.add(_why_not(path.name), str(path))
     if not usable:
         raise DataError(
-            f"the pattern '{pattern}' matches no image; files with these endings are read: {', '.join(EXTENSIONS)}. "
-            "** stands for any folders between."
+            f"the pattern '{pattern}' matches no image; supported extensions: {', '.join(EXTENSIONS)}. "
+            "** matches any folders in between."
         )
     return itertools.chain.from_iterable(
         members(path, left_out) if is_archive(path) else (PictureFile.at(path),) for path in usable
@@ -196,7 +196,7 @@ def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
         count += 1
         yield picture
     if not count:
-        raise DataError(f"'{archive}' holds no image; members with these endings are read: {', '.join(EXTENSIONS)}.")
+        raise DataError(f"'{archive}' contains no image; supported extensions: {', '.join(EXTENSIONS)}.")
 
 
 def _shown(archive: Path, name: str) -> Path:

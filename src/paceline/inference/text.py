@@ -1,4 +1,4 @@
-"""Text that a trained language model writes, or fills in for hidden tokens."""
+"""Text generation and masked-token prediction with a trained language model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Sampling:
     """How each next token is chosen.
 
     Attributes:
-        tokens: Most tokens to write.
-        temperature: Divides the scores, at least 0; 0 always takes the most probable token.
-        top_k: Choose among so many of the most probable; None: among all.
-        seed: Keys the draws: the same seed, the same text.
+        tokens: Maximum tokens to generate. temperature: Divides the scores, at least 0; 0 always takes the most
+        probable token.
+        top_k: Choose among this many of the most probable; None: among all.
+        seed: Random seed: the same seed gives the same text.
     """
 
     tokens: int = 200
@@ -36,7 +36,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Guess:
-    """What may stand in place of one hidden token: texts, the most probable first, with their probabilities."""
+    """Candidates for one masked token: texts, the most probable first, with their probabilities."""
 
     texts: tuple[str, ...]
     probabilities: tuple[float, ...]
@@ -68,7 +68,7 @@ class TextPredictor:
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         data, where = saved.described("data"), str(saved.path)
         if "tokenizer" not in data:
-            raise RecipeError(f"the weights in {where} are no language model's: they take no prompt; give files.")
+            raise RecipeError(f"the weights in {where} are not a language model and take no prompt; give files.")
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.is_masked: bool = data["objective"] == "masked"
         self._context: int = data["context"]
@@ -76,7 +76,9 @@ class TextPredictor:
         recipe = trained_recipe(saved)
         task = trained_task(saved, trust_code=trust_code)(recipe)
         if not isinstance(task, LanguageModeling):
-            raise RecipeError(f"the weights in {where} were trained with the task {recipe.task}, which writes no text.")
+            raise RecipeError(
+                f"the weights in {where} were trained with the task {recipe.task}, which does not generate text."
+            )
         nothing = encoded((), self.tokenizer)
         task.dataset = TextDataset(
             name=data["dataset"], train=nothing, validation=nothing, tokenizer=self.tokenizer, digest=data["digest"]
@@ -86,14 +88,15 @@ class TextPredictor:
         self.network: nn.Module = network.to(device).eval()
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
-        """Yield the ids of tokens that go on from a prompt, until a document ends.
+        """Yield token ids that continue a prompt, until a document ends.
 
         Raises:
-            RecipeError: If the model was trained to find hidden tokens.
+            RecipeError: If the model was trained on masked tokens.
         """
         if self.is_masked:
             raise RecipeError(
-                f"this model finds hidden tokens and writes none: give a prompt with {' or '.join(MASK_WORDS)}."
+                f"this model fills in masked tokens and does not generate text: give a prompt with "
+                f"{' or '.join(MASK_WORDS)}."
             )
         draws = torch.Generator().manual_seed(sampling.seed)
         # Without a prompt, a document begins: it stands after the end of another.
@@ -106,17 +109,19 @@ class TextPredictor:
             yield following
 
     def fill(self, prompt: str, *, top_k: int = 3) -> Filled:
-        """Say what stands in place of each ``[MASK]`` or ``<mask>``.
+        """Predict each ``[MASK]`` or ``<mask>``.
 
         Raises:
             DataError: If there is none, or the prompt is longer than the model's context.
-            RecipeError: If the model was trained to write on.
+            RecipeError: If the model was trained to continue text.
         """
         if not self.is_masked:
-            raise RecipeError(f"this model writes on and finds no hidden tokens: leave out {' and '.join(MASK_WORDS)}.")
+            raise RecipeError(
+                f"this model continues text and does not fill in masked tokens: leave out {' and '.join(MASK_WORDS)}."
+            )
         ids, places = self._hidden_in(prompt)
         if len(ids) > self._context:
-            raise DataError(f"the prompt has {len(ids)} tokens, and the model looks at {self._context} at most.")
+            raise DataError(f"the prompt has {len(ids)} tokens, but the model takes at most {self._context}.")
         guesses = []
         probabilities = self._scores(ids, places).double().softmax(dim=1)
         values, best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
@@ -130,7 +135,7 @@ class TextPredictor:
         first, other = MASK_WORDS
         parts = prompt.replace(other, first).split(first)
         if len(parts) == 1:
-            raise DataError(f"the prompt hides nothing: write {first} or {other} where a token is to be found.")
+            raise DataError(f"the prompt has no mask: write {first} or {other} where a token is to be predicted.")
         assert self.tokenizer.mask is not None
         ids, places = self.tokenizer.encode(parts[0]).tolist(), []
         for part in parts[1:]:

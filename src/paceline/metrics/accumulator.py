@@ -1,6 +1,6 @@
 """Sums of per-sample values over batches and processes, without averages of averages.
 
-What no sums give, the area under a curve say, is left to a :class:`Collector`.
+Metrics that are not sums, such as the area under a curve, need a :class:`Collector`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Collector(Protocol):
         ...
 
     def part(self) -> Any:
-        """What this process has, as plain values and NumPy arrays; waits for the device."""
+        """This process's data, as plain values and NumPy arrays; waits for the device."""
         ...
 
     def results(self, parts: Sequence[Any]) -> dict[str, float]:

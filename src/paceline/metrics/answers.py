@@ -54,7 +54,7 @@ class Answers:
 
 
 class Confusion:
-    """Which classes are taken for which, and how surely; stays on the device until it is asked for."""
+    """Counts of confusions and confidences; stays on the device until read."""
 
     def __init__(self) -> None:
         self.classes = 0
@@ -167,7 +167,7 @@ class Examples:
             best.add({"score": score, **columns}, shown)
 
     def candidates(self) -> list[Candidate]:
-        """What this process has to offer; waits for the device."""
+        """This process's candidates; waits for the device."""
         return [
             Candidate(is_mistake=is_mistake, **{name: column[row] for name, column in columns.items()})
             for is_mistake, best in self._kinds.items()

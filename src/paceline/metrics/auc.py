@@ -36,7 +36,7 @@ class GatheredScores:
         self._labels.append(values["label"].to(torch.uint8))
 
     def part(self) -> ScoredPart:
-        """What this process has; waits for the device."""
+        """This process's data; waits for the device."""
         device = self._scores[-1].device
         scores, labels = (torch.cat([each.to(device) for each in all_]) for all_ in (self._scores, self._labels))
         return scores.cpu().numpy(), labels.cpu().numpy()

@@ -1,8 +1,8 @@
-"""COCO's mean average precision: objects found, how exactly, and with how many false alarms.
+"""COCO's mean average precision.
 
 As Lin et al. (2014) and their published program define it: detections of a class, the surest first, are matched with
 the objects of that class in their picture at ten thresholds of overlap, 0.5 to 0.95; precision is averaged over 101
-steps of recall, then over thresholds and classes. The tests hold it to that program's own figures.
+steps of recall, then over thresholds and classes. The tests compare it with that program's figures.
 
 What travels between processes is small: of each picture the scores, the classes and the overlaps, and no mask.
 """
@@ -86,7 +86,7 @@ class AveragePrecision:
             self._pictures.append(picture)
 
     def part(self) -> list[PictureAnswers]:
-        """What this process has."""
+        """This process's data."""
         return self._pictures
 
     def results(self, parts: Sequence[list[PictureAnswers]]) -> dict[str, float]:

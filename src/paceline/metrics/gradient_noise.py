@@ -1,4 +1,4 @@
-"""Gradient noise scale with its confidence interval: up to which batch a larger one pays.
+"""Gradient noise scale with its confidence interval: up to which batch size a larger one pays off.
 
 A step's gradient is an average over its samples. From the squared norm of a part's gradient beside the whole batch's
 follow two unbiased estimates, of |G|² and of tr(Σ); their ratio is the simple noise scale. A ratio of averages is not
@@ -22,7 +22,7 @@ ORDER_OF_MAGNITUDE = 10.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one step says: unbiased, and so noisy that either may be negative.
+    """The estimates from one step: unbiased, and so noisy that either may be negative.
 
     Attributes:
         variance: Of tr(Σ), the variance of one sample's gradient.
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def estimate(small_batch: float, small_square: float, large_batch: float, large_square: float) -> Estimate | None:
-    """Both estimates from the gradients of a small and a large batch; None where they tell nothing.
+    """Both estimates from the gradients of a small and a large batch; None if they carry no information.
 
     Args:
         small_batch: Samples of the small one; of several of various sizes, all their samples over their number.
@@ -76,7 +76,7 @@ class NoiseAverages:
         return averages
 
     def add(self, found: Estimate) -> None:
-        """Take one more estimate."""
+        """Add one estimate."""
         keeps = 0.5 ** (1 / self.half_life)
         v, s = found.variance, found.square
         self.weight = keeps * self.weight + 1

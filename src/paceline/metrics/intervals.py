@@ -24,7 +24,7 @@ _LARGEST_LOGARITHM = math.log(np.finfo(np.float64).max)
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with the interval in which the true one lies, with the confidence that was asked for.
+    """A value with its confidence interval.
 
     Attributes:
         middle: The estimate.
@@ -110,7 +110,7 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, confi
         ValueError: If there are no rounds, not as many of both, or one is not positive.
     """
     if len(candidate) != len(baseline):
-        raise ValueError(f"{len(candidate)} rounds of one and {len(baseline)} of the other are no pairs")
+        raise ValueError(f"{len(candidate)} rounds of one and {len(baseline)} of the other cannot be paired")
     return _exponential(mean_interval(_logarithms(candidate) - _logarithms(baseline), confidence=confidence))
 
 
@@ -158,7 +158,7 @@ def quantile(values: Sequence[float], share: float) -> float:
         ValueError: If there is no measurement, or the share is not in (0, 1].
     """
     if not 0 < share <= 1:
-        raise ValueError(f"found {share} as a share, but it lies in (0, 1]")
+        raise ValueError(f"found {share} as a share, but it must be in (0, 1]")
     numbers = np.sort(_checked(values, 0.5))
     # Not a whole rank more for what binary fractions add: 0.95 * 20 is 19.000000000000004 of 20 otherwise.
     return float(numbers[max(0, math.ceil(share * len(numbers) - 1e-9) - 1)])
@@ -196,7 +196,7 @@ def share_interval(hits: int, trials: int, *, confidence: float = 0.95) -> Inter
     from scipy.special import betaincinv
 
     if not 0 <= hits <= trials or trials < 1:
-        raise ValueError(f"{hits} of {trials} is no share")
+        raise ValueError(f"{hits} of {trials} is not a share")
     tail = (1 - confidence) / 2
     low = 0.0 if hits == 0 else float(betaincinv(hits, trials - hits + 1, tail))
     high = 1.0 if hits == trials else float(betaincinv(hits + 1, trials - hits, 1 - tail))
@@ -289,7 +289,7 @@ def _logarithms(values: Sequence[float] | Floats) -> Floats:
 def _checked(values: Sequence[float] | Floats, confidence: float) -> Floats:
     numbers = np.asarray(values, dtype=np.float64)
     if not 0 < confidence < 1:
-        raise ValueError(f"found {confidence} as confidence, but it lies in (0, 1)")
+        raise ValueError(f"found {confidence} as confidence, but it must be in (0, 1)")
     if not numbers.size or not np.isfinite(numbers).all():
         raise ValueError("an interval is of one or more finite numbers")
     return numbers

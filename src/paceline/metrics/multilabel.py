@@ -1,7 +1,7 @@
 """Average precision and F1 of several labels of an image, exact over any number of processes.
 
 Ranks and counts are whole numbers, so that neither the order of the samples nor who scored them changes a bit. The
-tests hold both to scikit-learn's figures.
+tests compare both with scikit-learn's figures.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class NumberErrors:
         self._ids.append(ids)
 
     def part(self) -> NumberPart:
-        """What this process has; waits for the device."""
+        """This process's data; waits for the device."""
         if not self._sums:
             return np.empty((0, 5, len(self._columns))), np.empty((0, 1 + 2 * len(self._columns)))
         ids = np.concatenate(self._ids)

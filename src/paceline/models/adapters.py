@@ -1,7 +1,7 @@
-"""Low-rank adapters, and what of a network with them is trained.
+"""Low-rank adapters, and which parts of a network with them are trained.
 
 Beside a layer's weight W, which stays as it is, two small matrices A and B are trained: the layer computes with
-W + alpha / rank * B A. B begins at zero, so that the network begins as it was. The layers are peft's, which is
+W + alpha / rank * B A. B starts at zero, so that the network starts unchanged. The layers are peft's, which is
 imported where it is used.
 """
 
@@ -24,7 +24,7 @@ _NAMED = 4
 
 
 def add_adapters(network: nn.Module, adapters: Adapters) -> None:
-    """Put adapters beside the layers that the recipe names, in place.
+    """Add adapters to the layers that the recipe names, in place.
 
     Raises:
         ModelError: If a pattern matches no layer that can have them, or peft is missing or refuses.
@@ -78,7 +78,7 @@ def classifier_name(network: nn.Module) -> str:
     """
     names = classifier_layers(network)
     if not names:
-        raise ModelError("model.adapters: this network has no linear classifier that could be trained beside them.")
+        raise ModelError("model.adapters: this network has no linear classifier to train with them.")
     return names[-1]
 
 
@@ -89,7 +89,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def described(network: nn.Module) -> str:
-    """How much of a network with adapters is trained, in one sentence."""
+    """The trained share of a network with adapters, in one sentence."""
     parameters = list(network.named_parameters())
     layers = sum(".lora_A." in name for name, _ in parameters)
     trained = sum(each.numel() for _, each in parameters if each.requires_grad)
@@ -124,7 +124,7 @@ def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
         if not matched:
             raise ModelError(
                 f"model.adapters.targets: no layer that can have adapters matches '{pattern}'. The last ones are "
-                f"{', '.join(able[-_NAMED:]) or 'none'}; the classifier is trained whole, and neither grouped "
+                f"{', '.join(able[-_NAMED:]) or 'none'}; the classifier is trained in full, and neither grouped "
                 "convolutions nor layers inside torch's MultiheadAttention can have them."
             )
         found |= dict.fromkeys(matched)

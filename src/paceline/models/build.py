@@ -44,8 +44,8 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
         in_channels: Channels of the input images.
 
     Raises:
-        ModelError: If the name is unknown (the nearest ones are named), the options are not the factory's, or
-            published weights are asked for and cannot be had.
+        ModelError: If the name is unknown (the nearest ones are named), the options are not the factory's, or requested
+            published weights are not available.
     """
     if factory := named_factory(model, OWN_MODELS):
         return call_factory(model, factory, num_classes=num_classes, in_channels=in_channels)
@@ -87,7 +87,10 @@ def _how_to_take_any_size(network: nn.Module) -> str:
             return "timm's vision transformers do with model.options={dynamic_img_size: true}"
         return "some of timm's transformers do with model.options={strict_img_size: false}"
     if any(isinstance(module, nn.MultiheadAttention) for module in network.modules()):
-        return "transformers do that interpolate their positions, as timm's with model.options={dynamic_img_size: true}"
+        return (
+            "transformers that interpolate their positions do, such as timm's with "
+            "model.options={dynamic_img_size: true}"
+        )
     return "convolutional networks do with global average pooling (nn.AdaptiveAvgPool2d(1)) before the classifier"
 
 
@@ -116,9 +119,9 @@ def model_names(pattern: str = "*") -> list[str]:
 
 
 def why_no_weights(name: str) -> str:
-    """Why the published weights of one of timm's networks are not at hand; empty if they are, or may be.
+    """Why the published weights of a timm network are not available; empty if they are, or may be.
 
-    They are looked for in the local cache, and then, once and for a few seconds, on the hub. Its own client would ask
+    They are looked for in the local cache, and then, once and for a few seconds, on the hub. Its own client would retry
     a dozen times.
     """
     import timm

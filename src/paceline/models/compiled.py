@@ -1,4 +1,4 @@
-"""A compiled network: which forward passes are compiled, and what was compiled that was not planned."""
+"""A compiled network: which forward passes are compiled, and unplanned compilations."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _options(mode: str, deterministic: bool) -> dict[str, Any]:
 
 
 def check_backend(model: Model) -> None:
-    """Find out before anything is built whether torch knows the back-end.
+    """Check, before anything is built, that torch has the back-end.
 
     Raises:
         ModelError: If it does not.

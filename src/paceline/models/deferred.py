@@ -30,7 +30,7 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_em
 
 
 class NotDeferrableError(ModelError):
-    """The first values of this network cannot be worked out again; it has to be built whole."""
+    """The initial values of this network cannot be recomputed; it must be built whole."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Operation:
 
 @dataclass
 class FirstValues:
-    """The values of a network's tensors before the first step, worked out when they are asked for.
+    """The values of a network's tensors before the first step, computed on request.
 
     Args:
         operations: What its constructor did.
@@ -110,7 +110,7 @@ class FirstValues:
         return place.of(storages[place.storage])
 
     def check(self) -> None:
-        """See whether all of them can be worked out.
+        """Check that all of them can be recomputed.
 
         Raises:
             NotDeferrableError: If not.
@@ -120,9 +120,9 @@ class FirstValues:
             made = {storage for each in needed for storage in each.makes}
             missing = {storage for each in needed for storage in each.reads | each.writes} - made
             if missing or place.storage not in made:
-                raise NotDeferrableError(f"{name} comes from a tensor whose making could not be seen")
+                raise NotDeferrableError(f"{name} comes from a tensor whose creation was not recorded")
             if all(each.name in _EMPTY for each in needed) and place.size and 0 not in place.size:
-                raise NotDeferrableError(f"{name} is given no values by the constructor")
+                raise NotDeferrableError(f"{name} gets no values from the constructor")
 
     def _needed(self, storage: int) -> list[int]:
         """Numbers of the operations that a storage's content comes from, in order."""
@@ -188,7 +188,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValu
     except Exception as error:  # a constructor that looks at numbers, say
         raise NotDeferrableError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if recorder.why_not or not torch.equal(torch.get_rng_state(), state):
-        raise NotDeferrableError(recorder.why_not or "its constructor draws random numbers of its own")
+        raise NotDeferrableError(recorder.why_not or "its constructor uses its own random generator")
     places = {name: recorder.place(tensor) for name, tensor in tensors_of(network) if tensor.is_meta}
     values = FirstValues(recorder.operations, places, state)
     values.check()
@@ -216,7 +216,7 @@ class _Asking(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func == _IS_META:
-            self._recorder.why_not = "its constructor does otherwise where tensors have no numbers"
+            self._recorder.why_not = "its constructor behaves differently with tensors without values"
         return func(*args, **(kwargs or {}))
 
 
@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         if not any(each.device.type == "meta" for each in tensors):
             return answer
         if given.get("generator") is not None:
-            self.why_not = f"{func.__name__} draws from a random generator of its own"
+            self.why_not = f"{func.__name__} draws from its own random generator"
         after = tree_map(self._taken, answer)
         reads = _storages(before)
         self.operations.append(

@@ -194,13 +194,13 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
 
     Raises:
         ModelError: If the name is unknown, the options are not the factory's, the network is no detector of
-            torchvision's kind, or published weights are asked for and cannot be had.
+            torchvision's kind, or requested published weights are not available.
     """
     taken = [name for name in _SIZES if name in model.options]
     if taken:
         raise ModelError(
             f"model.options.{taken[0]} has no effect: set data.detection.short_sides and "
-            "data.detection.long_side, which say how large pictures are shown."
+            "data.detection.long_side, which set the picture size."
         )
     factory = named_factory(model, OWN_DETECTORS)
     if factory is not None:
@@ -211,8 +211,8 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
         raise unknown_model(model, "detector", detector_names())
     if not hasattr(network, "transform"):
         raise ModelError(
-            f"model.name={model.name} gave a {type(network).__name__}, which is no detector made of torchvision's "
-            "parts (GeneralizedRCNN, RetinaNet, FCOS)."
+            f"model.name={model.name} gave a {type(network).__name__}, which is not a torchvision detector "
+            f"(GeneralizedRCNN, RetinaNet, FCOS)."
         )
     _refuse_unknown(model, network)
     from paceline.models.shown_pictures import ShownPictures
@@ -228,7 +228,7 @@ def detector_names() -> list[str]:
 
 
 def says_masks(name: str) -> bool:
-    """Whether a model's name says that it is for masks."""
+    """Whether a model's name says it predicts masks."""
     return "mask" in name.lower()
 
 
@@ -242,7 +242,7 @@ def build_published(model: Model, classes: int) -> nn.Module:
     """Build a network of torchvision's; ``model.pretrained`` loads ImageNet's weights into its backbone.
 
     Raises:
-        ModelError: If these cannot be had, or options are not the network's.
+        ModelError: If these are not available, or options are not the network's.
     """
     from torchvision.models import get_model
 
@@ -272,7 +272,7 @@ def _refuse_unknown(model: Model, network: nn.Module) -> None:
     wrong = [name for name in model.options if name not in known]
     if wrong:
         raise ModelError(
-            f"model.options.{wrong[0]} is unknown to {model.name}.{did_you_mean(wrong[0], known)} It knows "
+            f"model.options.{wrong[0]} is unknown to {model.name}.{did_you_mean(wrong[0], known)} It has "
             f"{', '.join(sorted(known))}."
         )
 

@@ -1,4 +1,4 @@
-"""The moving average of the weights: a second, named set of weights beside the trained ones."""
+"""The moving average of the weights: a second, named set of weights in addition to the trained ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 class ExponentialMovingAverage:
     """Average of a model's parameters and floating buffers, one update per optimizer step.
 
-    The decay at update *t* (from 0) is ``min(decay, (1 + t) / (10 + t))``, TensorFlow's ``num_updates`` rule, so
-    that short runs are not ruled by the initial weights. BatchNorm statistics are averaged like weights;
+    The decay at update *t* (from 0) is ``min(decay, (1 + t) / (10 + t))``, TensorFlow's ``num_updates`` rule, so that
+    the initial weights do not dominate short runs. BatchNorm statistics are averaged like weights;
     integer buffers are copied.
 
     Attributes:

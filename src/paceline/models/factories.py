@@ -1,4 +1,4 @@
-"""Calling what a recipe names as its model: ours, or a factory of the user's own."""
+"""Call the model factory that a recipe names: ours, or the user's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import ModelError, did_you_mean
 from paceline.recipe.model import Model
 from paceline.references import is_reference, load_reference
 
-NO_WEIGHTS = "it has no published weights; model.initialize_from takes a file of yours"
+NO_WEIGHTS = "it has no published weights; model.initialize_from takes your own file"
 
 
 def named_factory(model: Model, ours: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
@@ -25,7 +25,7 @@ def named_factory(model: Model, ours: Mapping[str, Callable[..., Any]]) -> Calla
     if model.name not in ours and not is_reference(model.name):
         return None
     if model.pretrained:
-        own = "a model of your own loads its weights itself, or through model.initialize_from"
+        own = "your own model loads its weights itself, or through model.initialize_from"
         why = NO_WEIGHTS if model.name in ours else own
         raise ModelError(f"model.pretrained=true has no effect with model.name={model.name}: {why}.")
     factory: Callable[..., Any] = ours.get(model.name) or load_reference(model.name, ModelError)
@@ -42,14 +42,14 @@ def unknown_model(model: Model, what: str, known: Iterable[str], more: str = "")
         more: What to say of them; by default all are named.
     """
     known = list(known)
-    more = more or f"It is {', '.join(known)}, or package.module:factory of your own."
+    more = more or f"It is {', '.join(known)}, or your own package.module:factory."
     return ModelError(f"unknown {what} '{model.name}'.{did_you_mean(model.name, known)} {more}")
 
 
 def no_weights(model: Model, error: object, of: str = "") -> ModelError:
-    """The error for published weights that could not be had."""
+    """The error for unavailable published weights."""
     return ModelError(
-        f"model.pretrained=true: the published weights of {of}{model.name} could not be had "
+        f"model.pretrained=true: the published weights of {of}{model.name} could not be downloaded "
         f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local file."
     )
 
@@ -128,7 +128,7 @@ def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.
 
 
 def mix_in(modules: Iterable[nn.Module], mixin: type[nn.Module], **attributes: Any) -> None:
-    """Put a class in front of the modules' own, in place: parameters, buffers, names and copies stay as they are.
+    """Put a class in front of the modules' own, in place: parameters, buffers, names and copies are unchanged.
 
     Args:
         modules: Those of one class get one new class, and so are compiled as one kind.

@@ -79,7 +79,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Uncounted:
-    """An operator whose arithmetic is not known.
+    """An operator with unknown FLOPs.
 
     Attributes:
         operator: Its name.
@@ -130,7 +130,7 @@ class StepWork:
 
     @property
     def uncounted(self) -> tuple[Uncounted, ...]:
-        """Operators whose arithmetic is not known, those that move most first."""
+        """Operators with unknown FLOPs, those that move most bytes first."""
         calls: Counter[str] = Counter()
         moved: Counter[str] = Counter()
         for each in self.works:
@@ -188,10 +188,10 @@ _ABOUT_TENSORS = frozenset({torch.ops.prim.device.default, torch.ops.aten.is_con
 
 
 class WorkCounter:
-    """Watches what is done while it is entered.
+    """Counts the work done while it is active.
 
     Args:
-        network: Whose layers are told apart.
+        network: Whose layers are tracked.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -209,7 +209,7 @@ class WorkCounter:
 
     @property
     def found(self) -> StepWork:
-        """What was done up to now."""
+        """The work so far."""
         return StepWork(tuple(Work(*key, *sums) for key, sums in self._found.items()))
 
     @contextlib.contextmanager

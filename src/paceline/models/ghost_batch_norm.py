@@ -1,7 +1,7 @@
 """BatchNorm that normalises by small groups of samples inside a large micro-batch.
 
-Ghost batch normalisation (Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741): each group has
-statistics of its own, as if it were a micro-batch, so that a large batch keeps the noise of a small one.
+Ghost batch normalisation (Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741): each group has its
+own statistics, as if it were a micro-batch, so that a large batch keeps the noise of a small one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def groups_of(samples: int, group: int) -> int:
 
 
 def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> None:
-    """Let a network's BatchNorm layers normalise by groups of so many samples in training.
+    """Let a network's BatchNorm layers normalise by groups of this many samples in training.
 
     Args:
         network: The network; its state_dict is the same afterwards.
@@ -63,7 +63,8 @@ def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> None:
     synced = [path for path, module in norms if isinstance(module, nn.SyncBatchNorm)]
     if synced:
         raise ModelError(
-            f"model.ghost_batch_norm={samples}: model.name={name} has SyncBatchNorm ({synced[0]}), which normalises by "
-            "the samples of all processes together; take one of the two out."
+            f"model.ghost_batch_norm={samples}: model.name={name} has SyncBatchNorm ({synced[0]}), which normalises "
+            f"over "
+            "all processes; remove one of the two."
         )
     mix_in((module for _, module in norms), _Ghosts, _ghost_samples=samples)

@@ -33,17 +33,17 @@ _MOST = {"depth": 1000, "width": 1_000_000, "heads": 1_000_000, "hidden": 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a transformer is made of.
+    """The architecture of a transformer.
 
     GPT-2 is ``depth=12, width=768, heads=12, activation=gelu_tanh, norm=layer, positions=learned, bias=true``.
 
     Attributes:
         vocabulary: Token ids are in [0, vocabulary).
-        context: Most tokens in a row.
+        context: Maximum tokens in a row.
         causal: Whether each token sees only itself and those before it.
         depth: Blocks.
         width: Numbers that stand for a token.
-        heads: Parts of them that attend by themselves.
+        heads: Number of attention heads.
         hidden: Numbers in the middle of each block's second half; None: 4 times ``width``, with `swiglu` 8/3 times.
         activation: `gelu`, `gelu_tanh` (GPT-2's, an approximation), or `swiglu`, which has a third matrix.
         norm: `rms` or `layer`.
@@ -255,7 +255,7 @@ def build_language_model(model: Model, *, vocabulary: int, context: int, is_mask
     Args:
         model: The recipe's `model` section.
         vocabulary: Token ids are in [0, vocabulary).
-        context: Most tokens in a row.
+        context: Maximum tokens in a row.
         is_masked: Whether it predicts hidden tokens, and not the next one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The network of a public lecture's demonstration of CPU against GPU, so that its table can be made anywhere.
+"""The network of a public lecture's CPU-GPU comparison, to reproduce its table anywhere.
 
 It is PyTorch's CIFAR-10 tutorial network with 128 channels after the first convolution in place of 6, which makes the
 120,078 parameters that the lecture prints: 9,728 and 51,216 of the convolutions, 48,120, 10,164 and 850 of the rest.

@@ -78,7 +78,7 @@ class Dlrm(nn.Module):
         return answer.squeeze(1)
 
     def no_weight_decay(self) -> tuple[str, ...]:
-        """Tables do not decay: rows that no batch has used would vanish."""
+        """Tables have no weight decay: rows that no batch uses would vanish."""
         return ("tables.*",)
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence
 
 
 def describe_tables(recipe: Recipe, rows: Sequence[int]) -> str:
-    """How large the tables are, and what an optimizer keeps beside them, in a sentence."""
+    """The size of the tables and of their optimizer state, in a sentence."""
     embedding = recipe.model.options.get("embedding", inspect.signature(Dlrm).parameters["embedding"].default)
     counted = f"{len(rows)} tables of {sum(rows):,} rows in all"
     if recipe.model.name not in CLICK_MODELS or not isinstance(embedding, int):

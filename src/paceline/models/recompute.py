@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass.
+"""Recompute activations in the backward pass.
 
 A network is cut into its repeated blocks. Each keeps its input, and computes the rest again when the backward pass
 comes to it (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016); a selective one keeps the results of
@@ -32,7 +32,7 @@ class _Recomputed(nn.Module):
     _recompute: Recompute = "full"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the block, and when a gradient is asked for keep as little of it as was asked."""
+        """Compute the block, and keep only the requested activations if a gradient is needed."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         # A list of what came before, as DenseNet's layers take, may be longer by the time they are computed again.
@@ -48,7 +48,7 @@ class _Recomputed(nn.Module):
 
 
 def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled: bool = False) -> list[str]:
-    """Let a network's blocks compute their activations once more; returns the blocks' names.
+    """Make a network's blocks recompute their activations; returns the blocks' names.
 
     Raises:
         ModelError: If it has no blocks, or some that cannot.
@@ -111,11 +111,11 @@ def _check(block: nn.Module, path: str, how: Recompute, *, compiled: bool) -> No
     norms = [each for each in block.modules() if isinstance(each, _NormBase) and each.track_running_stats]
     said = f"model.activation_checkpointing={how}: {path} has {type(norms[0]).__name__ if norms else ''}, "
     if any(not isinstance(each, _BatchNorm) for each in norms):
-        raise ModelError(f"{said}whose running statistics would take in each batch twice; leave it out.")
+        raise ModelError(f"{said}whose running statistics would count each batch twice; leave it out.")
     if norms and compiled:
         raise ModelError(
-            f"{said}whose running statistics a compiled block would take in twice; set model.compile=false, or leave "
-            "it out: a compiled network keeps less anyway."
+            f"{said}whose running statistics a compiled block would update twice; set model.compile=false, or leave "
+            "it out: a compiled network already stores fewer activations."
         )
 
 

@@ -94,8 +94,8 @@ def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
     """Build the network of a recipe.
 
     Raises:
-        ModelError: If the name is unknown, the options are not the factory's, or published weights are asked for and
-            cannot be had.
+        ModelError: If the name is unknown, the options are not the factory's, or requested published weights are not
+            available.
     """
     if factory := named_factory(model, OWN_SEGMENTERS):
         return call_factory(model, factory, num_classes=num_classes, in_channels=3)
@@ -109,7 +109,7 @@ def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
     taken -= {"weights", "weights_backbone", "progress", "num_classes", "kwargs"}
     if wrong := [option for option in model.options if option not in taken]:
         raise ModelError(
-            f"model.options.{wrong[0]} is unknown to {model.name}, which knows {', '.join(taken) or 'none'}; leave it "
+            f"model.options.{wrong[0]} is unknown to {model.name}, which has {', '.join(taken) or 'none'}; leave it "
             "out."
         )
     return build_published(model, num_classes)

@@ -9,8 +9,8 @@ In the shape of the public records' (Page, "How to Train Your ResNet", 2018; Jor
 A block of three convolutions adds what its first gave to what its last gives. Convolutions begin as near to the
 identity as they can: as many of their filters as they have inputs hand one input through.
 
-The first layer whitens the training images' patches. Neighbouring pixels are nearly alike, so that a plain first layer
-sees mostly one direction of its input: the brightness. The filters here are the eigenvectors of the patches' second
+The first layer whitens the training images' patches. Neighbouring pixels are similar, so a plain first layer sees
+mostly one direction of its input: the brightness. The filters here are the eigenvectors of the patches' second
 moments, each divided by ``sqrt(eigenvalue + eps)``, and their negatives: every output is of about the same size and
 none repeats another.
 """
@@ -135,7 +135,7 @@ WHITENING_IMAGES = 2048
 
 
 class Whitening(nn.Conv2d):
-    """A convolution whose filters are made of the training images: one for each direction of a patch, and its negative.
+    """A convolution with filters computed from the training images: one per direction of a patch, and its negative.
 
     Until :meth:`begin_from` its filters are drawn, as any convolution's. A recipe keeps them as they begin with
     ``model.frozen``.
@@ -173,12 +173,12 @@ def whitening_filters(images: Tensor, kernel_size: int) -> Tensor:
     channels = images.shape[1]
     if min(images.shape[-2:]) < kernel_size or len(images) == 0:
         raise ModelError(
-            f"a whitening layer of {kernel_size} x {kernel_size} pixels has no patches to begin from in "
+            f"a whitening layer of {kernel_size} x {kernel_size} pixels finds no patches for its initialisation in "
             f"{len(images)} images of {images.shape[-2]} x {images.shape[-1]}; make it smaller (model.options)."
         )
     moments = _second_moments(images, kernel_size)
     if not moments.isfinite().all():
-        raise ModelError("the images that a whitening layer begins from are not finite; see data.mean and data.std.")
+        raise ModelError("the images that initialise a whitening layer are not finite; see data.mean and data.std.")
     values, vectors = torch.linalg.eigh(moments)
     vectors = vectors.T.flip(0)  # the strongest first, one a row
     largest = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True))
@@ -197,5 +197,5 @@ def _second_moments(images: Tensor, kernel_size: int) -> Tensor:
 
 
 def whitening_layers(network: nn.Module) -> list[Whitening]:
-    """The layers of a network that are to begin from images."""
+    """The layers of a network to initialise from images."""
     return [module for module in network.modules() if isinstance(module, Whitening)]

@@ -24,7 +24,7 @@ _NAMED = 4
 
 
 def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str) -> str:
-    """Take the tensors whose names, shapes and dtypes fit, and leave the others as they are.
+    """Load the tensors whose names, shapes and dtypes match, and keep the others.
 
     Returns:
         What was taken and what was not, in one sentence.
@@ -46,9 +46,9 @@ def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str
     network.load_state_dict(fitting, strict=False)
     said = f"model.initialize_from: {len(fitting)} of {len(own)} tensors come from {source}"
     if left := [name for name in own if name not in fitting]:
-        said += f"; {_some(left)} begin anew"
+        said += f"; {_some(left)} are newly initialised"
     if unused := [name for name in state if name not in fitting]:
-        said += f"; {_some(unused)} of it are not used"
+        said += f"; {_some(unused)} of the source are not used"
     return said
 
 
@@ -78,10 +78,10 @@ def with_shared(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def adapt(network: nn.Module, model: Model) -> None:
-    """Make of a network what a recipe wants trained.
+    """Apply a recipe's adapters and frozen parameters to a network.
 
     Raises:
-        ModelError: If it has no such parameters, or cannot do what is asked.
+        ModelError: If it has no such parameters, or does not support the request.
     """
     if model.adapters.rank is not None:
         add_adapters(network, model.adapters)
@@ -97,8 +97,8 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
 
     Args:
         network: The network, whose norms with nothing to train go into evaluation mode.
-        patterns: Shell patterns of names. A later one wins; one that begins with ``!`` takes back.
-        but: Parameters to leave as they are, whatever the patterns say.
+        patterns: Shell patterns of names. A later one wins; one that begins with ``!`` excludes.
+        but: Parameters to exclude, whatever the patterns say.
 
     Raises:
         ModelError: If a pattern matches nothing.
@@ -116,7 +116,7 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
 
 
 def frozen_patterns(network: nn.Module, model: Model) -> tuple[str, ...]:
-    """What is not trained: with adapters nothing but they and the classifier is, unless ``model.frozen`` says more."""
+    """Patterns of untrained parameters: with adapters, all but them and the classifier; ``model.frozen`` adds more."""
     return (*(trained_beside(network) if model.adapters.rank is not None else ()), *model.frozen)
 
 
@@ -203,7 +203,7 @@ def trained_spans(
 
 
 class FreezeSchedule:
-    """Lets parameters be trained when their step has come, and no longer, and norms go on with their statistics.
+    """Enable and disable the training of parameters at their steps, together with the statistics of norms.
 
     Args:
         network: The bare network, in which all that will ever be trained needs a gradient.

@@ -68,14 +68,14 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     switches = tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
     if objective == "causal" and _tried(kind, objective, switches)[0]:
         raise ModelError(
-            f"model.name={model.name}: its answers depend on tokens that come later, so that it would be given "
-            "what it is to predict; choose a decoder (gpt2, llama, …)."
+            f"model.name={model.name}: its outputs depend on later tokens, so it would see what it must predict; "
+            "choose a decoder (gpt2, llama, …)."
         )
     return _as_language_model(_built(config, objective, name=model.name), objective)
 
 
 def takes_documents(network: nn.Module, context: int) -> bool:
-    """Whether documents in one row of it never see one another, and else see what they do alone.
+    """Whether documents in one row cannot see each other, and see the same as alone.
 
     Found out with a tiny network of its kind. One whose tokens look no farther than a window, which is shorter than the
     row, does not: a mask of documents stands in the place of that window. Anything that is not of Transformers does:
@@ -199,7 +199,8 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
                 f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective."
             )
         raise ModelError(
-            f"model.name={name}: '{kind}' is no {objective} language model of Transformers.{did_you_mean(kind, known)}"
+            f"model.name={name}: '{kind}' is not a {objective} language model in "
+            f"Transformers.{did_you_mean(kind, known)}"
         )
     usual = AutoConfig.for_model(kind)
     names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
@@ -207,7 +208,7 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
     wrong = [] if is_folder else [key for key in keys if key not in names]
     if wrong:
         raise ModelError(
-            f"model.options: {wrong[0]} is no key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
+            f"model.options: {wrong[0]} is not a key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
         )
     # Token numbers of the vocabulary that the library's defaults were made for mean nothing here.
     unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
@@ -222,7 +223,7 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
 def _fit_vocabulary(config: Any, vocabulary: int, *, asked: bool, name: str) -> None:
     if not hasattr(config, "vocab_size"):
         raise ModelError(
-            f"model.name={name}: {config.model_type} has no vocab_size, and so is no plain language model."
+            f"model.name={name}: {config.model_type} has no vocab_size, so it is not a plain language model."
         )
     if asked and config.vocab_size < vocabulary:
         raise ModelError(

@@ -30,7 +30,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
 
     Raises:
         RecipeError: If ``optimizer.options`` are not the class's, or what is named does not give an optimizer.
-        ModelError: If groups are asked for that the network does not have.
+        ModelError: If the network lacks requested groups.
     """
     groups = parameter_groups(model, optimizer)
     options = _settings(optimizer)
@@ -79,7 +79,7 @@ def _settings(asked: Optimizer) -> dict[str, Any]:
 
 
 def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
-    """All that the schedule moves, with the plan's numbers.
+    """All scheduled settings, with the plan's numbers.
 
     Raises:
         RecipeError: If the momentum of another package's optimizer is to move: where it starts is not known.
@@ -88,8 +88,8 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
     moves = schedule.momentum.name != "constant" and asked.name != "adafactor"
     if moves and asked.name not in RULES:
         raise RecipeError(
-            f"schedule.momentum.name={schedule.momentum.name} does not go with optimizer.name={asked.name}, whose "
-            "momentum is in its own options; leave it out."
+            f"schedule.momentum.name={schedule.momentum.name} does not work with optimizer.name={asked.name}, which "
+            "takes momentum in its own options; leave it out."
         )
     start = asked.momentum if asked.has("momentum") else asked.moment_decay[0]
     return Schedules(
@@ -128,7 +128,7 @@ class Clipping:
 
     @property
     def uses_norm(self) -> bool:
-        """Whether the whole gradient's norm decides what becomes of it."""
+        """Whether the whole gradient's norm determines the clipping."""
         return self._norm is not None
 
     def __call__(self, *, measure: bool) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 
 torch keeps ``torch.compile`` out of some methods of its optimizers, and breaks a graph that is being traced around
 their ``step``. Either loads ``torch._dynamo`` at the first call, and with it sympy and torch.distributed.tensor: much
-of the time until a first step, in each process, for a compiler that is never given an optimizer here. What those
+of the time until a first step, in each process, for a compiler that never compiles an optimizer here. What those
 wrappers wrap is the same method, which works as it is.
 """
 
@@ -20,7 +20,7 @@ _made: dict[type, Any] = {}
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """A base of optimizers that no one compiles."""
+    """A base class for optimizers that are never compiled."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)

@@ -1,4 +1,4 @@
-"""Optimizers of embedding tables, of which a step uses few rows; and the rules for sparse gradients."""
+"""Optimizers for embedding tables, where a step uses few rows, and rules for sparse gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def use_dense_gradients(network: nn.Module) -> None:
 class RowwiseAdagrad(EagerOptimizer):
     """Adagrad (Duchi et al. 2011) with one number for each row of a table: the sum of its gradients' mean squares.
 
-    A row that a step does not use stays as it is, so that sparse and dense gradients come to the same.
+    A row that a step does not use is unchanged, so sparse and dense gradients give the same result.
     """
 
     def __init__(self, params: Groups, *, lr: float, eps: float = 1e-10) -> None:
@@ -47,7 +47,7 @@ class RowwiseAdagrad(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
-        """Move every row that has a gradient."""
+        """Update every row that has a gradient."""
         for group in self.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
@@ -72,7 +72,7 @@ class RowwiseAdagrad(EagerOptimizer):
 
 
 class Paired(EagerOptimizer):
-    """Two optimizers as one: of tables, and of all else. Groups and state are one list and one mapping."""
+    """Two optimizers as one, for tables and for the rest. Groups and state are one list and one mapping."""
 
     def __init__(self, of_tables: torch.optim.Optimizer, others: torch.optim.Optimizer) -> None:
         self._both = (others, of_tables)
@@ -88,7 +88,7 @@ class Paired(EagerOptimizer):
             step.__wrapped__(each)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of both."""
+        """Load the state of both."""
         super().load_state_dict(state_dict)
         self._share()
 
@@ -103,7 +103,7 @@ class Paired(EagerOptimizer):
 def paired(
     network: nn.Module, asked: Optimizer, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
-    """The optimizer of tables that the recipe asks for, beside that of all else.
+    """Combine the recipe's table optimizer with that of the other parameters.
 
     Args:
         network: Has the tables.
@@ -126,7 +126,7 @@ def paired(
 
 
 def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: str) -> None:
-    """See whether the recipe's choices go with tables that are moved by a rule of their own, or have sparse gradients.
+    """Check that the recipe's choices work with tables that have their own optimizer or sparse gradients.
 
     Raises:
         ModelError: If there are no tables to move.
@@ -140,7 +140,7 @@ def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: s
         return
     for choice, remedy in _not_with_sparse(recipe, strategy, device).items():
         raise RecipeError(
-            f"{choice} does not go with sparse gradients (model.options={{sparse: true}}); {remedy}, or use dense ones."
+            f"{choice} does not support sparse gradients (model.options={{sparse: true}}); {remedy}, or use dense ones."
         )
 
 
@@ -155,7 +155,7 @@ def _check_own_rule(network: nn.Module, recipe: Recipe, strategy: str, *, is_spa
         raise RecipeError(f"{rule} needs sparse gradients; set model.options={{sparse: true}}, or use rowwise_adagrad.")
     if strategy == "fsdp":
         raise RecipeError(
-            f"{rule} needs whole tables, of which each process has a part with parallel.strategy=fsdp; use "
+            f"{rule} needs whole tables, but parallel.strategy=fsdp shards them; use "
             "parallel.strategy=ddp, or optimizer.tables=same."
         )
 
@@ -168,7 +168,7 @@ def _not_with_sparse(recipe: Recipe, strategy: str, device: str) -> dict[str, st
         what = "parallel.exact=true" if strategy == "exact" else "parallel.strategy=fsdp"
         found[what] = "use parallel.strategy=ddp"
     elif strategy == "ddp" and device != "cpu":
-        found[f"parallel.strategy=ddp on {device}, whose collectives add up no sparse tensors,"] = "use one process"
+        found[f"parallel.strategy=ddp on {device}, whose collectives cannot add sparse tensors,"] = "use one process"
     # Rules that move every row in every step.
     if asked.tables == "same" and (asked.name != "sgd" or asked.momentum):
         name = f"optimizer.name={asked.name}" + f" with momentum {asked.momentum:g}" * (asked.name == "sgd")

@@ -2,8 +2,8 @@
 
 Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): a filter bank is a matrix, a row
 for each output; its momentum is replaced by the nearest matrix whose singular values are all alike, found by a few
-Newton-Schulz iterations instead of a decomposition. Every direction is then moved by as much, also those that the
-gradient hardly shows.
+Newton-Schulz iterations instead of a decomposition. The update then has equal size in every direction, even where the
+gradient is small.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OrthogonalSteps(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
-        """Move every bank that has a gradient."""
+        """Update every bank that has a gradient."""
         for group in self.param_groups:
             for bank in group["params"]:
                 if bank.grad is not None:
@@ -95,7 +95,7 @@ def filters_and_rest(
     filters: dict[str, Any],
     rest: dict[str, Any],
 ) -> torch.optim.Optimizer:
-    """One optimizer that moves filters by orthogonal steps, and all else by SGD.
+    """One optimizer that updates filters by orthogonal steps, and the rest by SGD.
 
     Args:
         groups: All parameters' (:func:`~paceline.optim.parameter_groups.parameter_groups`).
@@ -111,7 +111,7 @@ def filters_and_rest(
     if not banks:
         raise ModelError(
             "optimizer.name=muon with optimizer.rest=sgd moves filters (parameters of three dimensions or more) by "
-            "orthogonal steps, and this network trains none; use optimizer.rest=adamw, which moves matrices so."
+            "orthogonal steps, and this network trains none; use optimizer.rest=adamw, which does so for matrices."
         )
     orthogonal = OrthogonalSteps(banks, lr=lr, nesterov=nesterov, **filters)
     if not others:

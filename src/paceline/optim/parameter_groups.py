@@ -170,7 +170,7 @@ def _layer_factors(model: nn.Module, layer_decay: float | None) -> Mapping[str, 
     if not callable(matcher):
         raise ModelError(
             f"optimizer.layer_decay={layer_decay} needs a network that knows the order of its layers, and "
-            f"{type(model).__name__} does not say it (group_matcher, as timm's networks have); use optimizer.groups."
+            f"{type(model).__name__} does not provide it (group_matcher, as in timm's networks); use optimizer.groups."
         )
     from timm.models import group_parameters
 

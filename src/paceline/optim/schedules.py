@@ -25,7 +25,7 @@ def cosine(rate: LearningRate, step: int) -> float:
 
 
 def polynomial(rate: LearningRate, step: int) -> float:
-    """A power of what is left of the run."""
+    """A power of the remaining share of the run."""
     return rate.towards_end((1 - rate.progress(step)) ** rate.power)
 
 
@@ -56,7 +56,7 @@ def one_cycle(rate: LearningRate, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the optimizer is set to at a step; None where its own value stays.
+    """The optimizer's settings at a step; None keeps its own value.
 
     Attributes:
         learning_rate: The rate of a group whose own factor is 1.
@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """All that moves with the step.
+    """All settings that change with the step.
 
     Attributes:
         learning_rate: The schedule.

@@ -22,14 +22,14 @@ _PICTURE = re.compile(r"^data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+$"
 
 @runtime_checkable
 class Block(Protocol):
-    """Something that a section is made of."""
+    """A block of a section."""
 
     def html(self) -> Iterator[str]:
         """Its elements, in order."""
 
 
 class Marked(str):
-    """A table's cell, or a part of a recipe, that is to be noticed."""
+    """A highlighted table cell or recipe part."""
 
     __slots__ = ()
 
@@ -119,7 +119,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A small picture with what is told of it.
+    """A small picture with its caption.
 
     Attributes:
         data: A data URL of a PNG, JPEG, WebP or GIF.

@@ -1,4 +1,4 @@
-"""Charts of a page: what Plotly is given, and the table for readers who prefer figures.
+"""Charts of a page: Plotly's input, and a table for readers who prefer figures.
 
 Colours are names of the page's style, such as ``var(--series-1)``, which its script looks up, so that charts follow
 light and dark. Series differ in their dashes too, never by colour alone.
@@ -62,7 +62,7 @@ class Chart:
         title: What it shows, with the unit where the axes do not say it.
         traces: As Plotly takes them. Texts in them are plain: Plotly's markup works in templates alone.
         layout: As Plotly takes it, over the page's own; colours may be names: ``var(--series-2)``.
-        description: One sentence for who cannot see it.
+        description: One sentence for people who cannot see it.
         wide: Over the whole width of the page, however wide that is.
         table: Beneath it instead of the traces' own figures.
     """
@@ -90,7 +90,7 @@ class Chart:
         yield "</figure>"
 
     def figure(self) -> dict[str, Any]:
-        """What Plotly is given."""
+        """Plotly's input."""
         layout = {"height": _HEIGHT, "template": _TEMPLATE, **self.layout}
         return {"data": [_plain(trace) for trace in self.traces], "layout": _plain(layout)}
 

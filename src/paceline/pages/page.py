@@ -76,7 +76,7 @@ class Page:
 
 
 def write_page(path: Path, page: Page) -> Path:
-    """Write a page as one file; a reader finds the old one or the new one, never a part.
+    """Write a page as one file; a reader finds the old or the new one, never a partial one.
 
     Returns:
         The path.
@@ -170,7 +170,7 @@ def _body(page: Page, charts: Sequence[Chart]) -> Iterator[str]:
             yield "</div>" * are_charts
         yield "</section>"
     yield "</main>\n<footer>Made by Paceline. This file loads nothing: it can be kept and sent. "
-    yield "In charts, drag to look closer and double-click to go back.</footer>"
+    yield "In charts, drag to zoom in and double-click to reset.</footer>"
 
 
 @cache
@@ -187,12 +187,12 @@ def plotly_script() -> tuple[str, str]:
         # Without importing it.
         script = Path(str(distribution("plotly").locate_file(_SCRIPT))).read_bytes()
     except (PackageNotFoundError, FileNotFoundError):
-        raise PacelineError("there is no Plotly to draw charts with; install it: pip install plotly") from None
+        raise PacelineError("charts need Plotly, which is not installed: pip install plotly") from None
     # Without a time in it the same script gives the same page.
     packed = gzip.compress(script, compresslevel=6, mtime=0)
     return base64.b64encode(packed).decode("ascii"), script_digest(script)
 
 
 def script_digest(script: bytes) -> str:
-    """What a content policy knows a script by."""
+    """A script's digest for the content policy."""
     return base64.b64encode(sha256(script).digest()).decode("ascii")

@@ -1,4 +1,4 @@
-"""A command's result as a person sees it, in a terminal and on a page."""
+"""A command's result for people, in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Result(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A result that is text for people and one JSON document, and no more.
+    """A result of text for people and one JSON document.
 
     Attributes:
         shown: What a person sees.

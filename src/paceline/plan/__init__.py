@@ -1,4 +1,4 @@
-"""What a recipe comes to here: every derived number of a run, by one function, in one frozen value."""
+"""The plan of a run: every number derived from a recipe, by one function, in one frozen value."""
 
 from paceline.plan.build import Occasion, Plan, make
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, ParameterNumbers, TaskFacts

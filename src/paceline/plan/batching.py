@@ -23,7 +23,7 @@ def micro_batch_size(recipe: Recipe, world_size: int) -> int:
     fixed = fixed_logical_ranks(recipe)
     shared = _shared_parts(recipe, fixed)
     if shared % world_size:
-        misfit = f"is no whole number of parallel.logical_ranks={fixed}"
+        misfit = f"is not a multiple of parallel.logical_ranks={fixed}"
         if recipe.batch.micro_size != "auto":
             misfit = f"batch.micro_size={recipe.batch.micro_size} does not divide"
         key, size = next(each for each in named_sizes(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size)
@@ -48,7 +48,9 @@ def explain_batching(recipe: Recipe, world_size: int, micro: int) -> dict[str, s
         why = f"a process's whole share of {batch} samples over {world_size}"
     ranks = f"{batch} samples in micro-batches of {micro}"
     if recipe.parallel.exact:
-        ranks = f"{', '.join(_fitting(_shared_parts(recipe, fixed)))} processes can share them, with the same bits"
+        ranks = (
+            f"{', '.join(_fitting(_shared_parts(recipe, fixed)))} processes can share them, with bit-identical results"
+        )
     return {"batch.micro_size": why, "parallel.logical_ranks": ranks}
 
 
@@ -128,9 +130,9 @@ def _check_grown(recipe: Recipe, micro: int) -> None:
     for key, size in named_sizes(recipe):
         if size % micro:
             raise RecipeError(
-                f"{key}={size} is no whole number of the micro-batches of {micro} samples that "
+                f"{key}={size} is not a whole number of the micro-batches of {micro} samples that "
                 f"parallel.logical_ranks={recipe.parallel.logical_ranks} cuts batch.global_size="
-                f"{recipe.batch.global_size} into; choose sizes that are, or more logical ranks."
+                f"{recipe.batch.global_size} into; choose another size, or more logical ranks."
             )
 
 
@@ -151,7 +153,7 @@ def _shared_parts(recipe: Recipe, fixed: int | None) -> int:
 
 
 def default_processes(recipe: Recipe, devices: int) -> int:
-    """Processes of a run that was not told how many: one per device, as many as share the global batch evenly."""
+    """Default number of processes: one per device, as many as share the global batch evenly."""
     return next(iter(usable_processes(recipe, 1, devices)), 1)
 
 

@@ -106,7 +106,7 @@ class Plan(TaskFacts, Compiled, Rates):
 
     @cached_property
     def epochs(self) -> Epochs:
-        """Where in the epochs each step lies."""
+        """Position of each step in the epochs."""
         return Epochs(self.train_samples, self.batch_phases)
 
     @property
@@ -132,7 +132,7 @@ class Plan(TaskFacts, Compiled, Rates):
         return self.epochs.samples_before(step)
 
     def is_due(self, occasion: Occasion, position: int) -> bool:
-        """Whether something done now and then, and at the run's end, is due after ``position`` global batches."""
+        """Whether something periodic, also due at the run's end, is due after ``position`` global batches."""
         every = {
             "evaluate": self.evaluate_every_steps,
             "checkpoint": self.checkpoint_every_steps,
@@ -160,7 +160,7 @@ def make(
     network: NetworkFacts | None = None,
     notes: Mapping[str, str] = _NONE,
 ) -> Plan:
-    """Work out a run's numbers from its recipe and the facts: a pure function, and the only maker of plans.
+    """Derive a run's numbers from its recipe and the facts: a pure function, and the only one that makes plans.
 
     Args:
         recipe: What was asked.
@@ -172,7 +172,8 @@ def make(
         notes: Further reasons, by what they are of.
 
     Raises:
-        RecipeError: If batch and world do not fit together, a length comes to nothing, or two keys exclude each other.
+        RecipeError: If batch and world do not fit together, a length is less than a step, or two keys exclude each
+        other.
     """
     _check_facts(recipe, data, machine)
     if network is not None and network.is_depthwise and machine.device == "cpu":
@@ -237,16 +238,16 @@ def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts) -> None
     if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
         raise RecipeError(
-            f"evaluate.patience={recipe.evaluate.patience} has no effect with {why}: nothing is ever evaluated; "
-            "set evaluate.patience=off, or evaluate."
+            f"evaluate.patience={recipe.evaluate.patience} has no effect with {why}: nothing is evaluated; set "
+            f"evaluate.patience=off, or evaluate."
         )
     if recipe.train.precision == "fp8" and (lacking := machine.lacks.get("fp8")):
-        raise RecipeError(f"train.precision=fp8 cannot be had here: {lacking}; use bf16, or auto.")
+        raise RecipeError(f"train.precision=fp8 is not available here: {lacking}; use bf16, or auto.")
 
 
 def _explain_steps(recipe: Recipe, data: DataFacts, epochs: Epochs, total: int) -> dict[str, str]:
     found = {
-        "checkpoint.every": "by the clock: the square root of twice what a save costs, times checkpoint.mtbf "
+        "checkpoint.every": "by time: the square root of twice the cost of a save times checkpoint.mtbf "
         f"({recipe.checkpoint.mtbf}), once a save was measured (Young 1974)"
     }
     if data.evaluation_samples == 0:
@@ -343,8 +344,8 @@ def _in_steps(recipe: Recipe, epochs: Epochs, total: int, device: str) -> dict[s
 def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], epochs: Epochs, total: int) -> dict[str, int]:
     if asked and recipe.model.compile:
         raise RecipeError(
-            f"model.{key} does not go with model.compile=true, which settles at the start what has a gradient; "
-            "leave one out."
+            f"model.{key} does not work with model.compile=true, which fixes at the start what has a gradient; leave "
+            "one out."
         )
     found = {}
     for pattern, length in asked.items():
@@ -353,7 +354,7 @@ def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], epochs: Epoc
             stays = "stays frozen" if key == "unfreeze" else "is trained"
             raise RecipeError(
                 f"model.{key}: '{pattern}' {stays} for '{length}', which is {steps} of the run's {total} steps; it "
-                "must be some of them, and not all."
+                "must be more than none and fewer than all."
             )
     return found
 
@@ -373,8 +374,8 @@ def _check_growth(epochs: Epochs, total: int) -> None:
             )
         if min(before.global_batch_size, phase.global_batch_size) >= epochs.samples:
             raise RecipeError(
-                f"{said} has no effect: an epoch has only {epochs.samples} samples, and each step used all of them "
-                "before; leave it out."
+                f"{said} has no effect: an epoch has only {epochs.samples} samples, and each step already uses all of "
+                "them; leave it out."
             )
 
 
@@ -432,8 +433,7 @@ def _profiled(profile: Profile, epochs: Epochs, total: int, device: str) -> tupl
     first = epochs.steps_in(profile.after, total)
     if first < 1:
         raise RecipeError(
-            f"telemetry.profile.after='{profile.after}' leaves the profiler no step to warm up in; give at least "
-            "'1 step'."
+            f"telemetry.profile.after='{profile.after}' leaves the profiler no warm-up step; give at least '1 step'."
         )
     if first + profile.steps > total:
         raise RecipeError(

@@ -21,7 +21,7 @@ _WITH_TIMING = ("max-autotune", "max-autotune-no-cudagraphs")
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What of a run is compiled.
+    """The compiled parts of a run.
 
     Attributes:
         compile: Back-end and mode of torch.compile, or ``off``.
@@ -52,7 +52,7 @@ def evaluation_sizes(samples: int, batch_size: int) -> Counter[int]:
 def plan_compilation(
     recipe: Recipe, machine: MachineFacts, data: DataFacts, parts: Sequence[int], world_size: int
 ) -> Compiled:
-    """Work out what is compiled.
+    """Determine what is compiled.
 
     Args:
         recipe: What was asked.
@@ -62,7 +62,7 @@ def plan_compilation(
         world_size: Processes.
 
     Raises:
-        RecipeError: If the mode cannot be had here, or not with the rest of the recipe.
+        RecipeError: If the mode is not available here, or not with the rest of the recipe.
     """
     model = recipe.model
     if not model.compile:
@@ -76,8 +76,8 @@ def plan_compilation(
     if model.compile_mode in _WITH_TIMING and (recipe.train.deterministic or recipe.parallel.exact):
         asked = "train.deterministic" if recipe.train.deterministic else "parallel.exact"
         raise RecipeError(
-            f"model.compile_mode={model.compile_mode} takes the kernels that were fastest when they were tried, at "
-            f"another launch perhaps others, and {asked}=true wants the same sums each time; use "
+            f"model.compile_mode={model.compile_mode} picks the kernels that benchmark fastest, which can differ "
+            f"between launches, and {asked}=true requires the same sums each time; use "
             "model.compile_mode=default."
         )
     trained = training_sizes(data.train_samples, recipe.batch.global_size, parts[0])
@@ -101,13 +101,13 @@ def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
     mode = recipe.model.compile_mode
     objections = {
         f"which need a CUDA device, and this run is on {device}": (device != "cuda", ""),
-        f"and each replay writes its gradients where the last one's are: those of {accumulation_steps} micro-batches "
+        f"and each replay overwrites the last one's gradients: those of {accumulation_steps} micro-batches "
         "per step cannot be added up": (accumulation_steps > 1, ", or a larger batch.micro_size"),
         "each of which holds memory for one size of image, and data.progressive has several": (
             recipe.data.progressive.start_size is not None,
             ", or data.progressive.start_size=off",
         ),
-        "and parallel.exact collects each gradient in memory of its own": (recipe.parallel.exact, ""),
+        "and parallel.exact collects each gradient in its own memory": (recipe.parallel.exact, ""),
     }
     instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
     for why, (holds, or_else) in objections.items():
@@ -140,13 +140,13 @@ def resolve_float32_matmul(recipe: Recipe, machine: MachineFacts) -> str:
 
 
 def resolve_channels_last(recipe: Recipe, machine: MachineFacts, *, is_useful: bool = True) -> bool:
-    """The memory format of ``model.channels_last``; left open, it is only what the task has a use for."""
+    """The memory format of ``model.channels_last``; by default only if the task can use it."""
     asked = recipe.model.channels_last
     return is_useful and machine.device in ("cpu", "cuda", "xpu") if asked == "auto" else asked
 
 
 def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int) -> tuple[int, str]:
-    """CPU threads per process, ``parallel.threads``, and why so many."""
+    """CPU threads per process, ``parallel.threads``, and the reason."""
     asked = recipe.parallel.threads
     if asked != "auto":
         return asked, ""
@@ -172,9 +172,7 @@ def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
     device = machine.device
     gains = resolve_channels_last(recipe, machine)
     return {
-        "parallel.device": (
-            "no GPU was found that could be used" if device == "cpu" else f"a {device} device was found"
-        ),
+        "parallel.device": ("no usable GPU was found" if device == "cpu" else f"a {device} device was found"),
         "train.precision": machine.reasons.get("fast_bf16", ""),
         "train.float32_matmul": (
             "torch's default: TF32 for convolutions, fp32 for matrix products" if device == "cuda" else "fp32"
@@ -182,5 +180,5 @@ def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
         "model.channels_last": (
             f"convolutions on {device} have kernels for it" if gains else f"{device} gains nothing by it"
         ),
-        "evaluate.batch_size": "independent of the number of processes, so that every sample is scored alike",
+        "evaluate.batch_size": "independent of the number of processes, so that every sample gets the same score",
     }

@@ -116,7 +116,7 @@ class Epochs:
         """Steps of a length from the start of the run: rounded to nearest; for samples, enough to use them all.
 
         Raises:
-            ValueError: If a percentage is asked of a run whose total is not known yet.
+            ValueError: If a percentage is used before the run's total is known.
         """
         if len(self.phases) == 1 or length.unit in ("steps", "percent"):
             size = self.phases[0].global_batch_size
@@ -162,7 +162,7 @@ class Epochs:
         except ValueError as error:
             raise RecipeError(f"train.duration: {error}; give epochs, steps or samples.") from None
         if total < 1:
-            raise RecipeError(f"train.duration='{duration}' comes to no step at all; give at least '1 steps'.")
+            raise RecipeError(f"train.duration='{duration}' is less than one step; give at least '1 steps'.")
         return total
 
     def within(self, key: str, length: Duration, total: int, *, at_end: bool = False) -> int:
@@ -189,5 +189,5 @@ class Epochs:
             return None
         steps = self.steps_in(length, total)
         if steps < 1:
-            raise RecipeError(f"{key}='{length}' comes to less than one step; give at least '1 steps'.")
+            raise RecipeError(f"{key}='{length}' is less than one step; give at least '1 steps'.")
         return steps

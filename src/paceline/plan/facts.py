@@ -1,4 +1,4 @@
-"""What a plan is made of besides its recipe: facts of the data, the task, the machine and the network."""
+"""Inputs of a plan besides its recipe: facts of the data, the task, the machine and the network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What the plan must know of the data.
+    """Facts of the data for the plan.
 
     Attributes:
         train_samples: Samples in one training epoch.
@@ -16,7 +16,7 @@ class DataFacts:
         description: Further facts for the reader, by name (classes, image size, back-end, ...).
         reasons: Why an `auto` became what it is, and why a key that knows no `auto` is not used, by dotted key.
         unused: Dotted keys that the task has no use for, with the reason (see :func:`~paceline.recipe.unused.all_but`).
-        left_out: What of the data is there and not used, a sentence for each kind.
+        left_out: What of the data is there and not used, one sentence per kind.
     """
 
     train_samples: int
@@ -29,11 +29,11 @@ class DataFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFacts:
-    """What the plan must know of the task, once that knows its data.
+    """Facts of the task for the plan, once it knows its data.
 
     Attributes:
         higher_is_better: For each metric that is measured, which way it is better.
-        headline: The metric that one looks at first.
+        headline: The main metric.
         sample_name: What samples are called (``images``).
         weight_unit: What they count for in a step's mean loss (``tokens``).
         class_weights: Weight of each class in the loss (``train.class_weights``); empty: all the same.
@@ -57,7 +57,7 @@ class TaskFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What the plan must know of the machine, the same on every rank.
+    """Facts of the machine for the plan, the same on every rank.
 
     Attributes:
         device: Device type the model lives on: cpu, cuda, mps or xpu.
@@ -115,7 +115,7 @@ class ParameterGroupFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkFacts:
-    """What the plan must know of the network.
+    """Facts of the network for the plan.
 
     Attributes:
         parameters: How many numbers it has.

@@ -19,7 +19,7 @@ _MUST_BE_STATED = ("org", "platform", "division", "status")
 
 
 def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> dict[str, str]:
-    """Find out before a run, or before its log is written, whether there can be one.
+    """Check, before a run or before writing its log, that the log is possible.
 
     Args:
         recipe: The recipe.
@@ -27,7 +27,7 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
         peak_lr: The learning rate after its scaling rule.
 
     Returns:
-        What is to be told of it, by dotted key.
+        Its notices, by dotted key.
 
     Raises:
         RecipeError: Naming what is missing, or the first thing that the closed division does not allow.
@@ -37,9 +37,9 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
     said = recipe.telemetry.submission
     if missing := [name for name in _MUST_BE_STATED if not getattr(said, name)]:
         raise RecipeError(
-            "telemetry.mlperf=true writes a log that says who ran on what and by which rules, and nothing is said of "
-            f"{', '.join(f'telemetry.submission.{name}' for name in missing)}; state them, or leave telemetry.mlperf "
-            "out."
+            "telemetry.mlperf=true writes a log that states who ran on what and under which rules, but these are not "
+            f"set: {', '.join(f'telemetry.submission.{name}' for name in missing)}; set them, or leave "
+            "telemetry.mlperf out."
         )
     if recipe.task not in _TASKS:
         raise RecipeError(
@@ -48,14 +48,14 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
         )
     if recipe.evaluate.every is None or evaluation_samples == 0:
         raise RecipeError(
-            "telemetry.mlperf=true writes when the target was reached, and nothing is evaluated; set evaluate.every, "
-            "and hold samples out."
+            "telemetry.mlperf=true logs when the target was reached, but nothing is evaluated; set evaluate.every, and "
+            "hold samples out."
         )
     objection = next((each for each, holds in _objections(recipe, peak_lr).items() if holds), "")
     if said.division == "closed" and objection:
         raise RecipeError(
-            f"telemetry.submission.division=closed: MLPerf Training 4.0 asks of resnet {objection}; change it, or say "
-            "division=open."
+            f"telemetry.submission.division=closed: MLPerf Training 4.0 requires for resnet {objection}; change it, or "
+            "set division=open."
         )
     return {"telemetry.mlperf": NOT_A_RESULT}
 

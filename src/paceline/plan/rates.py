@@ -46,7 +46,7 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
     """Resolve the schedule of a run of ``total`` steps.
 
     Raises:
-        RecipeError: If one of its lengths is longer than the run, or comes to nothing.
+        RecipeError: If one of its lengths is longer than the run, or is less than a step.
     """
     schedule, asked = recipe.schedule, recipe.optimizer
     # An epoch smaller than the batch is one step of all its samples.
@@ -74,7 +74,8 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
         )
     if schedule.name == "one_cycle" and warmup < 1:
         raise RecipeError(
-            "schedule.name=one_cycle rises during schedule.warmup, which is no step here; set it, for example to '30%'."
+            "schedule.name=one_cycle rises during schedule.warmup, which has no steps here; set it, for example to "
+            "'30%'."
         )
     return Rates(
         peak_lr=peak,
@@ -111,14 +112,14 @@ def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str
     found["optimizer.betas"] = "optimizer.rest=sgd has none" if asked.moves_rest_by_sgd else published
     found["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
     found["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
-    begins = "the first step of a straight rise from zero" if rates.warmup_steps else "there is no warm-up"
+    begins = "the first step of a linear rise from zero" if rates.warmup_steps else "there is no warm-up"
     is_cycle = schedule.name == "one_cycle"
     found["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins" if is_cycle else begins
     return found
 
 
 def lr_factor(recipe: Recipe, batch: int) -> float:
-    """What the recipe's scaling rule makes of the learning rate for a batch."""
+    """The learning rate for a batch by the recipe's scaling rule."""
     asked = recipe.optimizer
     if asked.lr_scaling == "none" or asked.lr_reference_batch is None:
         return 1.0
@@ -131,8 +132,8 @@ def _first_rate(recipe: Recipe, peak: float) -> float | None:
     if schedule.warmup_from == "unscaled":
         if recipe.optimizer.lr_scaling == "none":
             raise RecipeError(
-                "schedule.warmup_from=unscaled begins at optimizer.lr before its scaling, and "
-                "optimizer.lr_scaling=none; set a rule, or a share of the peak."
+                "schedule.warmup_from=unscaled starts from optimizer.lr before scaling, but optimizer.lr_scaling=none; "
+                "set a rule, or a share of the peak."
             )
         return recipe.optimizer.lr
     if schedule.warmup_from != "auto":

@@ -1,4 +1,4 @@
-"""How the processes of a run share the work, and whether a replica of the model fits each device."""
+"""Choose the parallel strategy, and check whether a model replica fits each device."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ def choose_strategy(
         memory_bytes: What each process's device has; None if it does not say.
 
     Raises:
-        RecipeError: If the one asked for does not fit the processes or the rest of the recipe.
+        RecipeError: If the requested one does not fit the processes or the rest of the recipe.
     """
     asked = recipe.parallel.strategy
     reasons = {}
     if recipe.parallel.exact:
         _check_exact(recipe)
-        reasons["parallel.strategy"] = "parallel.exact: gradients are added along one tree, whatever the processes"
+        reasons["parallel.strategy"] = (
+            "parallel.exact: gradients are summed in one fixed tree for any number of processes"
+        )
         reasons["parallel.exact"] = _cost_of_exact(max(parts), world_size)
         strategy = "exact"
     elif asked != "auto":
@@ -61,13 +63,13 @@ def choose_strategy(
 def _check_exact(recipe: Recipe) -> None:
     if recipe.parallel.strategy != "auto":
         raise RecipeError(
-            f"parallel.exact=true adds gradients up in its own order, and parallel.strategy={recipe.parallel.strategy} "
+            f"parallel.exact=true sums gradients in its own order, and parallel.strategy={recipe.parallel.strategy} "
             "does not; leave the strategy at auto, or turn exactness off."
         )
     if recipe.parallel.unused_parameters == "allow":
         raise RecipeError(
-            "parallel.unused_parameters=allow does not go with parallel.exact=true, whose tree adds up a gradient "
-            "of every trainable parameter; freeze those that are not used (model.frozen)."
+            "parallel.unused_parameters=allow does not work with parallel.exact=true, which sums a gradient of every "
+            "trainable parameter; freeze unused ones (model.frozen)."
         )
 
 
@@ -83,7 +85,7 @@ def _check_processes(asked: str, world_size: int) -> None:
 def weigh(
     recipe: Recipe, numbers: ParameterNumbers | None, world_size: int, memory_bytes: int | None
 ) -> tuple[str, str]:
-    """What ``auto`` comes to, and why: replicas as long as they leave room for activations.
+    """The strategy for ``auto``, and why: replicas if they leave room for activations.
 
     Args:
         recipe: Says what is kept for each parameter.
@@ -100,8 +102,8 @@ def weigh(
     state = f"a replica's weights, gradients, optimizer state and average take {_gigabytes(replica)}"
     room = f"of the {_gigabytes(memory_bytes)} that a process has"
     if replica <= _ROOM_FOR_STATE * memory_bytes:
-        return "ddp", f"{world_size} processes; {state} {room}, and the rest is left to activations"
-    each = f"spread over the processes it is {_gigabytes(spread)} each, and activations come on top"
+        return "ddp", f"{world_size} processes; {state} {room}, and the rest is left for activations"
+    each = f"sharded over the processes it is {_gigabytes(spread)} each, plus activations"
     return "fsdp", f"{state}, more than {_ROOM_FOR_STATE:.0%} {room}; {each}"
 
 
@@ -117,36 +119,35 @@ def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:
 
 
 def check_sharding(recipe: Recipe, world_size: int) -> None:
-    """See whether the recipe's other choices go with weights that are spread over processes.
+    """Check that the recipe's other choices work with sharded weights.
 
     Raises:
         RecipeError: Naming the first that does not.
     """
     model, optimizer, precision = recipe.model, recipe.optimizer, recipe.train.precision
     size = recipe.parallel.shard_size
-    later = "does not go with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
+    later = "does not work with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
     objections = {
         f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a divisor "
         "of their number, or all for one group.": size != "all" and (size < 2 or world_size % size > 0),
-        "model.compile=true does not go with parallel.strategy=fsdp yet, which gathers weights in the midst of what "
-        "would be compiled; turn it off, or use parallel.strategy=ddp.": model.compile,
+        "model.compile=true does not work with parallel.strategy=fsdp yet, which gathers weights inside the compiled "
+        "code; turn it off, or use parallel.strategy=ddp.": model.compile,
         f"model.unfreeze {later}": model.unfreeze,
         f"model.freeze_after {later}": model.freeze_after,
         f"model.adapters {later}": model.adapters.rank is not None,
-        "parallel.unused_parameters=allow does not go with parallel.strategy=fsdp, where all processes gather the same "
+        "parallel.unused_parameters=allow does not work with parallel.strategy=fsdp, where all processes gather the "
+        "same "
         "weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp.": (
             recipe.parallel.unused_parameters == "allow"
         ),
-        f"optimizer.name={optimizer.name} needs whole matrices, of which each process has a part with "
-        "parallel.strategy=fsdp; use sgd, adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp.": (
-            optimizer.name in _OF_MATRICES
-        ),
-        f"optimizer.clip_adaptive={optimizer.clip_adaptive} compares whole rows, of which a process may have a part "
-        "with parallel.strategy=fsdp; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp.": (
+        f"optimizer.name={optimizer.name} needs whole matrices, but parallel.strategy=fsdp shards them; use sgd, "
+        f"adamw, rmsprop, lamb, lars or lion, or parallel.strategy=ddp.": (optimizer.name in _OF_MATRICES),
+        f"optimizer.clip_adaptive={optimizer.clip_adaptive} compares whole rows, which parallel.strategy=fsdp may "
+        "shard; use optimizer.clip_norm or clip_value, or parallel.strategy=ddp.": (
             optimizer.clip_adaptive is not None
         ),
-        "train.precision=fp16 scales the loss by what one process finds in its own gradients, of which each has a part "
-        "with parallel.strategy=fsdp; use bf16, or parallel.strategy=ddp.": precision == "fp16",
+        "train.precision=fp16 scales the loss by the gradients of one process, but parallel.strategy=fsdp shards them; "
+        "use bf16, or parallel.strategy=ddp.": precision == "fp16",
         "parallel.gather_dtype=bf16 computes in bf16, and train.precision=fp32 does not; use train.precision=bf16, or "
         "gather fp32.": recipe.parallel.gather_dtype == "bf16" and precision == "fp32",
     }
@@ -170,8 +171,8 @@ def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> N
     asked = f"telemetry.noise_scale='{recipe.telemetry.noise_scale}'"
     if strategy == "fsdp":
         raise RecipeError(
-            f"{asked} compares the gradient of a micro-batch with the whole batch's, and with parallel.strategy=fsdp "
-            "no process ever holds a whole gradient of its own; use parallel.strategy=ddp, or turn it off."
+            f"{asked} compares the gradient of a micro-batch with the whole batch's, but with parallel.strategy=fsdp "
+            "no process holds its own whole gradient; use parallel.strategy=ddp, or turn it off."
         )
     if fewest_parts < 2:
         batch = recipe.batch.global_size
@@ -179,7 +180,7 @@ def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> N
         remedy = f"set batch.micro_size={half}, use several processes, " if batch > 1 else "use a larger batch "
         raise RecipeError(
             f"{asked} compares the gradients of a step's micro-batches, and here a step is one micro-batch of {batch} "
-            f"samples; {remedy}or leave it off and run `paceline noise-scale`, which cuts the batch for itself."
+            f"samples; {remedy}or leave it off and run `paceline noise-scale`, which splits the batch itself."
         )
 
 

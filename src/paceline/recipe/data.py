@@ -38,14 +38,14 @@ from paceline.registry import built_in
 def ascending(value: tuple[float, float]) -> tuple[float, float]:
     """Refuse a range whose first number is the larger one."""
     if value[0] > value[1]:
-        raise ValueError(f"found {list(value)}, but it must be a range: the smaller number, then the larger")
+        raise ValueError(f"found {list(value)}, but it must be a range, the smaller number first")
     return value
 
 
 def each_once(value: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse a column that is named twice."""
     if len(set(value)) < len(value):
-        raise ValueError(f"found {list(value)}, but each column is named once")
+        raise ValueError(f"found {list(value)}, but each column may be named only once")
     return value
 
 
@@ -57,7 +57,7 @@ def check_part(value: int | str) -> int | str:
     """
     is_share = isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value) and 0 < float(value[:-1]) <= 100
     if not is_share and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        raise ValueError(f"found {value!r}, but it is a number of images, a share of them as 10%, or off")
+        raise ValueError(f"found {value!r}, but it must be a number of images, a share such as 10%, or off")
     return value
 
 
@@ -90,10 +90,10 @@ _CUTMIX = Needs(("data.mix.cutmix",), "there is one kind of mixing")
 _ERASED = Needs(("data.augment.erase",), "nothing is erased (data.augment.erase)")
 _GROWING = Needs(("data.progressive.start_size",), "images do not grow (data.progressive.start_size)")
 _MIXING_ENDS = Needs(("epochs after mixing",), "the run has {epochs} epochs: all are mixed")
-_GROWTH_BEGINS = Needs(("epochs of growing images",), "the run has {epochs} epochs: images stay as they begin")
+_GROWTH_BEGINS = Needs(("epochs of growing images",), "the run has {epochs} epochs: images keep their initial size")
 _WITH_LOADERS = Needs(
     ("a back-end with loader processes",),
-    "the {backend} back-end, which was chosen here, has no loader processes (data.backend=pytorch has)",
+    "the {backend} back-end, chosen here, has no loader processes (data.backend=pytorch has)",
 )
 _LOADED = Needs(("loader processes",), "there are no loader processes (see data.workers)")
 _STRENGTHS = ("brightness", "contrast", "saturation", "hue")
@@ -108,34 +108,35 @@ _MOST_ROWS = 10**10
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Jitter:
-    """How colours are varied: each strength is the largest relative change."""
+    """Colour jitter: each strength is the largest relative change."""
 
     brightness: NonNegativeFloat = 0.0
-    """Factor on all pixels, from 1 - this to 1 + this."""
+    """Range of the factor on all pixels: from 1 - this to 1 + this."""
     contrast: NonNegativeFloat = 0.0
     """Factor on the distance from the mean grey."""
     saturation: NonNegativeFloat = 0.0
     """Factor on the distance from each pixel's grey."""
     hue: Annotated[Fraction, Field(le=0.5)] = 0.0
-    """Turn of the colour circle, as a share of it."""
+    """Hue shift, as a share of the colour circle."""
     probability: Annotated[Fraction, _JITTERED] = 1.0
-    """Share of the images that are varied so."""
+    """Share of the images that are varied."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mix:
-    """How training samples are mixed with one another; the draws are keyed by (seed, step)."""
+    """How training samples are mixed with each other; the draws are keyed by (seed, step)."""
 
     mixup: NonNegativeFloat = 0.0
-    """Alpha of mixup (Zhang et al. 2017): two images are added, weighted by a draw from Beta(alpha, alpha); 0: off."""
+    """Alpha of mixup (Zhang et al. 2017): two images are averaged with weights drawn from Beta(alpha, alpha); 0:
+    off."""
     cutmix: NonNegativeFloat = 0.0
-    """Alpha of CutMix (Yun et al. 2019): a part of one image, its area drawn so, comes from another; 0: off."""
+    """Alpha of CutMix (Yun et al. 2019): a patch of one image, its area drawn likewise, comes from another; 0: off."""
     switch: Annotated[Fraction, _MIXED, _MIXUP, _CUTMIX] = 0.5
-    """Share of the mixed steps that use CutMix, where both are on."""
+    """Share of the mixed steps that use CutMix, if both are on."""
     probability: Annotated[Fraction, _MIXED] = 1.0
-    """Share of the steps that are mixed."""
+    """Share of steps with mixing."""
     epochs: Annotated[PositiveInt | None, Off, _MIXED, _MIXING_ENDS] = None
-    """Mix in the first so many epochs only, or `off`: in all."""
+    """Mix only in this many first epochs; `off`: in all."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -147,19 +148,19 @@ class Augment:
     padding: Annotated[Pixels, Applies("crop", ("pad",))] = 4
     """Largest shift in pixels along each axis."""
     padding_mode: Annotated[Literal["zero", "reflect"], Applies("crop", ("pad",))] = "zero"
-    """What the shift uncovers: black, or the image mirrored at its edge."""
+    """Fill for the uncovered area: black, or the image mirrored at its edge."""
     scale: Annotated[Range, Applies("crop", ("random_resized",))] = (0.08, 1.0)
     """Range of the cropped part's area, as a share of the image."""
     ratio: Annotated[Range, Applies("crop", ("random_resized",))] = (3 / 4, 4 / 3)
     """Range of the cropped part's aspect ratio, width over height."""
     shrink_on_load: Annotated[Switch, Applies("crop", ("random_resized",))] = True
-    """A JPEG whose cropped part is at least 4, 8 or 16 times as large as the model sees it is decoded at a half, a
+    """A JPEG whose crop is at least 4, 8 or 16 times as large as the model's input is decoded at a half, a
     quarter or an eighth of its size; `false`: always in full."""
     flip: Fraction = 0.0
     """Probability of a horizontal flip."""
     alternate_flip: Switch = False
-    """Draw the flip in the first epoch only, and then show each image mirrored in every other epoch, so that two
-    epochs always show both (Jordan 2024, arXiv:2404.00498); goes with `flip` 0.5."""
+    """Draw the flip only in the first epoch, then mirror each image in every other epoch, so that two epochs always
+    show both (Jordan 2024, arXiv:2404.00498); needs `flip` 0.5."""
     vertical_flip: Fraction = 0.0
     """Probability of a vertical flip."""
     policy: Annotated[str, Names(tuple(built_in("augmentations")), "augmentations")] = "none"
@@ -176,7 +177,7 @@ class Augment:
     magnitude: Annotated[NonNegativeInt, Field(le=30), Applies("policy", ("randaugment",))] = 9
     """Their strength, from 0 to 30."""
     policy_dataset: Annotated[Literal["imagenet", "cifar10", "svhn"], Applies("policy", ("autoaugment",))] = "imagenet"
-    """The data that the policy was learned on."""
+    """Dataset on which the policy was learned."""
     severity: Annotated[PositiveInt, Field(le=10), Applies("policy", ("augmix",))] = 3
     """Strength of its operations, from 1 to 10."""
     jitter: Jitter = Jitter()
@@ -196,8 +197,7 @@ class Augment:
     erase_ratio: Annotated[Range, _ERASED] = (0.3, 3.3)
     """Range of its aspect ratio, width over height."""
     repeats: Annotated[PositiveInt, Field(le=1000)] = 1
-    """How often an epoch uses each sample, varied anew, in the same batch (Hoffer et al. 2019); an epoch is so many
-    times as long."""
+    """Views of each sample in a batch, each varied anew (Hoffer et al. 2019); an epoch is this many times as long."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -214,13 +214,13 @@ class Progressive:
     """Training images that grow from epoch to epoch (Howard 2018): early epochs cost less."""
 
     start_size: Annotated[Pixels | None, Off] = None
-    """Height and width at first, smaller than `image_size`, or `off`."""
+    """Initial height and width, smaller than `image_size`, or `off`."""
     begin: Annotated[NonNegativeInt, Field(le=100_000), _GROWING] = 0
-    """Epochs of that size before images grow."""
+    """Epochs at that size before images grow."""
     end: Annotated[PositiveInt, Field(le=100_000), _GROWING, _GROWTH_BEGINS] = 1
-    """Epoch, from 0, that is the first with images of `image_size`."""
+    """First epoch, counted from 0, with images of `image_size`."""
     multiple: Annotated[PositiveInt, _GROWING] = 32
-    """Sizes between are rounded to multiples of this."""
+    """Intermediate sizes are rounded to multiples of this."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -243,23 +243,23 @@ class Text:
     """How text becomes samples."""
 
     objective: Literal["causal", "masked"] = "causal"
-    """What is asked: `causal`, the next token after each (Radford et al. 2019); or `masked`, some that were hidden
-    (Devlin et al. 2018)."""
+    """What to predict: `causal`, the next token (Radford et al. 2019); or `masked`, hidden tokens (Devlin et al.
+    2018)."""
     context: Annotated[PositiveInt, Field(ge=2, le=10**7)] = 256
-    """Most tokens in a sample, which is as far as the model can look."""
+    """Maximum tokens per sample: the model's context length."""
     tokenizer: LocalPath = "bytes"
-    """`bytes`: each byte of the text's UTF-8 is a token; or a JSON file that a tokenizer was written to;
-    a tokenizer.json of Hugging Face's `tokenizers`, or a folder with one (extra `transformers`)."""
+    """`bytes`: each UTF-8 byte of the text is a token; or a JSON file with a tokenizer; a Hugging Face tokenizer.json,
+    or a folder with one (extra `transformers`)."""
     column: str = "text"
-    """Which column of a `huggingface_text` dataset is the text; each row is a document."""
+    """Text column of a `huggingface_text` dataset; each row is a document."""
     rows: Literal["chunked", "packed", "single"] = "chunked"
-    """`chunked`: documents follow one another in one stream, which is cut every `context` tokens. `packed`: whole
-    documents are put together so that they fill `context` tokens, and know nothing of one another; longer ones are cut
-    (Krell et al. 2021). `single`: each sample is one document, or a part of one that is longer."""
+    """`chunked`: documents are concatenated and cut every `context` tokens. `packed`: whole documents are combined to
+    fill `context` tokens without attending to each other; longer ones are cut (Krell et al. 2021). `single`: each
+    sample is one document, or a part of a longer one."""
     pad_multiple: Annotated[PositiveInt, Field(le=10**6), Applies("rows", ("single",))] = 8
-    """A micro-batch is padded to its longest sample, rounded up to a multiple of this: so there are fewer shapes."""
+    """A micro-batch is padded to its longest sample, rounded up to a multiple of this, so that fewer shapes occur."""
     mask_fraction: Annotated[OpenFraction, Field(gt=0), Applies("objective", ("masked",))] = 0.15
-    """Share of a sample's tokens that are asked for, at least one."""
+    """Share of a sample's tokens to predict, at least one."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -271,11 +271,11 @@ class GeneratedBoxes:
     evaluation_samples: Annotated[PositiveInt, Field(le=10**8)] = 200
     """Held-out pictures."""
     smallest_side: Annotated[Pixels, Field(ge=_SMALLEST)] = 64
-    """Least height and width of a picture in pixels."""
+    """Minimum height and width of a picture in pixels."""
     largest_side: Annotated[Pixels, Field(ge=_SMALLEST)] = 96
-    """Largest height and width."""
+    """Maximum height and width."""
     objects: Annotated[PositiveInt, Field(le=1000)] = 4
-    """Most objects in a picture; there is at least one."""
+    """Maximum objects in a picture; the minimum is one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -295,16 +295,16 @@ class Boxes:
     """Pixels of a picture's shorter side, its aspect ratio kept. Of several, training draws one for each picture, by
     (seed, epoch, sample), and evaluation takes the largest. `off`: pictures stay as large as they are."""
     long_side: Pixels = 1333
-    """Most pixels of the longer side; where that is not enough, the shorter one is smaller than `short_sides` says."""
+    """Maximum pixels of the longer side; if that is too little, the shorter one is below `short_sides`."""
     flip: Fraction = 0.5
     """Probability of a horizontal flip in training."""
     like_shapes: Switch = True
-    """Sort each step's samples by aspect ratio before they are cut into micro-batches: less of these is padding. No
-    step sees other samples for it."""
+    """Sort each step's samples by aspect ratio before they are cut into micro-batches, which reduces padding. Each step
+    still sees the same samples."""
     keep_empty: Switch = False
     """Train on pictures without a box, too; evaluation always has them."""
     masks: Auto | Switch = "auto"
-    """Read the objects' masks; `auto`: if the model's name says that it is for masks."""
+    """Read the objects' masks; `auto`: if the model's name says it predicts masks."""
     generated: GeneratedBoxes = GeneratedBoxes()
     """What `data.dataset=shapes` generates."""
 
@@ -320,26 +320,26 @@ class Boxes:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Clicks:
-    """Samples that are numbers and categories, and were clicked on or not."""
+    """Click samples: numbers, categories and a click label."""
 
     max_rows: Annotated[PositiveInt, Field(ge=2, le=_MOST_ROWS)] = 100_000
-    """Most rows of an embedding table. Where a feature has more values, several share a row."""
+    """Maximum rows of an embedding table. If a feature has more values, several share a row."""
     tables: Auto | tuple[Annotated[PositiveInt, Field(ge=2, le=_MOST_ROWS)], ...] = "auto"
     """Rows of each categorical feature's table. `auto` with `criteo`: eight times the feature's values in the training
     split, at least 1,024 and at most `max_rows`; with `synthetic_clicks`: from 10 to `max_rows`, each larger by the
     same factor."""
     cache: Auto | LocalPath = "auto"
-    """Folder for the binary copy that `criteo` text is turned into once; `auto` is `.paceline` beside the data, or
-    where that cannot be written, the user's cache."""
+    """Folder for the binary copy of `criteo` text, made once; `auto` is `.paceline` next to the data, or the user's
+    cache if that is not writable."""
     dense_features: Annotated[PositiveInt, Field(le=10_000)] = 13
-    """Numbers of a sample of `synthetic_clicks`; a line of Criteo's format has 13."""
+    """Numbers per sample of `synthetic_clicks`; a line of Criteo's format has 13."""
     categories: Annotated[PositiveInt, Field(le=10_000)] = 26
-    """Categorical features of a sample of `synthetic_clicks`; a line of Criteo's format has 26."""
+    """Categorical features per sample of `synthetic_clicks`; a line of Criteo's format has 26."""
     zipf: NonNegativeFloat = 1.05
-    """How long the tail of `synthetic_clicks` is: the k-th most frequent value of a feature is as frequent as 1 / k to
-    this power."""
+    """How long the tail of `synthetic_clicks` is: the frequency of a feature's k-th most frequent value is proportional
+    to 1 / k to this power."""
     rank: Annotated[PositiveInt, Field(le=10_000)] = 4
-    """Numbers in the hidden vector of each value of `synthetic_clicks`, whose products decide what is clicked on."""
+    """Numbers in the hidden vector of each value of `synthetic_clicks`, whose products determine the clicks."""
     evaluation_samples: Annotated[PositiveInt, Field(le=10**8)] = 20_000
     """Held-out samples of `synthetic_clicks`."""
 
@@ -357,90 +357,89 @@ class Data:
     detection `coco` or `shapes`, which are drawn; for segmentation these or `masks` (a label map for each image); or
     `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
-    """Where the data lies; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
-    `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder that
-    its sets lie in."""
+    """Path of the data; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
+    `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with
+    its sets."""
     mixture: Annotated[_Ratios, Applies("dataset", DatasetsUsing("mixture"))] = Field(default_factory=dict)
     """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
     `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one
-    class. An epoch has as many samples as all sets; a set is used up before one of its samples comes again."""
+    class. An epoch has as many samples as all sets; a set is used up before one of its samples repeats."""
     image_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("image_column"))] = "auto"
-    """Which column of a table holds the images, or their paths; `auto`: the one that is usual."""
+    """Column of a table with the images, or their paths; `auto`: one with a usual name."""
     label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column"))] = "auto"
-    """Which column of a table holds the labels; `auto`: the only one that can, or the one called `label`, say. With
+    """Column of a table with the labels; `auto`: the only suitable one, or one called `label`, for example. With
     `image_multilabel`, a cell holds any number of names, separated by `;`."""
     target_columns: Annotated[_Columns, _WITH_TARGETS] = ()
-    """Of `image_regression`: which columns of a table hold the numbers to learn, one or several: `[age, height]`. Of
-    `image_multilabel`: which hold 0 or 1, a column for each class, in place of `label_column`."""
+    """For `image_regression`: columns of a table with the numbers to learn, such as `[age, height]`. For
+    `image_multilabel`: columns with 0 or 1, one for each class, instead of `label_column`."""
     split_column: Annotated[Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column"))] = "auto"
-    """Which column of a table says `train`, `val` or `test` of each image; `auto`: the one called `split`, say, if
-    there is one; `off`: none."""
+    """Column of a table with `train`, `val` or `test` for each image; `auto`: one called `split`, for example, if any;
+    `off`: none."""
     download: Annotated[Switch, Applies("dataset", DatasetsUsing("download"))] = False
-    """Download an archive, or a `torchvision:NAME`, into `path` where it is not there yet."""
+    """Download an archive, or a `torchvision:NAME`, into `path` if it is not there yet."""
     options: Annotated[Options, Applies("dataset", DatasetsUsing("options"))] = Field(default_factory=dict)
-    """What a `torchvision:NAME` is opened with beside its place and split, as `{split: letters}` for EMNIST."""
+    """Further arguments for a `torchvision:NAME`, such as `{split: letters}` for EMNIST."""
     only_classes: Annotated[tuple[_ClassNumber | str, ...] | None, Off, Applies("dataset", _CLASSES)] = None
-    """Classes to take, by name or number, and no others; `off`: all."""
+    """Use only these classes, by name or number; `off`: all."""
     subset: Annotated[Part | None, Off, Applies("dataset", _SUBSET)] = None
-    """Train on so many images (`1000`), or such a share of them (`10%`), of each class alike; always the same ones, and
-    those of a smaller subset are among those of a larger one. The held-out images stay; `off`: on all."""
+    """Train on this number (`1000`) or share (`10%`) of the images, stratified by class; always the same ones, and a
+    larger subset contains each smaller one. The held-out images stay; `off`: on all."""
     sampling: Literal["uniform"] | ByClass = "uniform"
-    """How an epoch's samples are drawn. `uniform`: each once. Otherwise with replacement, as many as there are: by a
-    mapping of class names to weights, 1 for other classes, which say how often a sample of the class is drawn relative
-    to one of another; or `balanced`, by which all classes are drawn equally often. Each draw is varied anew."""
+    """How an epoch's samples are drawn. `uniform`: each once. Otherwise as many samples with replacement: by a
+    mapping of class names to weights, 1 for other classes, the relative frequency of drawing a sample of the class;
+    or `balanced`, which draws all classes equally often. Each draw is varied anew."""
     backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""
     workers: Annotated[Auto | _Workers, Applies("backend", ("auto", "pytorch", "dali")), _WITH_LOADERS] = "auto"
-    """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process. `auto` measures, for runs
-    of 200,000 images or more and once, which number feeds the model best; else it is a rank's share of the cores but
+    """Loader processes per rank, for the `pytorch` back-end; 0 reads in the training process. `auto` measures once
+    which number feeds the model best, for runs of 200,000 images or more; else it is a rank's share of the cores but
     one. For `dali`, its threads, at least 1."""
     prefetch: Annotated[
         PositiveInt, Field(le=1024), Applies("backend", ("auto", "pytorch", "dali")), _WITH_LOADERS, _LOADED
     ] = 2
-    """Batches each worker keeps ready; for `dali`, batches that it works on ahead."""
+    """Batches each worker keeps ready; for `dali`, batches prepared ahead."""
     decode_on: Annotated[Literal["auto", "cpu", "gpu"], Applies("backend", ("dali",))] = "auto"
-    """Where `dali` decodes and resizes; `auto` is where the model is, and with `crop=pad` the CPU."""
+    """Where `dali` decodes and resizes; `auto` is the model's device, and with `crop=pad` the CPU."""
     image_size: Auto | Pixels = "auto"
-    """Height and width in pixels that the model sees."""
+    """Height and width of the model's input in pixels."""
     evaluation_size: Auto | Pixels = "auto"
     """Height and width for evaluation and prediction; `auto` is `image_size`, a third more is often better (Touvron et
     al. 2019)."""
     evaluation_shape: Literal["square", "rectangular"] = "square"
-    """`rectangular`: images keep their aspect ratio in evaluation and prediction, up to 2 to 1, and less of them is cut
-    away (Howard 2018); `evaluation_size` is then the shorter side."""
+    """`rectangular`: images keep their aspect ratio in evaluation and prediction, up to 2 to 1, and less of them is
+    cropped (Howard 2018); `evaluation_size` is then the shorter side."""
     evaluation_multiple: Annotated[Pixels, Applies("evaluation_shape", ("rectangular",))] = 32
-    """The longer side is `evaluation_size` and the nearest number of steps of so many pixels."""
+    """The longer side is `evaluation_size` plus the nearest multiple of this many pixels."""
     channels: Auto | Literal[1, 3] = "auto"
-    """1 greyscale, 3 colour; `auto` takes 3 unless the dataset is greyscale."""
+    """1 greyscale, 3 colour; `auto` is 3 unless the dataset is greyscale."""
     validation_fraction: Annotated[OpenFraction, Applies("dataset", _SPLIT_OFF)] = 0.2
-    """Share of each class, or of text of the documents, held out for evaluation, where the data has no split of its
-    own."""
+    """Share of each class, or of text of the documents, held out for evaluation, if the data has no split."""
     split_by: Annotated[Literal["order", "name"], Applies("dataset", DatasetsUsing("split_by"))] = "order"
-    """What decides who is held out where the data has no split of its own: the image's place among those of its class,
-    or its name, by which an image that is added or removed moves at most one other."""
+    """What decides which images are held out if the data has no split: the image's position in its class, or its name,
+    so that adding or removing an image moves at most one other."""
     saved_split: Annotated[LocalPath | None, Off, Applies("dataset", DatasetsUsing("saved_split"))] = None
-    """A file that keeps the split: written by the first run, and held to by all others; or `off`."""
+    """A file that stores the split: written by the first run and used by all later ones; or `off`."""
     holdout_fraction: OpenFraction = 0.0
-    """Share of each class of the training images, at least one, that a run neither trains on nor is evaluated on. What
-    is chosen after training, a size to evaluate at say, is chosen on it (`paceline evaluate RUN --sizes`)."""
+    """Share of each class of the training images, at least one, used neither for training nor for evaluation. Use it to
+    choose settings after training, such as the evaluation size (`paceline evaluate RUN --sizes`)."""
     evaluation_crop: Annotated[PositiveFloat, Field(le=1)] = 0.875
-    """Share of the resized image's side that the evaluation's centre crop keeps."""
+    """Share of the resized image's side that the evaluation centre crop keeps."""
     on_bad: Literal["refuse", "skip"] = "refuse"
     """Files that a run cannot use: `refuse` lists them all and stops; `skip` leaves them out, reports them at the start
     and keeps their number in the plan. A sample that cannot be read later is skipped too, with an incident, up to 1 %
     of them."""
     max_broken: Annotated[NonNegativeInt, Applies("on_bad", ("refuse",))] = 0
-    """Unreadable samples to leave out, each with an incident in the log, before the run stops."""
+    """Unreadable samples to skip, each logged as an incident, before the run stops."""
     mean: Auto | tuple[FiniteFloat, ...] = "auto"
-    """Per-channel mean subtracted from pixels in [0, 1]."""
+    """Per-channel mean to subtract from pixels in [0, 1]."""
     std: Auto | tuple[PositiveFloat, ...] = "auto"
-    """Per-channel standard deviation pixels are divided by."""
+    """Per-channel standard deviation to divide pixels by."""
     target_mean: Annotated[Auto | tuple[FiniteFloat, ...], _WITH_TARGETS, _NUMBERS] = "auto"
-    """What is subtracted from each column of numbers that `image_regression` learns; `auto`: its mean over the training
+    """Value to subtract from each target column of `image_regression`; `auto`: its mean over the training
     images."""
     target_std: Annotated[Auto | tuple[PositiveFloat, ...], _WITH_TARGETS, _NUMBERS] = "auto"
-    """What they are then divided by; `auto`: their standard deviation over the training images."""
+    """Value to divide them by afterwards; `auto`: their standard deviation over the training images."""
     samples: Annotated[PositiveInt, Field(le=10**8), Applies("dataset", _SAMPLES)] = 4096
     """Training samples of a `synthetic` dataset."""
     classes: Annotated[PositiveInt, Field(le=10**6), Applies("dataset", DatasetsUsing("classes"))] = 1000
@@ -456,9 +455,9 @@ class Data:
     text: Annotated[Text, Applies("dataset", _TEXTS)] = Text()
     """How text becomes the samples of a language model."""
     recommendation: Annotated[Clicks, Applies("dataset", CLICK_DATASETS)] = Clicks()
-    """Numbers and categories of samples that were clicked on or not."""
+    """Numbers and categories of clicked and unclicked samples."""
     detection: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
-    """How pictures with boxes are read and shown."""
+    """How pictures with boxes are read and prepared."""
 
     @property
     def most_broken(self) -> int:

@@ -37,7 +37,7 @@ def _number(value: object) -> object:
     if isinstance(value, bool):  # Python would take True for 1
         raise ValueError(f"found {value}, but it must be a number")
     if isinstance(value, str) and re.fullmatch(r"[-+0-9._]*((?<![0-9])_|_(?![0-9]))[-+0-9._eE]*", value):
-        raise ValueError(f"found {value}, but an underscore in a number stands between digits")
+        raise ValueError(f"found {value}, but an underscore in a number must be between digits")
     return whole(value)
 
 
@@ -82,7 +82,7 @@ def _to_interval(value: object) -> Duration | TimeSpan | str:
     for kind in (TimeSpan, Duration):
         with contextlib.suppress(ValueError):
             return kind.parse(value)
-    raise ValueError(f"found {value!r}, but it is auto, off, or one of two: {DURATION_RULE}; {TIME_RULE}")
+    raise ValueError(f"found {value!r}, but it must be auto, off, or one of these: {DURATION_RULE}; {TIME_RULE}")
 
 
 def _parsed(kind: type[Duration | TimeSpan]) -> BeforeValidator:

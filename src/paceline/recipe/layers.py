@@ -204,7 +204,7 @@ def _drop_old_choices(
         if belongs is not None and chosen_anew:
             old, choice = merged.pop(key), f"{path}{belongs.to}={above[belongs.to]}"
             if key not in above:
-                notices.append(f"{path}{key}={old} dropped: {choice} is another choice than it was meant for")
+                notices.append(f"{path}{key}={old} dropped: it does not apply to {choice}")
             continue
         applies = mark(section, key, Applies)
         if applies is None or applies.to not in above or key in above:
@@ -254,8 +254,8 @@ def _either(values: Iterable[object]) -> str:
 def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[str, str]) -> tuple[str, ...]:
     """Refuse overrides that have no effect in the plan at hand, and say which keys of a file have none.
 
-    A file is written for more than one plan, so what it says in vain here is told and not refused; and what it says
-    as the default would have been is not even told, since a run's stored recipe names every key.
+    A file is written for more than one plan, so keys without effect here are reported, not refused; keys at their
+    default value are not even reported, since a run's stored recipe names every key.
 
     Args:
         recipe: The recipe.

@@ -41,7 +41,7 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe, where it came from, and what was taken away on the way.
+    """A valid recipe, where it came from, and what was removed during loading.
 
     Attributes:
         recipe: The recipe.
@@ -66,12 +66,12 @@ class LoadedRecipe:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Names and files of the recipes that come with Paceline, sorted by name."""
+    """Names and files of the shipped recipes, sorted by name."""
     return {path.stem: path for path in sorted(SHIPPED.rglob("*.yaml"))}
 
 
 def is_data(source: str | Path) -> bool:
-    """Whether a RECIPE is data to learn from: a folder that is no run's, or a table of paths and labels."""
+    """Whether a RECIPE is training data: a folder that is no run's, or a table of paths and labels."""
     path = os.path.expanduser(source)
     if str(source) in shipped_recipes():
         return False
@@ -156,7 +156,7 @@ _FOR_TRAINING = (
 
 
 def refuse_training_overrides(overrides: Overrides) -> None:
-    """Refuse overrides that can have no effect where saved weights are only scored.
+    """Refuse overrides that have no effect when saved weights are only scored.
 
     Raises:
         RecipeError: Naming the first.
@@ -269,7 +269,7 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
     if hint := did_you_mean(str(source), near):
         raise RecipeError(f"no recipe '{source}'.{hint} `paceline recipes` lists all.")
     raise RecipeError(
-        f"no recipe '{source}': it is neither a shipped recipe nor a file or run directory that is here; "
+        f"no recipe '{source}': it is neither a shipped recipe nor an existing file or run directory; "
         "`paceline recipes` lists the shipped ones."
     )
 
@@ -310,7 +310,7 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
         stored[base_path] = dict(below)
     if "base" in below:
         raise RecipeError(
-            f"{path}: its base '{base}' has a base of its own; one level is the limit, so copy what is needed."
+            f"{path}: its base '{base}' has a base itself, but one level is the limit; copy the keys you need."
         )
     layers.check_known(below, str(base_path))
     return layers.merge(below, tree, notices)
@@ -387,9 +387,7 @@ def _check_addresses(recipe: Recipe) -> None:
         if (path := attrgetter(key)(recipe)) is not None and is_address(path):
             parse_address(path, key=key)
     if recipe.checkpoint.mirror is not None and not parse_address(recipe.checkpoint.mirror, key=_MIRROR).can_write:
-        raise RecipeError(
-            f"{_MIRROR}={recipe.checkpoint.mirror}: nothing can be written there; give s3://, gs:// or az://."
-        )
+        raise RecipeError(f"{_MIRROR}={recipe.checkpoint.mirror}: it is not writable; give s3://, gs:// or az://.")
 
 
 def _sentences(error: ValidationError, where: str) -> list[str]:
@@ -410,7 +408,7 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
             continue
         if item["type"] == "unexpected_keyword_argument":
             *_, where_in, unknown = item["loc"]
-            sentences[key] = f"found the key {unknown!r} in {where_in!r}, which is none that can stand there"
+            sentences[key] = f"found the key {unknown!r} in {where_in!r}, which is not allowed there"
             continue
         if item["type"] == "literal_error":
             choices.setdefault(key, []).extend(re.findall("'([^']*)'", item["ctx"]["expected"]))

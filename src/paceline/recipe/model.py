@@ -1,4 +1,4 @@
-"""The recipe's `model` section with its adapters: which network, from which weights, how it lies in memory."""
+"""The recipe's `model` section with its adapters: which network, from which weights, and its memory layout."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Adapters:
     """Low-rank adapters (Hu et al. 2021): only they and the classifier are trained."""
 
     rank: Annotated[_Rank | None, Off] = None
-    """Rank of the matrices beside a layer's weights, or `off`. An output layer that shares the embedding's weights
+    """Rank of the matrices added to a layer's weights, or `off`. An output layer that shares the embedding's weights
     stays frozen and gets none; transposed linear layers (GPT-2's `Conv1D`) count as linear ones."""
     alpha: Annotated[PositiveFloat, _ADAPTED] = 16.0
-    """What they compute is multiplied by this over `rank`."""
+    """Their output is multiplied by this over `rank`."""
     targets: Annotated[tuple[str, ...], Field(min_length=1), _ADAPTED] = ("*",)
-    """Shell patterns of layers that get them: linear ones and convolutions, but for the classifier."""
+    """Shell patterns of the layers that get them: linear ones and convolutions, except the classifier."""
     dropout: Annotated[OpenFraction, _ADAPTED] = 0.0
     """Share of an adapter's input that is dropped in training."""
 
@@ -64,7 +64,7 @@ class Model:
     """Which network is trained."""
 
     name: str = "small_resnet"
-    """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, of language models `gpt`, `bert`,
+    """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, for language models `gpt`, `bert`,
     `transformers:NAME` (an architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER`
     (with a config.json), or `package.module:factory`."""
     # Earlier versions stored it as false with every run.
@@ -75,40 +75,40 @@ class Model:
     initialize_partly: Annotated[
         Switch, Needs(("model.initialize_from",), "there is nothing to take (model.initialize_from)")
     ] = False
-    """Take from `initialize_from` the tensors whose names and shapes fit, and leave the others as they begin: another
-    number of classes, say. The run says which."""
+    """Load from `initialize_from` only tensors whose names and shapes match, and keep the initial values of the others:
+    for another number of classes, say. The run lists them."""
     frozen: tuple[str, ...] = ()
-    """Shell patterns of parameters that are not trained. A later one wins, and `!` takes back: ["*", "!fc.*"] trains
-    the classifier alone. Norms without a trained parameter keep their statistics too."""
+    """Shell patterns of parameters that are not trained. A later one wins, and `!` excludes: ["*", "!fc.*"] trains only
+    the classifier. Norms without a trained parameter keep their statistics too."""
     unfreeze: dict[str, Length] = Field(default_factory=dict)
-    """Patterns of frozen parameters that are trained after all, and after how long, by the earliest that matches:
+    """Patterns of frozen parameters and when their training starts; the earliest match counts:
     {"layer4.*": "2 epochs", "*": "4 epochs"}."""
     freeze_after: dict[str, Length] = Field(default_factory=dict)
-    """Patterns of parameters that are trained only so long, by the latest that matches, and then stay as they are:
-    {"whitening.bias": "3 epochs"}. What they would have cost is saved (after Brock et al. 2017)."""
+    """Patterns of parameters and when their training ends; the latest match counts: {"whitening.bias": "3 epochs"}.
+    This saves their training cost (after Brock et al. 2017)."""
     adapters: Adapters = Adapters()
-    """Low-rank matrices that are trained instead of the network's own weights."""
+    """Low-rank matrices to train instead of the network's own weights."""
     activation_checkpointing: Annotated[Literal["full", "selective"] | None, Off, _Full] = None
     """Keep fewer activations for the backward pass and compute them again, block by block: less memory, more time (Chen
-    et al. 2016). `full` keeps each block's input, `selective` what its matrix products and convolutions come to;
-    `true` is `full`; or `off`."""
+    et al. 2016). `full` keeps each block's input, `selective` the results of matrix products and convolutions; `true`
+    is `full`; or `off`."""
     ghost_batch_norm: Annotated[PositiveInt | None, Field(ge=2), Off, _GROUPED] = None
-    """Have BatchNorm normalise by groups of so many samples inside a micro-batch, which they must divide (ghost batch
+    """Let BatchNorm normalise groups of this many samples, a divisor of the micro-batch (ghost batch
     normalisation, Hoffer et al. 2017), or `off`."""
     channels_last: Auto | Switch = "auto"
-    """Keep images and filters with the channel as the fastest axis; those of `Conv1d` and `Conv3d` stay as they are."""
+    """Use the channels-last memory format for images and filters; those of `Conv1d` and `Conv3d` keep theirs."""
     compile: Switch = False
     """Compile the network with torch.compile, for training and evaluation; before the first step its gradient is
-    compared with the network's own, and both are timed."""
+    compared with the uncompiled network's, and both are timed."""
     compile_mode: Annotated[
         Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], Applies("compile", (True,))
     ] = "default"
-    """inductor's: `reduce-overhead` and `max-autotune` record CUDA graphs, the latter two time kernels and take the
+    """inductor's: `reduce-overhead` and `max-autotune` record CUDA graphs, the latter two benchmark kernels and use the
     fastest."""
     compile_backend: Annotated[str, Applies("compile", (True,))] = "inductor"
-    """`inductor`, or another back-end that torch knows: `aot_eager` tells a fault of inductor's from one of tracing."""
+    """`inductor`, or another torch back-end: `aot_eager` separates inductor faults from tracing faults."""
     options: Annotated[Options, Belongs("name")] = Field(default_factory=dict)
-    """Keyword arguments for the network's factory, e.g. `drop_rate`; none that open other files."""
+    """Keyword arguments for the network's factory, such as `drop_rate`, but none that open other files."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,7 +1,7 @@
 """Code that a recipe names, and whether it may be imported.
 
-A recipe that lies in a run, checkpoint or hub folder, or in a weights file, was written by whoever made that. What it
-names is imported only if the user trusts it; the recipe that a user trains is trusted.
+A recipe that lies in a run, checkpoint or hub folder, or in a weights file, was written by whoever made that. Its named
+code is imported only if the user trusts it; the recipe that a user trains is trusted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def refuse_foreign_code(
         used = _names(attrgetter(key)(recipe))
         if code := next((each for each in _names(stored) if is_reference(each) and each in used), ""):
             raise RecipeError(
-                f"{where} names code to import, {key}={code}; opening a file never runs code unless you say so: "
+                f"{where} names code to import, {key}={code}; opening a file never runs code unless you allow it: "
                 "add --trust-code if you know where it comes from."
             )
 

@@ -78,7 +78,9 @@ def with_new_names(tree: Mapping[str, Any], notices: list[str] | None = None, pa
         new = RENAMED.get(dotted, dotted)
         name = key if new == dotted else new.rpartition(".")[2]
         if name != key and name in tree:
-            raise RecipeError(f"found '{dotted}' and '{new}', the old and the new name of one key; remove '{dotted}'.")
+            raise RecipeError(
+                f"found '{dotted}' and '{new}', the old and the new name of the same key; remove '{dotted}'."
+            )
         if name != key and notices is not None:
             notices.append(f"{dotted} is now called {new}; the old name works until version 1.0")
         holds_renamed = isinstance(value, Mapping) and any(old.startswith(f"{new}.") for old in RENAMED)

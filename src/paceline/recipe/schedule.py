@@ -1,4 +1,4 @@
-"""The recipe's `schedule` section: how learning rate, momentum and weight decay go with the step."""
+"""The recipe's `schedule` section: how learning rate, momentum and weight decay change over the steps."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class Course:
     """A second setting of the optimizer as a function of the step."""
 
     name: Literal["constant", "linear", "cosine", "opposite"] = "constant"
-    """`linear` and `cosine` go from the optimizer's value to `end` over the whole run; `opposite` reaches `end` when
-    the learning rate is at its peak, and goes back (momentum with `one_cycle`, Smith 2018)."""
+    """`linear` and `cosine` move from the optimizer's value to `end` over the whole run; `opposite` reaches `end` at
+    the peak learning rate and returns (momentum with `one_cycle`, Smith 2018)."""
     end: Annotated[NonNegativeFloat, Applies("name", ("linear", "cosine", "opposite"))] = 0.0
-    """Where it goes to."""
+    """Its final value."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Schedule:
-    """The learning rate, and what else moves with the step: pure functions, with nothing to save."""
+    """The learning rate and other scheduled settings: pure functions, with no state to save."""
 
     name: Annotated[str, Names(tuple(built_in("schedules")), "schedules")] = "cosine"
     """Shape after the warm-up: `constant`, `step`, `linear`, `cosine`, `polynomial`, `exponential`, `one_cycle` or
-    `trapezoid`; a name that an installed package registers, or `package.module:shape` of your own. `step` falls at
+    `trapezoid`; a name that an installed package registers, or your own `package.module:shape`. `step` falls at
     milestones; `cosine` may restart (Loshchilov and Hutter 2016); `one_cycle` rises through its warm-up and falls to
     the end (Smith and Topin 2017); `trapezoid` stays at the peak and falls during `decay` (Zhai et al. 2021)."""
     warmup: Length = Duration(0, "steps")
-    """Rise to the peak at the beginning (Goyal et al. 2017)."""
+    """Length of the initial rise to the peak (Goyal et al. 2017)."""
     warmup_shape: Annotated[
         Literal["linear", "exponential", "constant"],
         _WARMED_UP,
         Applies("name", ("constant", "step", "linear", "cosine", "polynomial", "exponential", "trapezoid")),
     ] = "linear"
-    """How it rises; `constant` stays at `warmup_from` (He et al. 2015)."""
+    """Shape of the rise; `constant` stays at `warmup_from` (He et al. 2015)."""
     warmup_from: Annotated[Auto | Literal["unscaled"] | Fraction, _WARMED_UP] = "auto"
     """Rate of the first step as a share of the peak; `unscaled`: `optimizer.lr` before its scaling rule (Goyal et al.
-    2017); `auto`: the first step of a straight rise from zero, and 1/25 for `one_cycle`."""
+    2017); `auto`: the first step of a linear rise from zero, and 1/25 for `one_cycle`."""
     end_lr: Annotated[
         NonNegativeFloat,
         Applies("name", ("linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid")),
@@ -67,11 +67,11 @@ class Schedule:
     """Counted from the end of the warm-up: the rate falls by `gamma` at the end of each (`step`) or over each
     (`exponential`), or starts again from the peak (`cosine`)."""
     period_factor: Annotated[PositiveFloat, Field(ge=1), Applies("name", ("cosine",))] = 1.0
-    """How many times as long as the one before each period is."""
+    """Length of each period relative to the one before."""
     gamma: Annotated[PositiveFloat, Applies("name", ("step", "exponential"))] = 0.1
     """Factor at each milestone, or in each period."""
     power: Annotated[PositiveFloat, Applies("name", ("polynomial",))] = 2.0
-    """Exponent of what is left of the run."""
+    """Exponent of the remaining share of the run."""
     decay: Annotated[Length, Applies("name", ("trapezoid",))] = Duration(20, "percent")
     """Length of the fall at the end of the run."""
     anneal: Annotated[Auto | Literal["linear", "cosine", "sqrt"], Applies("name", ("one_cycle", "trapezoid"))] = "auto"

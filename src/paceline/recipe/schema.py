@@ -1,4 +1,4 @@
-"""All that a recipe can say, section by section."""
+"""The recipe schema, section by section."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from paceline.registry import built_in
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    """Everything asked of a run. Sections have the names of the rooms that act on them."""
+    """All settings of a run. Sections have the names of the rooms that act on them."""
 
     task: Annotated[str, Names(tuple(built_in("tasks")), "tasks")] = "image_classification"
     """`image_classification`, `image_multilabel` (any number of labels), `image_regression` (numbers), `distillation`
     (classes, with a teacher), `language_modeling`, `recommendation`, `detection`, `segmentation` (classes of pixels), a
-    name that an installed package registers, or `package.module:factory` of your own."""
+    name that an installed package registers, or your own `package.module:factory`."""
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True), BeforeValidator(whole)] = 0
-    """Keys the initial weights, the order of samples, augmentation and dropout."""
+    """Seed of the initial weights, the sample order, augmentation and dropout."""
     model: Model = Model()
     data: Data = Data()
     batch: Batch = Batch()

@@ -1,4 +1,4 @@
-"""Keys of a recipe that ask for something which has no effect, with the reason.
+"""Recipe keys that have no effect, with the reason.
 
 What a key needs is declared at its field (:class:`~paceline.recipe.fields.Needs`), and one walker looks at all.
 """

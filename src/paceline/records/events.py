@@ -69,7 +69,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class StartEvent(Event):
-    """The processes of a run began to train: once per launch, at step 0 or the step restored.
+    """The processes of a run started training: once per launch, at step 0 or the step restored.
 
     Attributes:
         details: ``opening_seconds``, how long before this the launch was.
@@ -86,11 +86,11 @@ class StartEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeEvent(Event):
-    """Training goes on from a checkpoint.
+    """Training resumes from a checkpoint.
 
     Attributes:
         checkpoint: Name of the checkpoint's folder.
-        resumes: How often the run has been resumed by now, this time included.
+        resumes: How often the run has been resumed, including this time.
         world_size: Number of processes from here on.
     """
 
@@ -104,7 +104,7 @@ class ResumeEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent(Event):
-    """A log record; loss and timings are over the steps since the record before.
+    """A log record; loss and timings are over the steps since the previous record.
 
     Attributes:
         epoch: Epoch the step belongs to, counted from 1.
@@ -202,7 +202,7 @@ class ProfileEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class IncidentEvent(Event):
-    """Something went wrong that the run survives, or did not.
+    """An incident that the run survived, or did not.
 
     Attributes:
         incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``foreign_checkpoint``,
@@ -271,7 +271,7 @@ def detach(path: Path) -> None:
     Call it before a file is appended to or cut in place. A file with one name, or none, is left as it is.
 
     Raises:
-        RunDirectoryError: If the disk refuses; the file is then as it was.
+        RunDirectoryError: If the disk fails; the file is then unchanged.
     """
     try:
         if not path.is_file() or path.stat().st_nlink == 1:
@@ -301,7 +301,7 @@ class AppendFile:
         buffering: Bytes of the buffer; -1 for the system's choice.
 
     Raises:
-        RunDirectoryError: If the file cannot be opened; later, if the disk refuses a write.
+        RunDirectoryError: If the file cannot be opened; later, if a write fails.
     """
 
     def __init__(self, path: Path, *, buffering: int = -1) -> None:
@@ -413,6 +413,6 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
     except (ValueError, TypeError, KeyError):
         pass  # told below, together with objects that lack the keys
     raise RunDirectoryError(
-        f"Line {number} of '{path}' is no event: found {line[:60]!r}. The file is damaged; restore it from a "
+        f"Line {number} of '{path}' is not an event: found {line[:60]!r}. The file is damaged; restore it from a "
         "copy, or start the run in another directory."
     )

@@ -8,7 +8,7 @@ holds the samples of one micro-batch or one step, little-endian::
 
 Appending costs microseconds and never waits for the disk; ``flush(durable=True)`` does, before a checkpoint
 becomes visible. A kill can tear the last record: it is ignored when reading and cut off by
-:func:`truncate_ledgers`. Damage that is followed by whole records is no torn end, and is an error.
+:func:`truncate_ledgers`. Damage followed by intact records is not a torn end, and is an error.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:
     # Read as unsigned, what is negative is larger than any sample's id.
     largest = int(both.view(np.uint64).max())
     if largest >= 1 << 63:
-        raise ValueError(f"sample ids are not negative, found {int(both.min())}")
+        raise ValueError(f"sample ids must not be negative, found {int(both.min())}")
     dtype = _NARROW if largest < 1 << 32 else _WIDE
     header = _HEADER.pack(_MAGIC, dtype.itemsize, epoch, step, ids.size, broken.size)
     body = header + both.astype(dtype).tobytes()
@@ -154,8 +154,8 @@ def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, LedgerEntry]]:
         if found is None:
             if _has_record_after(data, offset):
                 raise RunDirectoryError(
-                    f"The ledger '{path}' is damaged at byte {offset}: a checksum does not match, and whole "
-                    "records follow. What was trained on can no longer be proved: restore the file from a "
+                    f"The ledger '{path}' is damaged at byte {offset}: a checksum does not match, and intact records "
+                    "follow. The samples used can no longer be proved: restore the file from a "
                     "copy, or start the run in another directory."
                 )
             return
@@ -298,7 +298,7 @@ class _Reader:
             self.head = next(self._entries, None)
         if self.head is not None and self.head.epoch < epoch:
             raise RunDirectoryError(
-                f"The ledger '{self.path}' goes back to epoch {self.head.epoch} at step {self.head.step}, "
+                f"The ledger '{self.path}' returns to epoch {self.head.epoch} at step {self.head.step}, "
                 f"after epoch {epoch}: two runs have written to it. Start the run in another directory."
             )
 
@@ -355,7 +355,7 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     try:
         found = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise RunDirectoryError(f"what is kept of each sample cannot be read from '{path}': {error}.") from error
+        raise RunDirectoryError(f"the per-sample values cannot be read from '{path}': {error}.") from error
     if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
-        raise RunDirectoryError(f"'{path}' does not hold one row of whole numbers, a number for each sample.")
+        raise RunDirectoryError(f"'{path}' must hold one row of whole numbers, one for each sample.")
     return found.astype(np.int64)

@@ -21,7 +21,7 @@ _CLOCK_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "s
 
 
 def without_clock(event: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an event must be the same in a run that was interrupted and in one that was not."""
+    """The part of an event that must be equal in an interrupted and an uninterrupted run."""
     return {key: value for key, value in event.items() if not any(word in key for word in _CLOCK_WORDS)}
 
 
@@ -139,7 +139,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise RunDirectoryError(
-            f"'{path.parent}' holds no {path.name}: name the directory of a run that was started."
+            f"'{path.parent}' holds no {path.name}: name the directory of a started run."
         ) from error
     except OSError as error:
         raise cannot("read", path, error) from error
@@ -176,7 +176,7 @@ class Summary:
     """The outcome of a run, written at every stop.
 
     Attributes:
-        status: ``completed``, ``stopped`` (run the same command to go on) or ``failed``.
+        status: ``completed``, ``stopped`` (run the same command to resume) or ``failed``.
         step: Optimizer steps done.
         epoch: Epoch of the last step, counted from 1; 0 before the first step.
         samples: Samples seen in training.
@@ -197,7 +197,7 @@ class Summary:
         parameters: Number of the model's trainable parameters.
         ledger: What the ledger proves; None if it was not counted.
         resumes: How often the run was resumed.
-        details: Whatever else is worth keeping.
+        details: Further facts.
     """
 
     status: Status
@@ -251,7 +251,7 @@ class Identity:
 
     Attributes:
         id: Random; also in the manifest of each of the run's checkpoints.
-        has_checkpoint: Whether a checkpoint was ever whole. From then on the run never begins again by itself.
+        has_checkpoint: Whether a checkpoint was ever whole. From then on the run never starts again by itself.
     """
 
     id: str
@@ -259,7 +259,7 @@ class Identity:
 
     @classmethod
     def new(cls) -> Identity:
-        """Return the identity of a run that begins."""
+        """Return the identity of a new run."""
         return cls(secrets.token_hex(16))
 
 
@@ -284,7 +284,7 @@ def write_identity(directory: RunDirectory, identity: Identity) -> None:
     """Write ``run.json`` durably, unless it says the same already.
 
     Raises:
-        RunDirectoryError: If the disk refuses.
+        RunDirectoryError: If the disk fails.
     """
     if read_identity(directory) != identity:
         write_json(directory.identity, asdict(identity))
@@ -312,7 +312,7 @@ def had_checkpoint(directory: RunDirectory) -> bool:
 
 
 def forget_evaluations_after(directory: RunDirectory, position: int) -> None:
-    """Remove what is told of an evaluation later than ``position``: the run that goes on will make it again."""
+    """Remove results of evaluations later than ``position``: the resumed run repeats them."""
     for path in directory.evaluation_files:
         if not path.is_file():
             continue

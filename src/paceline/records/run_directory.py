@@ -1,7 +1,7 @@
-"""Layout of a run directory, and writes that leave a file whole or absent.
+"""Layout of a run directory, and atomic writes.
 
-JSON in a run directory is strict: a number that is not finite is written as ``null``, because JSON has no
-word for it. Where it matters that a loss was infinite or not a number, an incident event says so in words.
+JSON in a run directory is strict: a number that is not finite is written as ``null``, because JSON cannot express it.
+If a loss was infinite or NaN, an incident event says so.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RunDirectory:
         ledger: The folder of ledger files, one per rank.
         sample_lengths: How long each training sample is, where steps are balanced by that.
         sample_classes: The class of each training sample, where samples are drawn by that.
-        confusion: Which classes the last evaluation took for which.
-        examples: Some samples of the last evaluation, with what was answered to them.
-        details: What the last evaluation's answers come to, where samples do not have one label each.
+        confusion: The confusion matrix of the last evaluation.
+        examples: Some samples of the last evaluation, with their predictions.
+        details: Details of the last evaluation, if samples do not have one label each.
         first_batch: Samples of the first training batch as the network saw them.
         tensorboard: The folder of TensorBoard files.
         report: The page to look at.
@@ -99,7 +99,7 @@ class RunDirectory:
         return self.confusion, self.examples, self.details
 
     def tracked(self, tracker: str) -> Path:
-        """Under which name a tracker knows the run."""
+        """The run's name in trackers."""
         return self.root / tracker / "paceline.json"
 
     def profile(self, step: int) -> Path:
@@ -107,7 +107,7 @@ class RunDirectory:
         return self.root / "profile" / f"step-{step:08d}"
 
     def create(self) -> None:
-        """Make the directory if need be and prove that files can be written in it.
+        """Create the directory if needed, and check that it is writable.
 
         Raises:
             RunDirectoryError: If it cannot be made, or nothing can be written in it.
@@ -171,14 +171,14 @@ class RunDirectory:
 
 
 def refuse_odd_record(path: Path) -> None:
-    """Refuse a record that is a named pipe, a socket or a device: opening it could wait for ever.
+    """Refuse a record that is a named pipe, a socket or a device: opening it could block forever.
 
     Raises:
         RunDirectoryError: Naming it and what it is.
     """
     kind = odd_kind(path)
     if kind and kind != "a folder":  # which opening refuses
-        raise RunDirectoryError(f"'{path}' is {kind}, not a file: take it away, or restore the file from a copy.")
+        raise RunDirectoryError(f"'{path}' is {kind}, not a file: remove it, or restore the file from a copy.")
 
 
 def existing_run(path: Path) -> RunDirectory:
@@ -197,15 +197,15 @@ def existing_run(path: Path) -> RunDirectory:
     return directory
 
 
-def why_no_run(path: Path, give: str = "the directory of a run that was started, its --run-dir") -> str:
+def why_no_run(path: Path, give: str = "the directory of a started run, its --run-dir") -> str:
     """Say of a path that no run is there, and why.
 
     Args:
         path: It holds no run.
-        give: What is to be given instead.
+        give: What to give instead.
     """
     if kind := odd_kind(RunDirectory(path).recipe):
-        return f"'{RunDirectory(path).recipe}' is {kind}, not a file: take it away, or restore the file from a copy."
+        return f"'{RunDirectory(path).recipe}' is {kind}, not a file: remove it, or restore the file from a copy."
     found = f"there is no run directory '{path}'"
     if path.exists():
         found = f"'{path}' holds no run ({'no recipe.yaml' if path.is_dir() else 'it is a file'})"
@@ -245,7 +245,7 @@ def default_run_directory(recipe_name: str, *, parent: Path = Path("runs")) -> P
 
 
 def cannot(verb: str, path: Path, error: OSError, *, what: str = "file") -> RunDirectoryError:
-    """Word a failed file operation for the user: what was tried, why it failed, what to change."""
+    """Describe a failed file operation for the user: what was tried, why it failed, what to change."""
     reason = error.strerror or str(error)
     advice = _ADVICE.get(error.errno or 0, "Check the path and the disk.")
     return RunDirectoryError(f"Cannot {verb} the {what} '{path}': {reason}. {advice}")
@@ -271,10 +271,10 @@ def make_folder(folder: Path, *names: str) -> None:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file so that a reader, or the next process, finds the old text or the new, never a part.
+    """Write a JSON file so that a reader, or the next process, finds the old or the new text, never a partial one.
 
     Raises:
-        RunDirectoryError: If the disk refuses; the old file is then still there.
+        RunDirectoryError: If the disk fails; the old file is then still there.
     """
     write_text(path, encode_json(document, indent=2) + "\n")
 
@@ -332,7 +332,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} has no place in a JSON file: {value!r}")
+    raise TypeError(f"{type(value).__name__} cannot be stored in a JSON file: {value!r}")
 
 
 def _finite(value: Any) -> Any:

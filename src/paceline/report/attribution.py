@@ -32,10 +32,9 @@ Record = Mapping[str, Any]
 _STEPS = "steps"  # that a record is about; put into each
 _RANK_KEYS = ("minimum", "median", "maximum")
 _HIDDEN = {
-    "communication": "communication cannot be told from computing where weights are spread over processes: it is in "
-    "forward and backward.",
-    "h2d": "the data pipeline is the task's own and does not tell when it brings batches to the device: it is in "
-    "data_wait.",
+    "communication": "communication cannot be separated from computing where weights are sharded: it is in forward and "
+    "backward.",
+    "h2d": "the task's own data pipeline does not report transfers to the device: they are in data_wait.",
 }
 
 
@@ -107,9 +106,9 @@ class Attribution:
         median_step_seconds: The middle of the records' means.
         phases: In the order of a step.
         rest_seconds: What no phase accounts for, per step; of runs of earlier versions only.
-        waiting: Who waits for whom; None where nobody clearly does.
-        bottleneck: What holds the steps back, in a sentence; None where the evidence is not clear.
-        notes: What the records could not tell, a sentence each.
+        waiting: Which rank waits for which; None if unclear.
+        bottleneck: The bottleneck, in a sentence; None if unclear.
+        notes: What the records cannot show, one sentence each.
     """
 
     run_dir: Path
@@ -161,9 +160,7 @@ class Attribution:
                 f"{self.waiting.factor:.2f} times as long as the others, most of it in {self.waiting.phase}."
             )
         lines += [f"Note: {note}" for note in self.notes]
-        lines.append(
-            f"Bound by {self.bottleneck}" if self.bottleneck else "No single thing clearly holds the steps back."
-        )
+        lines.append(f"Bound by {self.bottleneck}" if self.bottleneck else "No single bottleneck stands out.")
         return Shown(blocks=(Table(columns=columns, rows=rows), *lines))
 
 
@@ -290,7 +287,7 @@ def _notes(last: Record, records: Sequence[Record]) -> Iterator[str]:
         if f"{phase}_seconds" in last and last[f"{phase}_seconds"] is None:
             yield sentence
     if any(f"{phase}_seconds" not in each for each in records for phase in PHASES):
-        yield "these records are of an earlier version, which did not tell all phases apart."
+        yield "these records are from an earlier version, which did not separate all phases."
 
 
 # So many records must agree: of three in four, the share must be as large as this.
@@ -333,14 +330,14 @@ def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mappin
     lags = [lag for each in timed if (lag := _lag(each)) is not None]
     if len(lags) >= _LEAST_RECORDS and _quartiles(lags)[2] < _NO_LAG:
         return (
-            "launching: the device is done with its work before the host has launched more; use a larger "
+            "launching: the device finishes its work before the host launches more; use a larger "
             "batch.micro_size, or model.compile=true."
         )
     computing = typical["forward"] + typical["backward"]
     # Where communication cannot be told from them, waiting may be a part of the passes.
     is_told = bool(shares["communication"]) or plan.get("strategy") == "single"
     if computing >= _COMPUTING and is_told:
-        return f"computing: forward and backward passes take {computing:.0%} of a step; little else is left to gain."
+        return f"computing: forward and backward passes take {computing:.0%} of a step; there is little else to gain."
     return None
 
 
@@ -365,9 +362,7 @@ def _quartiles(shares: Sequence[float]) -> list[float]:
 def _data(plan: Mapping[str, Any]) -> str:
     data = plan.get("data", {})
     if data.get("backend") is None:
-        advice = (
-            "the task's own pipeline makes them (its open_pipeline): let it read ahead, in processes beside this one"
-        )
+        advice = "the task's own pipeline makes them (its open_pipeline): let it read ahead, in other processes"
     elif data["backend"] in ("pytorch", "dali"):
         advice = f"use more than data.workers={data.get('workers')}, or packed data (paceline pack)"
     else:
@@ -380,8 +375,8 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "h2d": lambda plan: (
         "data: {share:.0%} of a step is spent on normalising and mixing batches; use a smaller data.image_size."
         if plan.get("device") == "cpu"
-        else "data: {share:.0%} of a step waits for its batch to be brought to the device; use a smaller "
-        "data.image_size, or see that nothing else takes the bus."
+        else "data: {share:.0%} of a step waits for its batch to reach the device; use a smaller data.image_size, or "
+        "check that nothing else uses the bus."
     ),
     "communication": lambda plan: (
         "communication: {share:.0%} of a step waits for the exchange of gradients; use more samples per process and "
@@ -390,7 +385,7 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "optimizer": lambda _: (
         "optimizer: {share:.0%} of a step goes into clipping and the update; use a larger batch.global_size, so that "
-        "there are fewer of them."
+        "there are fewer updates."
     ),
     "ema": lambda _: "moving average: it takes {share:.0%} of a step; use a larger batch.global_size.",
     "logging": lambda _: (

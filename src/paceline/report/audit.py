@@ -49,7 +49,7 @@ class Audit:
         steps: Global batches the run says it has used up.
         samples_per_epoch: Training samples.
         epochs: The count of each epoch.
-        objections: What is wrong, one sentence each; empty if every promise was kept.
+        objections: Problems, one sentence each; empty if there are none.
         left_out: What of the data never became a sample, as the run's plan counts it: wrong lines, by name.
         is_drawn: Whether samples were drawn with replacement (``data.sampling``, ``data.mixture``): duplicates and
             missing ones are then counted against the recipe's draws.
@@ -86,7 +86,7 @@ class Audit:
         lines = []
         for name, count in self.left_out.items():
             words = name.replace("_", " ").removesuffix("s" if count == 1 else "")
-            lines.append(f"left out: {format_count(count)} {words}, of which no sample was made")
+            lines.append(f"left out: {format_count(count)} {words}, which gave no sample")
         lines += [f"objection: {objection}" for objection in self.objections]
         if self.passed:
             what = "draws (data.sampling or data.mixture)" if self.is_drawn else "samples"
@@ -191,8 +191,8 @@ def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths 
     lengths = SampleLengths(tokens=read_lengths(directory.sample_lengths))
     if lengths.sha256 != digest:
         raise RunDirectoryError(
-            f"'{directory.sample_lengths}' holds other lengths than the run was balanced by: the order of its samples "
-            "cannot be checked."
+            f"'{directory.sample_lengths}' does not match the lengths used to balance the run: its sample order cannot "
+            "be checked."
         )
     return lengths
 
@@ -209,7 +209,7 @@ def _draws(directory: RunDirectory, plan: Mapping[str, Any]) -> ClassDraws | Non
     draws = ClassDraws(classes=read_lengths(directory.sample_classes), weights=weights, counts=counts)
     if draws.sha256 != plan.get("classes_sha256"):
         raise RunDirectoryError(
-            f"'{directory.sample_classes}' holds other classes than the samples were drawn by: their order cannot be "
+            f"'{directory.sample_classes}' does not match the classes used to draw samples: their order cannot be "
             "checked."
         )
     return draws
@@ -261,7 +261,7 @@ def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[s
                 yield _difference(step, used, expected.ids)
     late = sum(reader.head is not None for reader in readers)
     if late:
-        yield f"{late} ledger file(s) go on after step {steps}, where the run says it stands."
+        yield f"{late} ledger file(s) continue after step {steps}, where the run says it is."
     if found > _NAMED:
         yield f"{found - _NAMED} more step(s) used other samples than the recipe's order gives."
 

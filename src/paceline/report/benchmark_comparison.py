@@ -32,7 +32,7 @@ _OF_ENVIRONMENT = ("cpu", "platform", "python", "versions", "device_name", "torc
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One thing that both have.
+    """One common measurement.
 
     Attributes:
         name: What was measured.
@@ -59,8 +59,7 @@ class Comparison:
         lines: One for each thing that one of them has.
         tolerance: What B may be slower by, as a share.
         confidence: Of all lines together.
-        differences: What is otherwise on the two machines, by name: (A, B).
-        notes: What else the reader should know.
+        differences: Differences between the two machines, by name: (A, B). notes: Further notes.
     """
 
     lines: tuple[Line, ...]
@@ -103,10 +102,9 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
     """Compare two results of benchmarks, or two run directories.
 
     Args:
-        a: What it was: the baseline.
-        b: What it is now.
+        a: The baseline. b: The candidate.
         tolerance: Share by which B may be slower.
-        confidence: That two equal things pass, over all lines together.
+        confidence: That two equal results pass, over all lines together.
 
     Raises:
         RunDirectoryError: If one is neither, or they are of two kinds.
@@ -119,7 +117,7 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
     sides = (one.measured, other.measured)
     shared = [name for name in one.measured if all(isinstance(side.get(name), list) for side in sides)]
     if not shared:
-        raise RunDirectoryError(f"'{a}' and '{b}' have nothing in common that was measured in both.")
+        raise RunDirectoryError(f"'{a}' and '{b}' have no measurement in common.")
     # Of two sides, only one closes the gate.
     each = 1 - 2 * (1 - confidence) / len(shared)
     names = dict.fromkeys([*shared, *one.measured, *other.measured])
@@ -128,8 +126,8 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
     notes = []
     if launches < 2 and one.kind != "time_to_target":
         notes.append(
-            "one of the two was measured by one launch only: what differs from launch to launch is in no interval, "
-            "and only the tolerance allows for it"
+            "one of the two was measured in a single launch: the intervals omit variation between launches, and only "
+            "the tolerance covers it"
         )
     machines = [
         {key: side.environment[key] for key in _OF_ENVIRONMENT if side.environment.get(key) is not None}
@@ -180,7 +178,9 @@ def _read(path: Path) -> _Side:
             found = [[float(value) for value in launch] for launch in row["times"] if launch]
             measured[name_of_row(kind, row)] = found or row.get("trouble") or "nothing was measured"
     except (KeyError, TypeError, ValueError) as error:
-        raise RunDirectoryError(f"'{path}' is no whole result of a benchmark ({error!r}); measure it anew.") from error
+        raise RunDirectoryError(
+            f"'{path}' is not a complete benchmark result ({error!r}); measure it again."
+        ) from error
     return _Side(kind, measured, document.get("environment", {}), {"recipe": document.get("recipe", {})})
 
 
@@ -228,13 +228,13 @@ def read_result(path: Path) -> dict[str, Any]:
         document = load_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunDirectoryError(
-            f"'{path}' holds no result of a benchmark ({FILE}); give what `paceline bench RECIPE --output` wrote."
+            f"'{path}' holds no benchmark result ({FILE}); give what `paceline bench RECIPE --output` wrote."
         ) from None
     except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"'{file}' cannot be read as the result of a benchmark: {error}.") from error
+        raise RunDirectoryError(f"'{file}' cannot be read as a benchmark result: {error}.") from error
     if not isinstance(document, dict) or document.get("kind") not in KINDS or document.get("format") != FORMAT:
         raise RunDirectoryError(
-            f"'{file}' is no result of a benchmark that this version reads (kind and format); measure it anew."
+            f"'{file}' is not a benchmark result that this version can read (kind and format); measure it again."
         )
     return document
 

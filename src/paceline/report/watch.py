@@ -1,6 +1,6 @@
 """Progress of a run, read from its directory while it trains, and drawn in a terminal.
 
-The events file is opened anew at each look: a network file system shows then what another host has written.
+The events file is reopened at each read: a network file system shows then what another host has written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PACE = 200
 
 
 class WatchedRun(Happened):
-    """One run, looked at now and then.
+    """One run, read periodically.
 
     Args:
         run: Its directory.
@@ -89,7 +89,7 @@ class WatchedRun(Happened):
 
     @property
     def state(self) -> State:
-        """What it does; ``gone`` if it ended without a word, as processes do that are killed."""
+        """Its state; ``gone`` if it ended without a record, as after a kill."""
         if self.finish:
             status: State = self.finish["status"]
             return status if status in ("completed", "stopped") else "failed"
@@ -105,7 +105,7 @@ class WatchedRun(Happened):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """Whether it has ended."""
         return self.state not in ("starting", "running")
 
     @property
@@ -137,7 +137,7 @@ class WatchedRun(Happened):
 
     @property
     def seconds_since_last(self) -> float | None:
-        """How long ago something was told; None before the first, and never negative: clocks of hosts differ."""
+        """Time since the last event; None before the first, and never negative: clocks of hosts differ."""
         told = self.events[-1].get("time") if self.events else None
         return None if told is None else max(0.0, time.time() - told)
 
@@ -159,7 +159,7 @@ class WatchedRun(Happened):
         return {phase: seconds / whole for phase, seconds in sums.items() if seconds}
 
     def to_json(self) -> dict[str, Any]:
-        """How it stands now, for programs."""
+        """Its current state, for programs."""
         saved = [each["checkpoint"] for each in self.of("checkpoint")]
         return {
             "run_dir": self.name,
@@ -250,7 +250,7 @@ def is_being_trained(directory: RunDirectory) -> bool | None:
 
 
 _STYLES: Mapping[State, str] = {"completed": "green", "failed": "bold red", "gone": "bold red", "stopped": "yellow"}
-_WORDS: Mapping[State, str] = {"gone": "gone without a word: nobody trains here"}
+_WORDS: Mapping[State, str] = {"gone": "ended without a record: no process is training"}
 _MOST_EVALUATIONS = 4
 _MOST_METRICS = 6
 _MOST_INCIDENTS = 3
@@ -356,7 +356,7 @@ def _title(run: WatchedRun) -> Text:
         facts.append(f"resumed {counted(run.resumes, 'time')}")
     since = run.seconds_since_last
     if since is not None and not run.is_over:
-        facts.append(f"last heard of {format_seconds(since)} ago")
+        facts.append(f"last update {format_seconds(since)} ago")
     title = Text(run.name, style="bold")
     title.append(f"  {_WORDS.get(run.state, run.state)}", style=_STYLES.get(run.state, "cyan"))
     return title.append("  " + "  ".join(filter(None, facts)), style="not bold dim")

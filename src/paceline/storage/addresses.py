@@ -73,7 +73,7 @@ def is_address(text: object) -> bool:
 
 
 def parse_address(text: str, *, key: str = "the address") -> Address:
-    """Read an address.
+    """Parse an address.
 
     Args:
         text: What was given.
@@ -85,20 +85,20 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
-        raise StorageError(f"{key}={without_secrets(text)} is no address; one looks like s3://bucket/path.")
+        raise StorageError(f"{key}={without_secrets(text)} is not an address such as s3://bucket/path.")
     protocol, place = found[1].lower(), found[2].rstrip("/")
     if protocol not in _LIBRARIES:
         raise StorageError(
-            f"{key}={without_secrets(text)} begins with {protocol}://, which is not known here; addresses begin with "
+            f"{key}={without_secrets(text)} begins with {protocol}://, which is not supported; addresses begin with "
             f"{', '.join(f'{each}://' for each in _LIBRARIES)}."
         )
     _refuse_credentials(protocol, place, key)
     if not place.strip("/") or (protocol == "file" and not place.startswith("/")):
         example = "file:///data/photos" if protocol == "file" else f"{protocol}://bucket/path"
-        raise StorageError(f"{key}={text} names no place; write it as {example}.")
+        raise StorageError(f"{key}={text} has no path; write it as {example}.")
     if any(part in (".", "..") for part in place.split("/")):
         raise StorageError(
-            f"{key}={text} holds '.' or '..' as a part of its path, which stores do not know; leave it out."
+            f"{key}={text} holds '.' or '..' as a part of its path, which stores do not support; leave it out."
         )
     return Address(protocol, place)
 
@@ -110,14 +110,14 @@ def _refuse_credentials(protocol: str, place: str, key: str) -> None:
     has_user = "@" in authority or (":" in authority and not has_port)
     if has_user and protocol != "file":
         raise StorageError(
-            f"{key} is an address of {protocol}:// with a user or password in it, which is not shown here. Credentials "
-            "come from the environment only (docs/guide/object-storage.md), since recipes and records are shared: take "
-            "it out, and change the password if the command line was recorded."
+            f"{key} is an address of {protocol}:// with a user or password in it (not shown here). Credentials come "
+            f"from the environment only (docs/guide/object-storage.md), since recipes and records are shared: remove "
+            "it, and change the password if the command line was recorded."
         )
     if "?" in place or "#" in place:
         raise StorageError(
-            f"{key} is an address of {protocol}:// with a query ('?' or '#'), which is not shown here: such addresses "
-            "are signed with a credential as a rule. Give one without, and credentials by the environment."
+            f"{key} is an address of {protocol}:// with a query ('?' or '#') (not shown here): such addresses usually "
+            "contain a credential. Give one without, and set credentials in the environment."
         )
 
 

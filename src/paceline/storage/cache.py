@@ -1,7 +1,7 @@
 """The cache of remote files on this host: filled, kept up to date, and evicted when there is no room.
 
-Each copy is a folder of its own under ``copies``, named by its address and by a digest of what the address listed
-(names, sizes, ETags). It is filled under a hidden name, and renamed when all of it is there. Locks of the system keep
+Each copy is a separate folder under ``copies``, named by its address and by a digest of what the address listed
+(names, sizes, ETags). It is filled under a hidden name, and renamed when complete. Locks of the system keep
 processes from filling it twice and from evicting what another one reads; they go with the process, even after SIGKILL.
 """
 
@@ -66,7 +66,7 @@ class Cache:
         except ValueError:
             limit = 0.0
         if not 0 < limit < float("inf"):
-            raise StorageError(f"PACELINE_CACHE_GB={asked}, but it is a number of gigabytes above 0.")
+            raise StorageError(f"PACELINE_CACHE_GB={asked}, but it must be a number of gigabytes above 0.")
         return Cache(root, int(limit * 1e9))
 
     @property
@@ -78,8 +78,7 @@ class Cache:
         """The local copy of a file or folder, fetched if it is not here; it stays as long as this process lives.
 
         Args:
-            remote: Where it lies.
-            say: Takes lines about what goes on.
+            remote: Its address. say: Receives progress lines.
 
         Raises:
             StorageError: If there is nothing, it cannot be read or has changed meanwhile, or there is no room for it.
@@ -115,7 +114,7 @@ class Cache:
         _download(remote, files, partial / remote.address.name, say)
         if fingerprint(listing_of(remote)) != fingerprint(files):
             shutil.rmtree(partial, ignore_errors=True)
-            raise StorageError(f"{remote.address} changed while it was copied; try again when nobody writes there.")
+            raise StorageError(f"{remote.address} changed while it was copied; try again when nothing writes there.")
         # A power cut may leave empty files under a whole name: their sizes are looked at before every use.
         facts = {"address": str(remote.address), "size_bytes": size, "files": len(files)}
         (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
@@ -140,8 +139,8 @@ class Cache:
         if taken + needed > limit or needed > free:
             raise StorageError(
                 f"{address} takes {format_bytes(whole)}, and its copy would not fit in {self.root}: "
-                f"{format_bytes(max(limit - taken, 0))} of the {format_bytes(limit)} that copies may take are not in "
-                f"use, and {format_bytes(free)} of the disk are free. Raise PACELINE_CACHE_GB, or name a folder on a "
+                f"{format_bytes(max(limit - taken, 0))} of the {format_bytes(limit)} allowed for copies are unused, "
+                f"and {format_bytes(free)} of the disk are free. Raise PACELINE_CACHE_GB, or name a folder on a "
                 "larger disk with PACELINE_CACHE."
             )
 
@@ -176,7 +175,7 @@ def listing_of(remote: Remote) -> dict[str, RemoteFile]:
         return {"": single}
     files = remote.listed() if remote.address.can_write else {}
     if not files:
-        folders = "" if remote.address.can_write else " (of a web server, single files can be read, and no folders)"
+        folders = "" if remote.address.can_write else " (a web server provides single files only, not folders)"
         raise StorageError(f"there is nothing at {remote.address}{folders}; check the address.")
     return files
 
@@ -261,8 +260,8 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             raise StorageError(
-                f"{path.parent} lies on a file system without locks ({error.strerror or error}), by which "
-                "processes keep out of each other's way; name a folder on a local disk with PACELINE_CACHE."
+                f"{path.parent} is on a file system without locks ({error.strerror or error}), which processes need to "
+                "coordinate; name a folder on a local disk with PACELINE_CACHE."
             ) from error
         yield
     finally:
@@ -276,18 +275,18 @@ _copied: dict[str, Path] = {}
 def local_copy(
     address: str, *, key: str = "the address", cache: Cache | None = None, say: Callable[[str], None] | None = None
 ) -> Path:
-    """Copy a file or folder to this host, if it is not here already, and return where it lies.
+    """Copy a file or folder to this host, if it is not here already, and return its path.
 
     Whichever process of a host comes first copies; the others wait for it, and find it.
 
     Args:
-        address: Where it lies; see :func:`paceline.storage.addresses.parse_address`.
+        address: Its address; see :func:`paceline.storage.addresses.parse_address`.
         key: What it was given as, for messages.
         cache: Where copies are kept; the one of the environment by default.
-        say: Takes lines about what goes on; standard error by default.
+        say: Receives progress lines; standard error by default.
 
     Raises:
-        StorageError: If it cannot be had, or there is no room for it.
+        StorageError: If it cannot be fetched, or there is no room for it.
     """
     found = parse_address(address, key=key)
     tell = say or _to_standard_error
@@ -299,7 +298,7 @@ def local_copy(
 
 
 def local_path(text: str, *, key: str) -> str:
-    """A path as it is; of an address, where its copy lies."""
+    """A path unchanged; for an address, the path of its copy."""
     return str(local_copy(text, key=key)) if is_address(text) else text
 
 

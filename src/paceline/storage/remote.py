@@ -93,7 +93,7 @@ class Remote:
             if info.get("type") == "directory" or name.endswith("/") or not str(path).startswith(prefix):
                 continue
             if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
-                raise StorageError(f"{where} holds the name {name!r}, which is none that a file can have here.")
+                raise StorageError(f"{where} holds the name {name!r}, which is not a valid file name here.")
             files[name] = _facts(info)
         return files
 
@@ -105,7 +105,7 @@ class Remote:
         return found
 
     def single(self, name: str = "") -> RemoteFile | None:
-        """What is known of the file at the address, or of one beneath; None if it is a folder, or there is nothing."""
+        """Facts about the file at the address, or of one beneath; None if it is a folder, or there is nothing."""
         where = self.path(name)
         info = self.retries(f"look at {where}", lambda: self._info(where))
         return None if info is None or info.get("type") == "directory" else _facts(info)
@@ -124,7 +124,7 @@ class Remote:
         return content
 
     def download(self, name: str, target: Path, size_bytes: int = -1) -> None:
-        """Copy a file to a local one; nobody may take ``target`` for whole before this returns.
+        """Copy a file to a local one; ``target`` is incomplete until this returns.
 
         Args:
             name: Relative to the address.
@@ -138,10 +138,10 @@ class Remote:
         self._files.get_file(where, str(target))
         found = target.stat().st_size
         if size_bytes not in (-1, found):
-            raise OSError(f"{found} bytes came of {size_bytes}")
+            raise OSError(f"{found} bytes arrived of {size_bytes}")
 
     def upload(self, source: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
-        """Copy a local file there; it is whole or absent where the protocol says so (S3, GCS, Azure), and not else.
+        """Upload a local file; the upload is atomic if the protocol guarantees it (S3, GCS, Azure).
 
         Args:
             source: The local file.
@@ -166,7 +166,7 @@ class Remote:
         self.retries(f"write {where}", lambda: self._files.pipe_file(where, content))
 
     def delete(self, names: Collection[str]) -> None:
-        """Delete files; those that are gone already are no matter."""
+        """Delete files; missing ones are ignored."""
         run_at_once(
             lambda name: self.retries(f"delete {self.path(name)}", partial(self._delete, name)),
             names,
@@ -185,7 +185,7 @@ class Remote:
 
 
 def fingerprint(files: Mapping[str, RemoteFile]) -> str:
-    """A digest of names, sizes and tags: another one says that something has changed."""
+    """A digest of names, sizes and tags, which changes with any of them."""
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         digest.update(f"{name}\0{file.size_bytes}\0{file.tag}\n".encode())
@@ -266,7 +266,7 @@ _LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFo
 _LASTING_ON_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
 _ADVICE = {
     "FileNotFoundError": "check the address: bucket and path must exist",
-    "PermissionError": "check the credentials in the environment, and what they may do there",
+    "PermissionError": "check the credentials in the environment, and their permissions there",
     "NoCredentialsError": "set them in the environment (docs/guide/object-storage.md)",
     "PartialCredentialsError": "set all of them in the environment (docs/guide/object-storage.md)",
 }
@@ -282,8 +282,8 @@ class Retries:
 
     Attributes:
         patience_seconds: How long one request may fail before it is given up.
-        told: Takes one line about a request that failed at first and then worked.
-        given_up: Set it when nobody waits for the outcome any more; pauses end at once, and nothing is retried.
+        told: Receives one line about a request that failed at first and then succeeded.
+        given_up: Set when no one waits for the result any more; pauses end at once, and nothing is retried.
     """
 
     patience_seconds: float = 60.0
@@ -306,7 +306,7 @@ class Retries:
         failures, reason = 0, ""
         while True:
             if self.given_up.is_set():
-                raise StorageError(f"cannot {action}{f' ({reason})' if failures else ''}: it was given up.")
+                raise StorageError(f"cannot {action}{f' ({reason})' if failures else ''}: it was abandoned.")
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001  # each protocol's library has errors of its own

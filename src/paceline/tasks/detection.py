@@ -38,10 +38,10 @@ _USED = (
     "data.detection",
 )
 _UNUSED_IN_TRAINING = ("train.loss", "train.loss_options", "train.label_smoothing", "train.target_threshold")
-_NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need a graph of its own"
+_NOT_COMPILED = "a batch is a list of pictures of many sizes, and each would need its own graph"
 _NOT_SHARDED = (
-    "does not go with task=detection: held-out pictures are passed one by one, not as many by each process, and each "
-    "pass would gather all processes' weights"
+    "does not work with task=detection: held-out pictures run one by one, not the same number in each process, and "
+    "each pass would gather all processes' weights"
 )
 _MASK = 0.5  # a pixel is an object's from this probability on
 
@@ -75,7 +75,7 @@ class Detection(Task):
 
     @cached_property
     def dataset(self) -> BoxDataset:
-        """The pictures, opened when first asked for."""
+        """The pictures, opened when first needed."""
         data = self.recipe.data
         openers: dict[str, Callable[[Data], BoxDataset]] = {
             "coco": lambda data: open_coco(data.path, masks=self.has_masks, keep_empty=data.detection.keep_empty),
@@ -88,7 +88,7 @@ class Detection(Task):
         """Open the pictures.
 
         Raises:
-            RecipeError: If something is asked for that detectors cannot do.
+            RecipeError: If the recipe asks for something detectors do not support.
         """
         found = self.dataset
         if self.recipe.parallel.strategy == "fsdp":
@@ -142,7 +142,7 @@ class Detection(Task):
         return shown_sizes(self.dataset.train.sizes, self.recipe.data.detection, self.recipe.seed)
 
     def description(self) -> dict[str, Any]:
-        """Class names, and that these are boxes' and no pictures'."""
+        """Class names, marked as classes of boxes, not pictures."""
         return {"class_names": list(self.dataset.classes), "detects": list(self._kinds)}
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
@@ -163,7 +163,7 @@ class Detection(Task):
         return build_detector(self.recipe.model, self.recipe.data.detection, num_classes=len(self.dataset.classes))
 
     def check_network(self, network: nn.Module) -> None:
-        """See whether it says masks exactly where they are asked for."""
+        """Check that it predicts masks exactly if they are requested."""
         heads = getattr(network, "roi_heads", None)
         says = heads is not None and bool(heads.has_mask())
         if says != self.has_masks:
@@ -178,7 +178,7 @@ class Detection(Task):
         return _total(model(batch.inputs, [learned_from(each) for each in batch.targets]))
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Each picture's loss, and what is found in it beside what is there."""
+        """Each picture's loss, detections and objects."""
         found = _found(model, batch)
         for each in found:
             if "masks" in each:
@@ -186,7 +186,7 @@ class Detection(Task):
         return {"loss": self._losses(model, batch), "found": found, "truth": batch.targets}
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """What is found in each picture: boxes in its pixels (left, top, right, bottom), classes from 0, and scores."""
+        """Detections in each picture: boxes in its pixels (left, top, right, bottom), classes from 0, and scores."""
         found = _found(model, batch)
         return {
             "boxes": [each["boxes"] for each in found],
@@ -220,14 +220,14 @@ class Detection(Task):
         return torch.stack(losses)
 
     def _unused(self, *, is_generated: bool) -> dict[str, str]:
-        found = all_but(_USED, "pictures with boxes are shown as data.detection says")
+        found = all_but(_USED, "data.detection says how pictures with boxes are prepared")
         found |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
         found["evaluate.top_k"] = "detection has no top-k accuracy"
         found["model.compile"] = _NOT_COMPILED
         if self.recipe.data.detection.short_sides is None:
-            found["data.detection.long_side"] = "pictures stay as large as they are (data.detection.short_sides=off)"
+            found["data.detection.long_side"] = "pictures keep their size (data.detection.short_sides=off)"
         if is_generated:
-            found["data.detection.keep_empty"] = "there is an object in each picture of data.dataset=shapes"
+            found["data.detection.keep_empty"] = "each picture of data.dataset=shapes has an object"
             return found
         why = "it says how data.dataset=shapes is generated"
         return found | {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}

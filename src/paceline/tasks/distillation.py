@@ -1,4 +1,4 @@
-"""Knowledge distillation: image classification that learns from a trained network's answers beside the labels."""
+"""Knowledge distillation: image classification that also learns from a trained network's outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.world import World
 
 
 class Distillation(ImageClassification):
-    """Image classification with a teacher, which sees the very images that the student sees.
+    """Image classification with a teacher that sees exactly the student's images.
 
     The teacher belongs to training alone: it is no part of the network, its checkpoints, or its evaluation.
     """
@@ -40,7 +40,7 @@ class Distillation(ImageClassification):
         """Read the teacher.
 
         Raises:
-            PacelineError: If there is none, or it knows other classes.
+            PacelineError: If there is none, or it has other classes.
         """
         super().prepare_training(placement)
         saved = self._saved
@@ -55,7 +55,7 @@ class Distillation(ImageClassification):
         self._teacher = _seen_as_trained(network, own_scale, saved)
 
     def data_facts(self, world: World) -> DataFacts:
-        """The dataset's, and which teacher it is: a run that goes on must have the same."""
+        """The dataset's, and which teacher it is: a resumed run must have the same."""
         facts = super().data_facts(world)
         if self._saved is None:
             return facts
@@ -86,15 +86,15 @@ class Distillation(ImageClassification):
         classes = tuple(data.get("class_names", ()))
         if classes != tuple(self.dataset.classes) or data.get("channels") != self.dataset.channels:
             raise DataError(
-                f"distillation.teacher: the weights in {where} know {len(classes)} classes and images of "
+                f"distillation.teacher: the weights in {where} have {len(classes)} classes and images of "
                 f"{data.get('channels')} channels, but the data has {len(self.dataset.classes)} classes and "
-                f"{self.dataset.channels} channels; a teacher must know the same classes, of the same names."
+                f"{self.dataset.channels} channels; a teacher must have the same classes, with the same names."
             )
         model = stored_recipe(tree, where).model
         if is_reference(model.name) and model.name != self.recipe.model.name:
             raise RecipeError(
                 f"distillation.teacher: {where} names code to import, model.name={model.name}; opening a file never "
-                "runs code. Give a teacher of a published model, or one of the student's own."
+                "runs code. Give a teacher with a published model, or with the student's own."
             )
         plain = replace(model, pretrained=False, initialize_from=None)
         network = build_model(plain, num_classes=len(classes), in_channels=self.dataset.channels)

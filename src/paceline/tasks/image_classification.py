@@ -60,7 +60,7 @@ _LOSSES: dict[Learned, str] = {
 
 
 class ImageTask(Task):
-    """Shows images to a network; a subclass says what it learns of them.
+    """Base class of image tasks; a subclass defines their targets.
 
     Attributes:
         learns: What of an image: its one class, any number of labels, or numbers.
@@ -78,7 +78,7 @@ class ImageTask(Task):
 
     @cached_property
     def dataset(self) -> ImageDataset:
-        """The images and their classes, opened when first asked for."""
+        """The images and their classes, opened when first needed."""
         return open_dataset(self.recipe.data)
 
     @cached_property
@@ -122,7 +122,7 @@ class ImageTask(Task):
         reasons["data.evaluation_size"] = "as data.image_size"
         if self._may_be_rectangles and self._shapes is None:
             reasons["data.evaluation_shape"] = (
-                "every held-out image comes to a square" if len(found.validation) else "no images are held out"
+                "every held-out image becomes a square" if len(found.validation) else "no images are held out"
             )
         shapes = {} if self._shapes is None else distinct(self._shapes)
         content, content_told = content_of(found)
@@ -163,7 +163,7 @@ class ImageTask(Task):
         return None if numbers is None else np.tile(numbers, self.recipe.data.augment.repeats)
 
     def description(self) -> dict[str, Any]:
-        """What prediction needs."""
+        """Facts that prediction needs."""
         native = self.dataset.native_size or common_size(self.dataset.validation)
         return {
             "evaluation_crop": self.recipe.data.evaluation_crop,
@@ -224,7 +224,7 @@ class ImageTask(Task):
         return is_own or bool(whitening_layers(network))
 
     def check_network(self, network: nn.Module) -> None:
-        """Try each size that training or evaluation shows, beside the one that the network was built for."""
+        """Test the network with each image size of training and evaluation, besides its own."""
         found, data = self.dataset, self.recipe.data
         sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
         sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
@@ -338,7 +338,9 @@ class ImageClassification(ClassTask):
             self._top_k = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
             self.metrics = (*(m for m in self.metrics if m.name != self._top_k.name), self._top_k)
         else:
-            reasons["evaluate.top_k"] = f"left out: any answer is among the top {top_k} of {len(found.classes)} classes"
+            reasons["evaluate.top_k"] = (
+                f"left out: any prediction is among the top {top_k} of {len(found.classes)} classes"
+            )
         return {"classes": len(found.classes), **({"classes_without_images": empty} if empty else {})}
 
     def evaluated(self, model: Model) -> Model:
@@ -416,7 +418,7 @@ class ClassificationLoss:
             except (TypeError, ValueError) as error:
                 raise RecipeError(
                     f"train.loss_options {train.loss_options} do not fit train.loss={train.loss}: {error}. Name a "
-                    "factory: called with them, it gives what is called with (logits, targets)."
+                    "factory that takes them and returns a function of (logits, targets)."
                 ) from error
         self._smoothing = train.label_smoothing
         self._threshold = train.target_threshold
@@ -446,7 +448,7 @@ class ClassificationLoss:
         if isinstance(self._of_samples, nn.Module):
             if any(each.requires_grad for each in self._of_samples.parameters()):
                 raise RecipeError(
-                    f"train.loss={self._name} has parameters, which no optimizer moves; keep them in the network."
+                    f"train.loss={self._name} has parameters, which no optimizer updates; put them in the network."
                 )
             self._of_samples.to(device)
         samples = 2 + (classes == 2)  # not as many as classes: then a loss for each class looks different
@@ -534,7 +536,7 @@ CROPS = ("five_crop", "ten_crop")
 
 
 class AveragedViews:
-    """A network's mean answer to several views of each image: test-time augmentation.
+    """A network's mean prediction over several views of each image: test-time augmentation.
 
     Probabilities are averaged, as Krizhevsky et al. (2012) do over ten crops and Simonyan and Zisserman (2014) over an
     image and its mirror; Jordan (arXiv:2404.00498, 2024) adds both moved by a pixel either way. The answer is their
@@ -587,7 +589,7 @@ def shown_for_crops(data: Data, side: int, kind: str) -> Data:
     As Krizhevsky et al.: the central square of the image, not cropped to the crop's size yet.
 
     Raises:
-        RecipeError: If nothing is left beside the centre, or images are no squares.
+        RecipeError: If nothing is left around the centre, or images are not square.
     """
     whole = round(side / data.evaluation_crop)
     if data.evaluation_shape != "square":

@@ -1,4 +1,4 @@
-"""Several labels of an image: any number of classes, none included, each a yes-or-no question."""
+"""Several labels of an image: any number of classes, none included, each a binary decision."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from paceline.recipe.training import Train
 from paceline.tasks.image_classification import ClassificationLoss, ClassTask
 from paceline.tasks.task import Model
 
-_SEVERAL = "image_multilabel gives an image any number of labels"
+_SEVERAL = "image_multilabel assigns any number of labels"
 _USUAL = 0.5  # a threshold, as the recipe's default
 _OF_ONE = ("train.label_smoothing", "train.class_weights", "data.sampling", "evaluate.top_k")
 
 
 class ImageMultilabel(ClassTask):
-    """Gives an image each class whose probability, a sigmoid, is above the class's threshold.
+    """Assigns each class whose probability, a sigmoid, is above the class's threshold.
 
     Subclass it as :class:`~paceline.tasks.image_classification.ImageClassification`; there too the usual ``train.loss``
     is ``bce``.
@@ -89,7 +89,7 @@ class ImageMultilabel(ClassTask):
         found, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
-                f"data.mix.cutmix={mix.cutmix:g} cuts parts out of images, and nobody knows which labels are left: use "
+                f"data.mix.cutmix={mix.cutmix:g} replaces parts of images, and which labels remain is unknown: use "
                 "data.mix.mixup, which mixes the labels too, or leave it out."
             )
         counts = [labels.sum(axis=0) for labels in (found.train.labels, found.validation.labels)]

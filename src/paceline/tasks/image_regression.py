@@ -29,10 +29,10 @@ _NO_CLASSES = "image_regression learns numbers, not classes"
 
 
 class ImageRegression(ImageTask):
-    """Predicts numbers of an image.
+    """Predicts numbers for an image.
 
-    The network is shown targets from which the training images' mean is subtracted, and which are divided by their
-    standard deviation. Both are in the description of the weights, so that answers are in the user's units.
+    Targets are standardised by the training images' mean and standard deviation. Both are in the description of the
+    weights, so that predictions are in the user's units.
     """
 
     headline = "mae"
@@ -70,8 +70,8 @@ class ImageRegression(ImageTask):
                 )
         if 0 in std:
             raise DataError(
-                f"the column {found.classes[std.index(0)]!r} has the same number in all training images, and there is "
-                "nothing to learn of it: leave it out of data.target_columns."
+                f"the column {found.classes[std.index(0)]!r} has the same number in all training images, so there is "
+                "nothing to learn from it: leave it out of data.target_columns."
             )
         found = relabelled(found, lambda targets: ((targets - mean) / std).astype(np.float32))
         return replace(found, target_mean=mean, target_std=std)
@@ -81,7 +81,8 @@ class ImageRegression(ImageTask):
         found, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
-                f"data.mix.cutmix={mix.cutmix:g} puts a part of one image into another, which no number follows: use "
+                f"data.mix.cutmix={mix.cutmix:g} puts a part of one image into another, which has no matching target: "
+                f"use "
                 "data.mix.mixup, which mixes the numbers too, or leave it out."
             )
         reasons |= dict.fromkeys(("data.target_mean", "data.target_std"), "over the training images")

@@ -1,4 +1,4 @@
-"""Language modelling: the next token after each, or some that were hidden; cross-entropy over what is asked for."""
+"""Language modelling: the next token, or masked tokens; cross-entropy over the predicted tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OF_CLASSES = ("train.loss", "train.loss_options", "train.target_threshold", "tr
 
 
 class LanguageModeling(Task):
-    """Learns to say which token comes next (`data.text.objective=causal`), or which were hidden (`masked`)."""
+    """Learns to predict the next token (`data.text.objective=causal`), or masked tokens (`masked`)."""
 
     unit = "tokens"
 
@@ -62,7 +62,7 @@ class LanguageModeling(Task):
 
     @cached_property
     def dataset(self) -> TextDataset:
-        """The text and its tokenizer, opened when first asked for."""
+        """The text and its tokenizer, opened when first needed."""
         return open_text(self.recipe.data)
 
     @cached_property
@@ -80,11 +80,11 @@ class LanguageModeling(Task):
         found, text = self.dataset, self.recipe.data.text
         if self._is_masked and found.tokenizer.mask is None:
             raise DataError(
-                "data.text.objective=masked needs a token that stands for a hidden one, which this tokenizer "
+                "data.text.objective=masked needs a mask token, which this tokenizer "
                 f"(data.text.tokenizer={text.tokenizer}) does not have; give it one, or choose objective=causal."
             )
         if len(self.train_rows) == 0:
-            raise DataError(f"data.dataset={found.name} has no two tokens to learn from; check data.path.")
+            raise DataError(f"data.dataset={found.name} has fewer than two tokens to learn from; check data.path.")
         why = "the task language_modeling reads text"
         unused = all_but(_USED, why) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
         unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), why)
@@ -110,7 +110,7 @@ class LanguageModeling(Task):
         )
 
     def sample_weights(self) -> SampleWeights:
-        """What is asked of each training sample, in tokens."""
+        """Tokens to predict in each training sample."""
         table = self.train_rows
         return masked_count(table.tokens, self.recipe.data.text.mask_fraction) if self._is_masked else table.targets
 
@@ -148,32 +148,32 @@ class LanguageModeling(Task):
         causal = is_causal(asked)
         if causal is not None and causal == self._is_masked:
             raise ModelError(
-                f"model.name={asked.name} {'sees only what comes before' if causal else 'sees what comes after'}, and "
-                f"data.text.objective={text.objective} asks for {'what was hidden' if causal else 'what comes next'}; "
+                f"model.name={asked.name} {'sees only earlier tokens' if causal else 'sees later tokens'}, and "
+                f"data.text.objective={text.objective} asks for {'masked tokens' if causal else 'the next token'}; "
                 f"choose model.name={'bert' if causal else 'gpt'}, or the other objective."
             )
         vocabulary = self.dataset.tokenizer.vocabulary
         return build_language_model(asked, vocabulary=vocabulary, context=text.context, is_masked=self._is_masked)
 
     def check_network(self, network: nn.Module) -> None:
-        """See whether the network keeps documents apart, where rows hold some that know nothing of one another."""
+        """Check that the network separates documents, if rows hold several independent ones."""
         asked = self.recipe.data.text
         if (self.train_rows.separate or self._is_masked) and not takes_documents(network, asked.context):
             raise ModelError(
-                f"model.name={self.recipe.model.name} cannot be told which tokens belong to which document, which "
-                f"data.text.rows={asked.rows} with data.text.objective={asked.objective} asks for; choose another "
+                f"model.name={self.recipe.model.name} cannot separate the documents of a sample, which "
+                f"data.text.rows={asked.rows} with data.text.objective={asked.objective} requires; choose another "
                 f"model{'' if self._is_masked else ', or data.text.rows=chunked'}."
             )
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Mean cross-entropy in nats over the tokens that are asked for."""
+        """Mean cross-entropy in nats over the predicted tokens."""
         logits, targets = _logits(model, batch), batch.targets
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOTHING, reduction="sum")
         mean: torch.Tensor = total / (targets != NOTHING).sum().clamp(min=1)
         return mean
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Cross-entropy of each sample in nats, and what it is divided by: tokens asked for, and their bytes."""
+        """Cross-entropy of each sample in nats, and what it is divided by: tokens predicted, and their bytes."""
         logits, targets = _logits(model, batch), batch.targets
         losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=NOTHING, reduction="none")
         asked = targets != NOTHING
@@ -184,11 +184,11 @@ class LanguageModeling(Task):
         return values
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """How well each row is foretold: nats over all of it, the tokens asked for, and their bytes or hits."""
+        """How well each row is predicted: nats over all of it, the predicted tokens, and their bytes or hits."""
         return self.score(model, batch)
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Perplexity, which is no mean: e to the power of one."""
+        """Perplexity: e to the power of the mean loss."""
         return () if self._is_masked else (Perplexity(),)
 
     def _rows(self, corpus: StoredCorpus, seed: int) -> RowTable:

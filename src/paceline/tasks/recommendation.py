@@ -23,12 +23,12 @@ from paceline.tasks.task import Model, Task
 from paceline.world import World
 
 _GENERATOR = ("dense_features", "categories", "zipf", "rank", "evaluation_samples")
-_NO_IMAGES = "recommendation shows no images"
-_ONE_QUESTION = "recommendation asks one yes-or-no question"
+_NO_IMAGES = "recommendation uses no images"
+_ONE_QUESTION = "recommendation is a binary task"
 
 
 class Recommendation(Task):
-    """Says with which probability each sample is clicked on.
+    """Predicts the click probability of each sample.
 
     The network takes ``(dense, categories)``, float32 [N, dense features] and int64 [N, categorical features], and
     gives the logarithm of the odds, [N].
@@ -45,11 +45,11 @@ class Recommendation(Task):
 
     @cached_property
     def dataset(self) -> ClickDataset:
-        """The samples, opened when first asked for."""
+        """The samples, opened when first needed."""
         return open_clicks(self.recipe.data)
 
     def data_facts(self, world: World) -> DataFacts:
-        """Open the data; of generated ones, say how good the best possible answer is."""
+        """Open the data; for generated data, report the best possible score."""
         found = self.dataset
         return DataFacts(
             train_samples=len(found.train),
@@ -128,7 +128,7 @@ class Recommendation(Task):
         else:
             found["data.recommendation.cache"] = "only data.dataset=criteo is stored"
         if is_generated:
-            found["data.path"] = "generated samples lie in no file"
+            found["data.path"] = "generated samples are not in a file"
         if self.recipe.data.recommendation.tables != "auto":
             found["data.recommendation.max_rows"] = "data.recommendation.tables says how many rows each table has"
         return found

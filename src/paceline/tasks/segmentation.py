@@ -70,7 +70,7 @@ class Segmentation(Task):
 
     @cached_property
     def dataset(self) -> MaskDataset:
-        """The images, opened when first asked for."""
+        """The images, opened when first needed."""
         return open_dataset(self.recipe.data.dataset, _DATASETS, MaskDataset, self.recipe.data)
 
     @cached_property
@@ -95,7 +95,7 @@ class Segmentation(Task):
         """Open the images.
 
         Raises:
-            RecipeError: If something is asked for that the task does not do.
+            RecipeError: If the recipe asks for something the task does not support.
         """
         recipe, found = self.recipe, self.dataset
         if recipe.train.loss not in LOSSES:
@@ -173,15 +173,15 @@ class Segmentation(Task):
         return build_segmenter(self.recipe.model, num_classes=len(self.dataset.classes))
 
     def check_network(self, network: nn.Module) -> None:
-        """See whether it takes images of both sizes and answers for each pixel and class."""
+        """Check that it takes images of both sizes and returns a score for each pixel and class."""
         name, classes = self.recipe.model.name, len(self.dataset.classes)
         for size in sorted(set(self.sizes)):
             found = pixel_logits(check_takes(network, size, channels=3, name=name))
             if (wanted := (1, classes, size, size)) != getattr(found, "shape", None):
                 shape = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
                 raise ModelError(
-                    f"model.name={name} answers an image of {size} pixels with {shape}, but it must be "
-                    f"logits of shape {list(wanted)}: a score for each class and pixel."
+                    f"model.name={name} returns {shape} for an image of {size} pixels, but it must return logits of "
+                    f"shape {list(wanted)}: a score for each class and pixel."
                 )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
@@ -193,7 +193,7 @@ class Segmentation(Task):
         return loss.mean()
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """The loss of each image without smoothing and auxiliary answer, and what is found beside what is there."""
+        """The loss of each image without smoothing and auxiliary answer, its predictions and its targets."""
         logits = pixel_logits(model(batch.inputs))
         losses = pixel_losses(logits, batch.targets, dice=self._dice)
         return {"loss": losses, "predicted": logits.argmax(dim=1), "target": batch.targets}
@@ -227,7 +227,7 @@ class Segmentation(Task):
         found["train.class_weights"] = "it weighs images by their class, and here each pixel has one"
         found["evaluate.top_k"] = "segmentation has no top-k accuracy"
         if not self.dataset.is_split_off:
-            found["data.validation_fraction"] = "the data set has held-out images of its own"
+            found["data.validation_fraction"] = "the data set has its own held-out images"
         if self.dataset.name != "shapes":
             why = "it says how data.dataset=shapes is generated"
             found |= {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}

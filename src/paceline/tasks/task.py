@@ -1,7 +1,7 @@
 """The interface of a task to the training loop, and the tasks by their names in recipes.
 
-The trainer varies by task object, never by another loop, a flag in it, or a hook. A task of one's own
-subclasses :class:`Task`, or :class:`~paceline.tasks.image_classification.ImageClassification` to change a part.
+The trainer depends only on the task object; there is one loop, without flags or hooks. Your own task subclasses
+:class:`Task`, or :class:`~paceline.tasks.image_classification.ImageClassification` to change a part.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Task(ABC):
     """What is learned: the samples, the network, the loss and the metrics.
 
     Attributes:
-        recipe: What was asked; each section is there to be used.
-        metrics: What :meth:`score` and the collectors report, the loss first; may be known once the data are.
+        recipe: The recipe; each section may be used.
+        metrics: What :meth:`score` and the collectors report, the loss first; may depend on the data.
         headline: The metric that ``evaluate.metric=auto`` stands for.
         unit: What :meth:`sample_weights` count, in the plural: ``tokens``; else what samples are called.
         gives_scores: Whether :meth:`score` gives ``logit`` and ``label`` too, for ``evaluate.metrics``.
@@ -64,14 +64,14 @@ class Task(ABC):
 
     @abstractmethod
     def data_facts(self, world: World) -> DataFacts:
-        """Open the data and say what the plan must know; no process group exists yet.
+        """Open the data and return the plan's facts; no process group exists yet.
 
         Args:
             world: The processes planned for; only shares of the machine may depend on it, never samples.
         """
 
     def sample_weights(self) -> SampleWeights | None:
-        """What each training sample counts for in a step's mean loss, int64 [samples]: its tokens, say.
+        """The weight of each training sample in a step's mean loss, int64 [samples], such as its tokens.
 
         By default None: each counts once. Known after :meth:`data_facts`, and a function of the data alone.
         """
@@ -105,10 +105,10 @@ class Task(ABC):
         return weights_by_class(key, asked, labels, self.description()["class_names"])
 
     def sample_lengths(self) -> SampleLengths | None:
-        """How long each training sample is, in tokens or whatever decides what it costs; by default no matter.
+        """Length of each training sample, in tokens or another measure of its cost; by default None.
 
-        Then step records tell of tokens, and where samples are padded to their micro-batch's longest, ``batch.balance``
-        shares them out evenly. Known after :meth:`data_facts`, and a function of the data and the recipe alone.
+        Step records then report tokens, and if samples are padded to their micro-batch's longest, ``batch.balance``
+        balances them. Known after :meth:`data_facts`, and a function of the data and the recipe alone.
         """
         return None
 
@@ -117,16 +117,16 @@ class Task(ABC):
         return None
 
     def sample_keys(self) -> NDArray[Any] | None:
-        """By what each step's samples are sorted before they are cut into micro-batches, [samples]: their shape, say.
+        """Key to sort each step's samples by before they are cut into micro-batches, [samples], such as their shape.
 
-        By default None: by nothing. Known after :meth:`data_facts`, and a function of the data alone.
+        By default None: unsorted. Known after :meth:`data_facts`, and a function of the data alone.
         """
         return None
 
     def sample_costs(self) -> NDArray[Any] | None:
         """How much memory each training sample takes, [samples], in any unit: of a picture, how large it is shown.
 
-        By default what each counts for. Who tries how many samples fit into memory tries those that take most. Known
+        By default its weight. Memory trials use the samples that take most. Known
         after :meth:`data_facts`.
         """
         return self.sample_weights()
@@ -139,7 +139,7 @@ class Task(ABC):
         return None
 
     def description(self) -> dict[str, Any]:
-        """Further facts, beside the plan's, that a weights file should carry to be of use (class names, say)."""
+        """Further facts that a weights file needs, such as class names."""
         return {}
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Task(ABC):
         """Build the network; called after :meth:`data_facts`, with torch seeded by the recipe's seed."""
 
     def first_weights(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
-        """Set those first weights of a whole network that are made of the training data; by default none are.
+        """Set the initial weights that are computed from the training data; by default none.
 
         Called where a run begins, and before weights are taken from elsewhere; not for weights that are only scored. A
         function of the recipe and the data alone. The first process's weights are then sent to all.
@@ -165,20 +165,20 @@ class Task(ABC):
         return type(self).first_weights is not Task.first_weights
 
     def check_network(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
-        """Find out before it is used whether the network takes what it will be shown; by default anything goes.
+        """Check, before training, that the network accepts its inputs; by default no check.
 
         Raises:
             PacelineError: If it does not; says what to change.
         """
 
     def prepare_training(self, placement: Placement) -> None:  # noqa: B027  # most need nothing
-        """Get ready what only training needs, once the network is built; by default nothing.
+        """Prepare what only training needs, once the network is built; by default nothing.
 
         Args:
             placement: Where the model lives, and how batches are laid out.
 
         Raises:
-            PacelineError: If it cannot be had; nothing has been written by then.
+            PacelineError: If that fails; nothing has been written by then.
         """
 
     @abstractmethod
@@ -196,19 +196,21 @@ class Task(ABC):
         the loss. Nothing waits for the device. In evaluation nothing is logged.
 
         Args:
-            name: What records call it: a Python identifier that they do not use themselves.
+            name: Its name in records: a Python identifier that they do not use themselves.
             value: A scalar, the mean over the micro-batch's samples.
 
         Raises:
             ValueError: If the name is not an identifier, or records use it.
         """
         if not name.isidentifier() or name in _OF_RECORDS or name.endswith("_seconds") or name.startswith(_BEGINNINGS):
-            raise ValueError(f"log({name!r}): records use this name, or it is not an identifier; choose another.")
+            raise ValueError(
+                f"log({name!r}): records already use this name, or it is not an identifier; choose another."
+            )
         if torch.is_grad_enabled():
             self.__dict__.setdefault("_logged", {})[name] = torch.as_tensor(value).detach().float().reshape(())
 
     def take_logged(self) -> dict[str, torch.Tensor]:
-        """Take what :meth:`log` has kept since the last call, float32 scalars by name."""
+        """Return the values of :meth:`log` since the last call, float32 scalars by name."""
         found: dict[str, torch.Tensor] = self.__dict__.pop("_logged", {})
         return found
 
@@ -221,11 +223,11 @@ class Task(ABC):
         """
 
     def collectors(self) -> tuple[Collector, ...]:
-        """What gathers, in one evaluation of one set of weights, the metrics that are no means; by default nothing."""
+        """Collectors for metrics that are not means, for one evaluation of one set of weights; by default none."""
         return ()
 
     def evaluated(self, model: Model) -> Model:
-        """What evaluation and prediction call in the network's place; by default the network itself."""
+        """The network as evaluation and prediction call it; by default the network itself."""
         return model
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
@@ -233,9 +235,10 @@ class Task(ABC):
         return {}
 
     def answers(self, model: Model, batch: Batch) -> Answers | None:
-        """Which class was answered to each sample, for the confusion matrix and the examples that are kept.
+        """The predicted class of each sample, for the confusion matrix and the kept examples.
 
-        Called right after :meth:`score`, with the same model, which gives its last answer again and no other. None,
+        Called right after :meth:`score`, with the same model, which returns its last output again and nothing else.
+        None,
         as by default, where samples do not have one label each.
         """
         return None
@@ -280,11 +283,11 @@ def task_name(task: Task) -> str:
 
 
 def check_used_by(task: Task) -> None:
-    """Refuse what is asked of a task that does not do it.
+    """Refuse requests that the task does not support.
 
     Raises:
-        RecipeError: If its images are to be seen from several views, and it asks the network as it is; or if more
-            or fewer examples than usual are to be kept, and it names no classes.
+        RecipeError: If test-time augmentation is requested but the task does not apply it, or keep_examples is changed
+            but the task names no classes.
     """
     asked = task.recipe.evaluate.augment
     if asked != "none" and type(task).evaluated is Task.evaluated:
@@ -296,5 +299,5 @@ def check_used_by(task: Task) -> None:
     if kept not in (0, Evaluate().keep_examples) and type(task).answers is Task.answers:
         raise RecipeError(
             f"evaluate.keep_examples={kept} has no effect with the task {task_name(task)}, which does not say which "
-            "class was answered; leave it out, or override its method `answers`."
+            "class was predicted; leave it out, or override its method `answers`."
         )

@@ -1,7 +1,7 @@
 """Tensors that a program allocates and frees, in order, with their purpose.
 
-Followed operation by operation, by the storages of what operations return: of fake tensors as of real ones. What a
-kernel takes and gives back inside is not seen, and has to be known.
+Followed operation by operation, by the storages of what operations return: of fake tensors as of real ones. Memory that
+a kernel uses internally is not visible, and must be known.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
                 self._see(tensor, lambda size: Allocation(size, cause))
 
     def call(self, tensors: Iterable[Tensor | None], cause: str) -> None:
-        """Say what some of them turned out to be for."""
+        """Set the purpose of some of them afterwards."""
         for tensor in tensors:
             number = None if tensor is None else self.number_of(tensor)
             if number is not None:

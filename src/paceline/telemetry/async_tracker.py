@@ -1,4 +1,4 @@
-"""A tracker in a thread of its own, behind a bounded queue: whatever it does, the run neither waits nor fails."""
+"""A tracker in its own thread, behind a bounded queue: it can neither delay nor fail the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _abandoned: set[str] = set()
 
 
 class Tracker(Protocol):
-    """Takes events, as the dictionaries written to ``events.jsonl``. Used by one thread only."""
+    """Receives events, as the dictionaries written to ``events.jsonl``. Used by one thread only."""
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Take events in order; skip kinds without meaning here, and events logged by an earlier launch."""
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 class AsyncTracker:
     """Runs a tracker in a daemon thread, started with the first event.
 
-    The first error is the last: the tracker receives no more events, and what it has stays as it is.
+    The first error is the last: the tracker receives no more events, and keeps what it has.
 
     Args:
         name: As in the recipe.
@@ -60,7 +60,7 @@ class AsyncTracker:
         self._accepted = self._delivered = self._skipped = 0
 
     def write(self, event: Mapping[str, Any]) -> str:
-        """Queue one event; returns a problem to report, mostly nothing."""
+        """Queue one event; returns a problem to report, if any."""
         if self._is_over:
             return ""
         if self._thread is None:
@@ -77,13 +77,13 @@ class AsyncTracker:
             self._skipped += 1
             if self._skipped > 1:
                 return ""
-            return f"{self.name} does not keep up: {self._capacity} records wait for it, and further ones are skipped."
+            return f"{self.name} cannot keep up: {self._capacity} records are waiting, and further ones are skipped."
         self._accepted += 1
         self._queue.put(event)
         return ""
 
     def close(self, seconds: float) -> str:
-        """Wait at most so long for the queued events, then abandon the thread; returns a problem to report.
+        """Wait up to a timeout for the queued events, then abandon the thread; returns a problem to report.
 
         Closing twice is harmless, and waits once.
         """

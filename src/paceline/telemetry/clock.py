@@ -1,6 +1,6 @@
 """The step clock: time of each part of a step, measured without waiting for the device.
 
-At every moment one phase of the step is on, and all time is its own: so the phases of a step add up to it. On the
+Exactly one phase of the step is active at any time, so the phases of a step add up to it. On the
 host a change of phase is one reading of ``perf_counter``: a span, two changes, costs about half a microsecond with its
 ``with`` statement. On an accelerator it is an event recorded into the stream and read when a log record is due, so
 that nothing synchronises in between. There ``data_wait`` is the time the stream stood still while the host waited for
@@ -44,7 +44,7 @@ class StepClock(abc.ABC):
 
     @abc.abstractmethod
     def start(self) -> None:
-        """Begin the first step here: what came before is no training."""
+        """Start the first step here: earlier time is not training."""
 
     def span(self, phase: str) -> AbstractContextManager[None, None]:
         """Count the time inside as a phase of this step; may be entered several times per step.
@@ -57,7 +57,7 @@ class StepClock(abc.ABC):
         return self._spans[phase]
 
     def switch(self, phase: str) -> None:
-        """Let another phase be on from here to the end of the span around it.
+        """Switch to another phase from here to the end of the enclosing span.
 
         Raises:
             KeyError: If the phase is not one of ``PHASES``.
@@ -70,7 +70,7 @@ class StepClock(abc.ABC):
 
     @abc.abstractmethod
     def turn_to(self, index: int) -> int:
-        """Change the phase that is on, given as its number in ``PHASES``; returns the one before."""
+        """Switch the active phase, by its number in ``PHASES``; returns the previous one."""
 
     @abc.abstractmethod
     def end_step(self, samples: int, load: Load | None = None) -> None:
@@ -90,7 +90,7 @@ class StepClock(abc.ABC):
 
     @property
     def totals(self) -> Totals:
-        """What the run comes to over all its launches; waits for the device, as :meth:`drain` does."""
+        """Totals of the run over all its launches; waits for the device, as :meth:`drain` does."""
         self._settle()
         return self._meter.totals
 
@@ -100,11 +100,11 @@ class StepClock(abc.ABC):
         return self._meter.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Continue from a saved state."""
         self._meter.load_state_dict(state)
 
     def close(self) -> None:  # noqa: B027  # most clocks hold nothing
-        """Measure no more: the run is over, or it failed."""
+        """Stop measuring: the run has ended or failed."""
 
 
 class _Span:
@@ -146,20 +146,20 @@ class HostStepClock(StepClock):
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Begin the first step here."""
+        """Start the first step here."""
         self._phase = HOST
         self._seconds = [0.0] * (_PAUSE + 1)
         self._since = time.perf_counter()
 
     def turn_to(self, index: int) -> int:
-        """Change the phase that is on."""
+        """Switch the active phase."""
         now, before = time.perf_counter(), self._phase
         self._seconds[before] += now - self._since
         self._phase, self._since = index, now
         return before
 
     def end_step(self, samples: int, load: Load | None = None) -> None:
-        """Close the step and begin the next."""
+        """Close the step and start the next."""
         self.turn_to(self._phase)
         phases = self._seconds[:_PAUSE]
         self._meter.add_step(samples, sum(phases), phases, load)
@@ -234,19 +234,19 @@ class EventStepClock(StepClock):
         self._open: _OpenStep | None = None
 
     def start(self) -> None:
-        """Begin the first step here."""
+        """Start the first step here."""
         self._host.start()
         self._stream = () if self._current_stream is None else (self._current_stream(),)
         self._open = _OpenStep([(HOST, self._record_event())])
 
     def turn_to(self, index: int) -> int:
-        """Change the phase that is on. The host's is the stream's too: it comes there later."""
+        """Switch the active phase. The host's is the stream's too: it comes there later."""
         if self._open is not None:
             self._open.marks.append((index, self._record_event()))
         return self._host.turn_to(index)
 
     def end_step(self, samples: int, load: Load | None = None) -> None:
-        """Close the step and begin the next."""
+        """Close the step and start the next."""
         phase, ended = self._host.turn_to(HOST), self._record_event()
         self._host.end_step(samples)
         if self._open is not None:

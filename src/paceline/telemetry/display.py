@@ -30,16 +30,16 @@ _REFRESH_SECONDS = 0.25
 
 
 class Display:
-    """What the trainer tells the person watching. This one shows nothing, as for every rank but the first."""
+    """The display interface of the trainer. This one shows nothing, as on every rank but the first."""
 
     def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
-        """Begin: show the title and the lines (the plan, in words), then ``progress``, which the display moves on."""
+        """Start: show the title and the lines (the plan, in words), then ``progress``, which the display advances."""
 
     def advance(self, step: int) -> None:
         """Note that ``step`` steps are done; called at every step."""
 
     def status(self, text: str) -> None:
-        """Say what keeps the run from its steps; called often, with an empty text when it is over."""
+        """Show what delays the steps; called often, with an empty text when it is over."""
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Take an event, as the dictionary written to ``events.jsonl``."""
@@ -112,7 +112,7 @@ class _StreamDisplay(Display):
             self._draw()
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Remember a step's figures; show what else there is to tell."""
+        """Store a step's figures; show other events."""
         text = describe(event) if self._progress is None else self._progress.take(event)
         if text is not None:
             self.message(text)
@@ -130,7 +130,7 @@ class PlainDisplay(_StreamDisplay):
 
     Args:
         stream: Where the lines go.
-        interval_seconds: Least time between two progress lines.
+        interval_seconds: Minimum time between two progress lines.
     """
 
     def __init__(self, stream: TextIO, *, interval_seconds: float = 10.0) -> None:
@@ -213,7 +213,7 @@ class LiveDisplay(_StreamDisplay):
         self._live.start(refresh=True)
 
     def status(self, text: str) -> None:
-        """Put the text in the place of the figures; redraw if it is time to, or it is over."""
+        """Show the text instead of the figures; redraw if due, or if it is over."""
         self._status = text
         if not text or time.perf_counter() >= self._due:
             self._draw()
@@ -270,13 +270,13 @@ _WORTH_TELLING = 0.05
 
 @dataclass
 class RunProgress:
-    """Where the run is, what its last log record said, and how long it will take.
+    """The run's progress, its last log record, and the time left.
 
     Attributes:
         total_steps: Steps of the whole run.
         step: Steps done.
         cut: How its steps are cut from epochs.
-        unit: What a sample is called: ``images``.
+        unit: The name of samples: ``images``.
         record: The last step event.
         headline: The metric that an evaluation's line shows, its loss aside.
         has_ema: Whether each evaluation is of two sets of weights, the moving average last.
@@ -374,13 +374,13 @@ class RunProgress:
 
     @property
     def time_left(self) -> str:
-        """The time left in words, or an empty string where it is not known."""
+        """The time left in words, or an empty string if unknown."""
         seconds = self.seconds_left
         return "" if seconds is None else f"{format_seconds(seconds)} left"
 
     @property
     def figures(self) -> str:
-        """The last log record in words; what it does not know is left out."""
+        """The last log record in words; unknown values are left out."""
         return figures(self.record, self.unit)
 
     @property
@@ -391,7 +391,7 @@ class RunProgress:
 
 
 def figures(record: Mapping[str, Any], unit: str) -> str:
-    """A log record in words; what it does not know is left out."""
+    """A log record in words; unknown values are left out."""
     shown: dict[str, Callable[[float], str]] = {
         "loss": lambda loss: f"training loss {loss:.4g}",
         "lr": lambda lr: f"lr {lr:.3g}",
@@ -410,7 +410,7 @@ def figures(record: Mapping[str, Any], unit: str) -> str:
 
 
 def describe(event: Mapping[str, Any]) -> str | None:
-    """Return the line a person should see for an event, or None where there is nothing to tell."""
+    """Return the line a person should see for an event, or None if there is nothing to show."""
     match event["event"]:
         case "evaluation":
             return _evaluation(event)

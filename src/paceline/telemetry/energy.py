@@ -65,7 +65,7 @@ class EnergyCounter:
         # Zones of whole packages only: those inside them are parts of the same energy.
         zones = sorted(zone for zone in rapl.glob("*-rapl:*") if zone.name.count(":") == 1)
         if not zones:
-            self.why_not = "this machine shows no RAPL counter (/sys/class/powercap)"
+            self.why_not = "this machine has no RAPL counter (/sys/class/powercap)"
             return
         try:
             for zone in zones:
@@ -78,7 +78,7 @@ class EnergyCounter:
     def _find_board(self, device: torch.device) -> None:
         import torch
 
-        self.why_not = "NVML tells no energy of this device"
+        self.why_not = "NVML reports no energy for this device"
         # Whatever a driver lacks, the measurement goes on without it.
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL(_NVML)

@@ -34,7 +34,7 @@ def peak_resident_bytes() -> int:
 
 
 def peak_resident_of(process: int | str) -> int:
-    """Return the most main memory that another process had at once; 0 if it is gone, or the system does not tell."""
+    """Return the most main memory that another process had at once; 0 if it has ended or is unknown."""
     return _told(process).get("VmHWM", 0)
 
 
@@ -45,7 +45,7 @@ def peak_private_of(process: int | str) -> int:
 
 
 def private_bytes() -> int:
-    """Return the main memory that this process has now, without pages of files; its peak where the system is silent."""
+    """Return the main memory that this process has now, without pages of files; its peak if unknown."""
     told = _told("self")
     return told["VmRSS"] - told.get("RssFile", 0) if "VmRSS" in told else peak_resident_bytes()
 

@@ -30,7 +30,7 @@ _DATA_WAIT = PHASES.index("data_wait")
 
 
 class Load(Protocol):
-    """What a step has the processes compute, where samples are of unequal length (`data/balance.py`)."""
+    """The work of a step for the processes, if samples are of unequal length (`data/balance.py`)."""
 
     @property
     def tokens(self) -> int:
@@ -130,7 +130,7 @@ class StepSums:
 
 @dataclass(frozen=True)
 class Totals:
-    """A run up to now, over all its launches.
+    """A run so far, over all its launches.
 
     Attributes:
         train_seconds: Time in steps, warm-up included.
@@ -176,7 +176,7 @@ class Meter:
             self._rated.add(samples, seconds, phase_seconds, load)
 
     def drain(self) -> dict[str, float | None]:
-        """Return the means since the last call, and begin anew.
+        """Return the means since the last call, and reset.
 
         Warm-up steps are left out, unless there were no others: then times per step are theirs, and the rates
         are None. Without any step all values are None.
@@ -193,7 +193,7 @@ class Meter:
 
     @property
     def totals(self) -> Totals:
-        """What the whole run comes to."""
+        """Totals of the whole run."""
         rated = self._rated
         return Totals(
             *(self._train_seconds, self._steps, rated.throughput, rated.data_wait_fraction, rated.phase_fractions),
@@ -201,7 +201,7 @@ class Meter:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a restart: the run's sums, not the log record under way."""
+        """Return the state for a restart: the run's sums, not the current log record."""
         return {
             "train_seconds": self._train_seconds,
             "steps": self._steps,
@@ -213,7 +213,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved sums; this process has a warm-up of its own."""
+        """Continue from saved sums; this process has its own warm-up."""
         phases = state["rated_phase_seconds"]
         unnamed = state["rated_seconds"] - sum(phases.values())
         self._train_seconds = state["train_seconds"]

@@ -45,7 +45,7 @@ class MlflowTracker:
     Args:
         directory: Its folder in the run directory.
         name: The run's.
-        recipe: What was asked, nested.
+        recipe: The recipe, nested.
         environment: As in ``environment.json``.
     """
 

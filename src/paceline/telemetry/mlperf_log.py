@@ -1,8 +1,8 @@
 """A run's log in MLPerf's format. It is not an MLPerf result.
 
-The log is derived from the run directory when the run ends, and not written along: events survive a kill and a resume
-without gaps or repeats, and so does what is made of them. Its clock leaves nothing out: it starts with the launch,
-since a run looks at its data before it builds its network, and goes on while a killed run waits to be resumed.
+The log is derived from the run directory when the run ends, not written during it: events survive a kill and a resume
+without gaps or repeats, and so does the log. Its clock leaves nothing out: it starts with the launch,
+since a run looks at its data before it builds its network, and keeps running while a killed run waits to be resumed.
 
 Source: mlcommons/logging, mllog (the lines), compliance_checker/training_4.0.0 (which there must be).
 """
@@ -29,10 +29,10 @@ TOKEN = ":::MLLOG "
 RULESET = "4.0.0"
 _README = f"""`result_0.txt` is {NOT_A_RESULT}: nobody has reviewed it, and only MLCommons publishes results.
 
-It is derived from this run's events.jsonl, plan.json and recipe.yaml, and written anew at every end of the run. Its
+It is derived from this run's events.jsonl, plan.json and recipe.yaml, and rewritten whenever the run ends. Its
 lines are those of MLPerf Training {RULESET}'s resnet. Its clock starts with the launch and stops with the first
-evaluation that reached telemetry.submission.target_accuracy; what came after is not in it. That a line is there says
-what the run did, not that the rules allow it. To check the lines:
+evaluation that reached telemetry.submission.target_accuracy; what came after is not in it. A line states what the run
+did, not that the rules allow it. To check the lines:
 
     python -m mlperf_logging.compliance_checker --usage training --ruleset {RULESET} result_0.txt
 """
@@ -81,19 +81,19 @@ class _Lines:
 
 
 def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), output: Path | None = None) -> Path:
-    """Write the log of a run that has come to an end.
+    """Write the log of a run that has ended.
 
     Args:
         directory: The run's.
-        overrides: What is to be said otherwise than in its recipe: ``telemetry.submission.KEY=VALUE``.
-        output: The file; None is ``mlperf/result_0.txt`` in the run directory, with a page beside it.
+        overrides: Changes to its recipe: ``telemetry.submission.KEY=VALUE``.
+        output: The file; None is ``mlperf/result_0.txt`` in the run directory, with a page next to it.
 
     Returns:
         The file.
 
     Raises:
         RunDirectoryError: If the run has not ended, or the file cannot be written.
-        RecipeError: If something must be stated, or the division does not allow the recipe.
+        RecipeError: If a key is missing, or the division does not allow the recipe.
     """
     text = "".join(f"{line}\n" for line in mlperf_log(directory, overrides))
     path = directory.mlperf_log if output is None else output
@@ -115,8 +115,8 @@ def mlperf_log(directory: RunDirectory, overrides: Sequence[str] = ()) -> list[s
     finish = next((event for event in reversed(run.events) if event["event"] != "evaluation"), None)
     if finish is None or finish["event"] != "finish":
         raise RunDirectoryError(
-            f"the run in '{directory.root}' has not ended, and its log in MLPerf's format is written at its end; let "
-            "it go on, or resume it if it was killed."
+            f"the run in '{directory.root}' has not ended, and its MLPerf log is written at its end; let it finish, or "
+            "resume it if it was killed."
         )
     start = run.of_kind("start")[0]
     began = float(start["time"]) - float(start.get("opening_seconds", 0.0))
@@ -128,9 +128,7 @@ def mlperf_log(directory: RunDirectory, overrides: Sequence[str] = ()) -> list[s
 
 def _read(directory: RunDirectory, overrides: Sequence[str]) -> _Facts:
     if others := [each for each in overrides if not each.startswith("telemetry.submission.")]:
-        raise RecipeError(
-            f"found '{others[0]}', but of a run that is over only keys of telemetry.submission can be said otherwise."
-        )
+        raise RecipeError(f"found '{others[0]}', but for a finished run only telemetry.submission keys can be changed.")
     asked = ["telemetry.mlperf=true", *overrides]
     recipe = stored_recipe(read_recipe(directory), str(directory.recipe), asked)
     plan = read_plan(directory)

@@ -25,19 +25,19 @@ class Tool(Protocol):
     """What takes a profile."""
 
     def warm_up(self) -> None:
-        """Get ready; what is slow the first time is over after one step more."""
+        """Warm up for one step."""
 
     def begin(self) -> None:
-        """Record from here."""
+        """Start recording."""
 
     def end(self) -> None:
-        """Record no more. On a GPU this waits for the device."""
+        """Stop recording. On a GPU this waits for the device."""
 
     def range(self, name: str) -> AbstractContextManager[Any, Any]:
-        """Give what happens inside a name."""
+        """Name a range of the recording."""
 
     def write(self, folder: Path, title: str) -> None:
-        """Put what was recorded there."""
+        """Write the recording there."""
 
 
 @final
@@ -67,11 +67,11 @@ class TorchTool:
         self._profile.prepare_trace()
 
     def begin(self) -> None:
-        """Record from here."""
+        """Start recording."""
         self._profile.start_trace()
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._profile.stop_trace()
 
     def range(self, name: str) -> AbstractContextManager[Any, Any]:
@@ -117,7 +117,7 @@ class NsightTool:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """What became of a profile.
+    """The outcome of a profile.
 
     Attributes:
         first: The first step that was recorded, from 1.
@@ -139,7 +139,7 @@ class Assignment:
         end: The one after the last.
         position: Tells how many global batches are used up.
         folder: Gives the place for a profile that begins after so many.
-        report: Is told what became of it, once.
+        report: Called with the outcome, once.
     """
 
     first: int
@@ -214,19 +214,19 @@ class ProfilingClock(StepClock):
 
     @property
     def totals(self) -> Totals:
-        """What the clock has."""
+        """As in the clock."""
         return self._clock.totals
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock's."""
+        """As in the clock."""
         return self._clock.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The clock's."""
+        """As in the clock."""
         self._clock.load_state_dict(state)
 
     def close(self) -> None:
-        """End a profile under way without writing it: the run has ended before its last step."""
+        """Abort a profile without writing it: the run ended before its last step."""
         if self._state in ("warm", "recording"):
             problem = "the run ended before the last of them"
             try:
@@ -236,7 +236,7 @@ class ProfilingClock(StepClock):
                 self._tool.end()
             except RuntimeError as error:
                 # A device that has failed fails here again, and what it ended the run with first is to be told.
-                problem = f"{problem}, and the profiler could not be ended ({error})"
+                problem = f"{problem}, and the profiler could not be stopped ({error})"
             self._finish(problem)
 
     def _settle(self) -> None:
@@ -247,7 +247,7 @@ class ProfilingClock(StepClock):
         if any(self._asked.folder(first).exists() for first in range(self._asked.first, self._asked.end)):
             self._state = "over"
         else:
-            self._finish(f"they lie before this launch, which begins with step {position + 1}")
+            self._finish(f"they are before this launch, which begins with step {position + 1}")
 
     def _arrive(self, position: int) -> None:
         match self._state:
@@ -316,7 +316,7 @@ def operator_table(profile: torch.profiler.profile, title: str, *, memory: bool)
         _phases(phases),
         "\n## Operators\n",
         _operators(operators, _OPERATORS, device=device, memory=memory),
-        "\n## Operators by the shapes they are given\n",
+        "\n## Operators by input shapes\n",
         _operators(by_shape, _SHAPES, device=device, memory=memory, shapes=True),
     ]
     return "\n".join(parts) + "\n"

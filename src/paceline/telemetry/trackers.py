@@ -1,6 +1,6 @@
 """Trackers: where records go in addition to ``events.jsonl``, for people who watch runs elsewhere.
 
-A tracker receives the same events as the file and is never read back: the file is the truth. Each works in a thread
+A tracker receives the same events as the file and is never read back: the file is authoritative. Each works in a thread
 (``async_tracker.py``), where its library is imported too.
 """
 
@@ -63,7 +63,7 @@ TRACKERS: Mapping[str, Callable[[Path, TrackerFacts], Tracker]] = {
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Check before a run begins that its trackers are available.
+    """Check before a run starts that its trackers are available.
 
     Raises:
         RecipeError: If a name is unknown, or its library is not installed.
@@ -77,8 +77,8 @@ def check_trackers(names: Iterable[str]) -> None:
         if importlib.util.find_spec(name) is None:  # a module of Python's own has the name of `csv`
             package = "tensorboard" if name == "tensorboard" else f"'paceline[{name}]'"
             raise RecipeError(
-                f"telemetry.trackers asks for {name!r}, which is not installed: run pip install {package}, or "
-                "take it out of telemetry.trackers."
+                f"telemetry.trackers asks for {name!r}, which is not installed: run pip install {package}, or remove "
+                "it from telemetry.trackers."
             )
 
 
@@ -115,7 +115,7 @@ def scalars(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a nested mapping by dotted keys; lists and empty mappings stay as they are."""
+    """Return a nested mapping by dotted keys; lists and empty mappings are unchanged."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) and value else {f"{path}{key}": value}
@@ -123,7 +123,7 @@ def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def save_note(directory: Path, content: Mapping[str, Any]) -> None:
-    """Write ``paceline.json``, what a tracker has logged so far; in one move, but without waiting for the disk."""
+    """Write ``paceline.json``, what a tracker has logged so far; atomically, but without waiting for the disk."""
     new = directory / ".paceline.json.new"
     new.write_text(encode_json(content), encoding="utf-8")
     new.replace(directory / "paceline.json")
@@ -142,8 +142,8 @@ _FIRST = ("step", "position", "time", "epoch", "samples", "split", "weights")
 class CsvTracker:
     """Writes each record as a row of its kind's file: ``step.csv``, ``evaluation.csv``, ….
 
-    Each launch begins its tables anew: it is given the run's earlier records first, so no row is missing and none is
-    there twice. Columns keep their names and places: a number that a record brings for the first time is a new last
+    Each launch rewrites its tables: it gets the run's earlier records first, so no row is missing or repeated.
+    Columns keep their names and places: a number that a record brings for the first time is a new last
     column, empty in the rows before. Objects within records are columns by dotted names, and None is an empty field.
 
     Args:

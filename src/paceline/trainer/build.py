@@ -48,7 +48,7 @@ from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A prepared run in its directory, with all its processes; ``opening`` says where it begins."""
+    """A prepared run in its directory, with all its processes; ``opening`` says where it starts."""
 
     prepared: Prepared
     opening: ResumeDecision

@@ -1,4 +1,4 @@
-"""Observers of a run from Python: objects that hear of steps, evaluations and checkpoints, and may ask to stop."""
+"""Callbacks of a run from Python: they observe steps, evaluations and checkpoints, and may request a stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Callbacks:
         observers: Objects with any of the methods ``on_step_end(step)``, ``on_evaluation(step, results)``, with metric
             values by set of weights, and ``on_checkpoint(step)``, when a checkpoint has been handed over for writing.
             A true return value stops the run, with a checkpoint, after this step or the next.
-        stopped_by: Class of the observer that asked first; empty while none has.
+        stopped_by: Class of the observer that asked first; empty before that.
     """
 
     observers: Sequence[object] = ()

@@ -94,7 +94,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Part:
-    """What one process has to bring: numbers, no pictures yet."""
+    """One process's results: numbers, no pictures yet."""
 
     counts: tuple[Triples, Reliability]
     candidates: tuple[Candidate, ...] = ()
@@ -108,7 +108,7 @@ class Kept:
 
     Attributes:
         confusion: The confusion matrix; None where there are more than 1000 classes.
-        examples: What the file of examples says; None if none were asked for.
+        examples: What the file of examples says; None if none were requested.
         details: What a collector says of all answers; None if none does.
         failure: Which method failed, and with what; or an empty string.
     """
@@ -153,7 +153,7 @@ class KeptAnswers:
                 self._examples.add(batch.ids, draws, batch.inputs, answers)
 
     def part(self) -> Part:
-        """What this process has; waits for the device."""
+        """This process's results; waits for the device."""
         with self.looking("answers"):
             if not self._failure:
                 candidates = tuple(self._examples.candidates())
@@ -191,7 +191,7 @@ class KeptAnswers:
         with self.looking("description"):
             names = [str(each) for each in self._task.description().get("class_names", range(classes))]
             if len(names) < classes:
-                raise ValueError(f"the task names {len(names)} classes and answers with {classes}")
+                raise ValueError(f"the task names {len(names)} classes, but predicts {classes}")
             triples, reliability = zip(*(each.counts for each in parts), strict=True)
             matrix = confusion_document(merged(triples), reliability, names) if classes else None
             examples = [shown[each.sample] for each in chosen if each.sample in shown]
@@ -214,7 +214,7 @@ def _failed(owner: object, method: str, error: Exception) -> str:
 
 
 def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> None:
-    """Write the files of an evaluation, on the first rank; what a younger one did not keep goes.
+    """Write the files of an evaluation, on the first rank; files that a newer one did not keep are removed.
 
     Args:
         directory: The run's.
@@ -222,7 +222,7 @@ def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> No
         where: At which step, and of which weights: stands in each file.
 
     Raises:
-        RunDirectoryError: If the disk refuses.
+        RunDirectoryError: If the disk fails.
     """
     documents = (kept.confusion, kept.examples, kept.details)
     for path, document in zip(directory.evaluation_files, documents, strict=True):
@@ -327,7 +327,7 @@ class Evaluator:
             for _ in range(rounds, self.rounds or 0):
                 last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
                 self._go_along(models, last)
-        self.heartbeat.enter("gathering of scores")
+        self.heartbeat.enter("gathering scores")
         # One collective for all sets of weights; the first moment the host waits for the device.
         mine = _Share(
             rows={name: each.rows() for name, each in sums.items()},
@@ -409,7 +409,7 @@ class _OneForward:
             ValueError: If there is none to these arguments.
         """
         if self._answer is None or not self._is_kept(arguments):
-            raise ValueError("the task's `answers` asks the network for something else than `score`")
+            raise ValueError("the task's `answers` calls the network differently than `score`")
         return self._answer
 
     def __getattr__(self, name: str) -> Any:

@@ -95,7 +95,7 @@ class EvaluationReport:
             do not have one label each, or of more than 1000.
         no_confusion: Which method failed on the way to it or to the scores of classes, and with what; else empty.
         not_finite: The metrics that are infinite or nan and are no result.
-        left_out: What of the data is there and not used, a sentence for each kind.
+        left_out: Data that is not used, one sentence per kind.
         per_class: The scores of each class where images have any number of labels, or pixels have one, the lowest
             first; else empty.
     """
@@ -120,7 +120,7 @@ class EvaluationReport:
 
 
 def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
-    """Score saved weights; a collective of all processes of the world this one finds itself in.
+    """Score saved weights. Collective: every rank must call this.
 
     Raises:
         PacelineError: If the target, the overrides or the data are not usable.
@@ -149,7 +149,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
         task, facts = scoring_task(request, saved, sized, launch.world)
         if size is not None and not isinstance(task, ImageTask):
             raise RecipeError(
-                f"--sizes has no effect on the task {task_name(task)}, which shows its samples itself; leave it out."
+                f"--sizes has no effect on the task {task_name(task)}, which prepares its own samples; leave it out."
             )
         tasks.append(task)
         left_out = facts.left_out
@@ -200,7 +200,7 @@ def _score(
     most = data.most_unread(evaluation.samples + len(evaluation.broken))
     if len(evaluation.broken) > most:
         first = evaluation.broken[0]
-        way = f"data.on_bad=skip leaves out {most}: is the disk failing?"
+        way = f"data.on_bad=skip leaves out {most}: check the disk."
         if data.on_bad == "refuse":
             way = f"data.max_broken={most}; score the others with data.on_bad=skip, or repair or remove them."
         raise DataError(
@@ -231,7 +231,7 @@ def _score(
 def scoring_task(
     request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World
 ) -> tuple[Task, DataFacts]:
-    """The task that the weights were trained with, and what its data are."""
+    """The task that the weights were trained with, and its data."""
     other = _other_images(request, saved, recipe)
     if request.on != "holdout":
         # What is scored does not depend on it, and other data may have fewer images.
@@ -304,12 +304,12 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
         PacelineError: If it held nothing out, or what would be scored may have been trained on.
     """
     if not isinstance(task, ImageTask):
-        raise RecipeError(f"the task {task_name(task)} holds nothing out of training; score it with --on validation.")
+        raise RecipeError(f"the task {task_name(task)} holds no training samples out; score it with --on validation.")
     if task.dataset.holdout is None:
         raise RecipeError(
-            f"the run of {saved.path} held no training images out (data.holdout_fraction=0), and what is chosen on "
-            "images that were trained on is chosen wrongly; train with data.holdout_fraction=0.05, say, or choose on "
-            "the validation images with --on validation, knowing that their accuracy is then fitted to the choice."
+            f"the run of {saved.path} held no training images out (data.holdout_fraction=0), and a choice made on "
+            "training images is biased; train with data.holdout_fraction=0.05, for example, or choose on the "
+            "validation images with --on validation, which biases their accuracy."
         )
     stored = stored_recipe(saved.described("recipe"), str(saved.path)).data
     for key in ("holdout_fraction", "validation_fraction"):
@@ -321,8 +321,8 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
             )
     if saved.described("data").get("digest") != task.dataset.digest:
         raise DataError(
-            f"the data differ from those that the weights in {saved.path} were trained on, and nobody knows which of "
-            "them were held out; give the same data, or score them with --on validation."
+            f"the data differ from those that the weights in {saved.path} were trained on, so the held-out part is "
+            "unknown; give the same data, or score them with --on validation."
         )
     task.dataset = replace(task.dataset, validation=task.dataset.holdout)
 
@@ -359,7 +359,7 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     if about.get(UNNAMED):
         those, advice = f"{len(known)} classes", "as many, in the order of the weights"
     raise DataError(
-        f"the weights in {saved.path} know {those}, but the data has the {len(found)} classes "
+        f"the weights in {saved.path} have {those}, but the data has the {len(found)} classes "
         f"{_some(found)}; give data with {advice}."
     )
 
@@ -372,9 +372,9 @@ def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
     size = evaluation_size(data, found)
     if data.evaluation_crop < 1 and common_size(found.validation) == (size, size):
         raise DataError(
-            f"the images are {size}x{size} already and would be shown as they are, but {saved.path.parent} was made "
-            f"for images that are resized to {round(size / data.evaluation_crop)} and cropped; say that it is meant so "
-            "with data.evaluation_crop=1, or give the images as they were before."
+            f"the images are {size}x{size} already and would not be resized, but {saved.path.parent} was made for "
+            f"images that are resized to {round(size / data.evaluation_crop)} and cropped; confirm with "
+            "data.evaluation_crop=1, or give the images in their original size."
         )
 
 
@@ -430,7 +430,7 @@ class _Predictions:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeSweep:
-    """What several sizes come to.
+    """Results at several sizes.
 
     Attributes:
         reports: What was measured at each ``data.evaluation_size``, in pixels and in the order asked for.
@@ -471,17 +471,19 @@ class SizeSweep:
 
 
 def sweep_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> SizeSweep:
-    """Score saved weights at several sizes; a collective of all processes of the world this one finds itself in.
+    """Score saved weights at several sizes; collective: every rank must call this.
 
     A random crop shows things larger than a centre crop of the same size does, so that weights do better on images
-    somewhat larger than those they were trained on (Touvron et al. 2019). A size that is chosen on the validation
-    images would be fitted to them; ``holdout`` chooses it on training images that the run held out.
+    somewhat larger than those they were trained on (Touvron et al. 2019). Choosing a size on the validation images
+    would bias their result; ``holdout`` chooses it on training images that the run held out.
 
     Raises:
         PacelineError: If the target or the data are not usable, nothing was held out, or a size has no effect.
     """
     if "data.evaluation_size" in set_by(request.overrides):
-        raise PacelineError("override 'data.evaluation_size' has no effect with --sizes, which says them. Remove it.")
+        raise PacelineError(
+            "override 'data.evaluation_size' has no effect with --sizes, which sets the sizes. Remove it."
+        )
     if len(set(sizes)) < len(sizes):
         raise PacelineError(f"--sizes={','.join(map(str, sizes))} names a size twice; name each once.")
     reports = _evaluate(request, sizes)

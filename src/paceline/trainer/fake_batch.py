@@ -1,4 +1,4 @@
-"""Batches like a recipe's, made of empty tensors where no data are to be read."""
+"""Batches like a recipe's, of empty tensors, without reading data."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str | None]:
     """The recipe, and where it is of text and does not say where that lies, with text without content."""
     if recipe.data.path is not None or recipe.data.dataset not in _TEXTS:
         return recipe, None
-    tokens = f"{VOCABULARY:,} different tokens are assumed, as GPT-2 has"
+    tokens = f"{VOCABULARY:,} different tokens are assumed, as in GPT-2"
     if recipe.data.text.tokenizer != "bytes":
         tokens = "the tokens of data.text.tokenizer are assumed"
     assumed = replace(recipe.data, dataset=REFERENCE)

@@ -100,7 +100,7 @@ class _OwnStatistics(_BatchNorm):
 
 
 def unsynced(network: nn.Module) -> None:
-    """Let SyncBatchNorm run where there is no GPU, which it asks for."""
+    """Let SyncBatchNorm, which requires a GPU, run without one."""
     synced: list[nn.Module] = [each for each in network.modules() if isinstance(each, nn.SyncBatchNorm)]
     for module in synced:
         module.__class__ = _OwnStatistics
@@ -155,7 +155,7 @@ class ForwardLayers:
     when a number was given is the one whose gradient the node computes.
 
     Args:
-        network: Whose modules are told apart.
+        network: Whose modules are tracked.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -185,7 +185,7 @@ class ForwardLayers:
         return self._names[place - 1]
 
     def leave_all(self) -> None:
-        """Be in no module."""
+        """Reset to no module."""
         self._within.clear()
         self._note()
 
@@ -256,7 +256,7 @@ class FakeStep:
         return len(self.batch.ids)
 
     def show(self, micro_batch: int) -> None:
-        """Let the next step have a micro-batch of so many samples."""
+        """Set the next step's micro-batch size."""
         self.batch = self.make_batch(micro_batch)
 
     def settle(self) -> None:
@@ -277,7 +277,7 @@ class FakeStep:
             loss.backward()  # type: ignore[no-untyped-call]  # torch
 
     def update(self) -> None:
-        """Clip, step, let go of the gradients, average."""
+        """Clip, step, free the gradients, average."""
         with self._in("update"), _Updating():  # type: ignore[no-untyped-call]  # torch
             self._clipping(measure=True)
             self.optimizer.step()
@@ -292,14 +292,14 @@ class FakeStep:
 
     @property
     def scored_samples(self) -> int:
-        """Samples of a batch that is scored; 0 if none is."""
+        """Samples of an evaluation batch; 0 if there is none."""
         return 0 if self.make_scored is None else min(self.plan.evaluation_batch_size, self.plan.evaluation_samples)
 
     def evaluate(self, see: Callable[[Batch], None] = lambda _: None, samples: int | None = None) -> None:
         """Score one batch with each set of weights, as an evaluation does with all of them.
 
         Args:
-            see: Told of the batch once it is there.
+            see: Called with the batch.
             samples: Of the batch; as many as the plan says unless given.
         """
         if self.make_scored is None:
@@ -328,9 +328,9 @@ class FakeStep:
         except Exception as error:  # whatever a network or a loss of one's own raises
             said, at = " ".join(str(error).split())[:200], f" in {self.layer}" if self.layer else ""
             raise ModelError(
-                f"model.name={self.recipe.model.name} cannot be run without its numbers: {type(error).__name__}{at} "
-                f"({said}). What it computes depends on values, or uses an operator that has no shapes-only form; "
-                "measure it instead, with `paceline find-batch`."
+                f"model.name={self.recipe.model.name} cannot be run without values: {type(error).__name__}{at} "
+                f"({said}). Its computation depends on values, or uses an operator without a shapes-only form; measure "
+                "it instead with `paceline find-batch`."
             ) from error
         finally:
             self.phase = ""
@@ -386,8 +386,8 @@ def fake_step(
         if has_sparse_gradients(shapes):
             if recipe.optimizer.tables == "sparse_adam":
                 raise ModelError(
-                    "optimizer.tables=sparse_adam takes sparse gradients alone, whose size cannot be told without "
-                    "numbers; ask with model.options={sparse: false} and optimizer.tables=same, which take more."
+                    "optimizer.tables=sparse_adam takes only sparse gradients, whose size depends on values; estimate "
+                    "with model.options={sparse: false} and optimizer.tables=same, which take more."
                 )
             use_dense_gradients(shapes)  # how many rows a sparse one has, only numbers tell
         if machine.device != "cpu":

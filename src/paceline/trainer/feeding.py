@@ -1,6 +1,6 @@
 """Measure how many loader processes feed a model best, on the run's own files before a long run begins.
 
-A process of its own does it, since loader processes are to be forked before a process has threads and a GPU:
+A separate process does it, since loader processes are to be forked before a process has threads and a GPU:
 ``python -m paceline.trainer.feeding RECIPE MOST PARENT`` trains on real batches with each number of loader processes in
 turn, keeps nothing of that, and prints what it found. The outcome is remembered where the plan finds it
 (``data/image/feeding.py``).
@@ -54,7 +54,7 @@ def measure_feeding(
 ) -> None:
     """Measure once how many loader processes are best, if the recipe leaves it open and the run is long.
 
-    Whatever goes wrong is remembered for a while, and the number is chosen by the cores. So it is where several
+    Errors are cached for a while, and the number then follows the cores. So it is where several
     processes train, which would have to agree.
 
     Args:
@@ -62,7 +62,7 @@ def measure_feeding(
         task: What it trains.
         world: This process's place.
         stopped: Whether the run was asked to stop, so that nobody waits for this any longer.
-        say: Tells the user what is going on.
+        say: Receives progress messages.
     """
     if recipe.data.workers != "auto" or world.world_size > 1:
         return
@@ -116,7 +116,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
                 stderr=errors,
             )
             if group.wait(_LIMIT_SECONDS, cancelled=stopped).reason:
-                return None, "it was ended"
+                return None, "it was stopped"
         if child.code != 0:
             return None, child.ending
         said = out.read_text()

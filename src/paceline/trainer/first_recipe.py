@@ -1,6 +1,6 @@
-"""Choose a recipe for a folder of class folders, or a table, from what lies there and what this machine has.
+"""Choose a recipe for a folder of class folders, or a table, from the data and this machine.
 
-What is chosen is a shipped recipe and overrides, so that everything can be read, changed and typed by hand.
+The choice is a shipped recipe and overrides, so that everything can be read, changed and typed by hand.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FirstRecipe:
 
     Attributes:
         recipe: A shipped recipe.
-        overrides: What of it is changed, and then what the user asked for, which decides.
+        overrides: Its changes, followed by the user's, which take precedence.
         reasons: Each choice with the reason, for people.
     """
 
@@ -77,7 +77,7 @@ class FirstRecipe:
 def recipe_for_data(
     source: str, asked: Overrides, run_dir: Path | None, tell: Callable[[str], object]
 ) -> tuple[str, tuple[str, ...]]:
-    """The recipe and overrides for data that is given in place of a recipe; a run that is there keeps its own.
+    """The recipe and overrides for data that is given in place of a recipe; an existing run keeps its own.
 
     Args:
         source: A folder of class folders, or a table of paths and labels.
@@ -117,7 +117,7 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
     if any((path / split / "masks").is_dir() and (path / split / "images").is_dir() for split in ("", "train")):
         raise RecipeError(
-            f"{source} has folders images and masks, as for segmentation; train on it by `paceline train "
+            f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
             f"shapes-segmentation data.dataset=masks data.path={shlex.quote(source)}`."
         )
     # A user's own task or network says what it needs itself.
@@ -125,8 +125,8 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     where = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
     if named := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
         raise RecipeError(
-            f"{source} is data, for which a recipe is chosen, and {sorted(named)[0]} asks for another; name a recipe "
-            f"instead, for example `paceline train image_folder {shlex.join(where)}`."
+            f"{source} is data, for which Paceline chooses a recipe, but {sorted(named)[0]} asks for another; name a "
+            f"recipe instead, for example `paceline train image_folder {shlex.join(where)}`."
         )
     tried = load_recipe("image_folder", [*where, "data.image_size=auto", *asked]).recipe
     images = open_dataset(tried.data)
@@ -153,7 +153,7 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     preset = _PRESETS[pretrained, on_gpu]
     if not is_network_given:
         reasons.append(
-            f"{preset.model}: its published weights, trained on ImageNet, are a far better start than none"
+            f"{preset.model}: pretrained on ImageNet, a far better start than random weights"
             if pretrained
             else f"{preset.model}, from scratch: {missing}"
         )

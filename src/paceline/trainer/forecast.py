@@ -1,7 +1,7 @@
 """Expected time and memory of a run, measured on its own batches before the first step.
 
-The next micro-batches are sent forward and backward, as :mod:`paceline.trainer.warmup` does, and the optimizer takes a
-step on a copy: no weight, buffer or random state moves. What was read is used again by the steps.
+The next micro-batches run forward and backward, as in :mod:`paceline.trainer.warmup`, and the optimizer takes a step on
+a copy: no weight, buffer or random state changes. The steps reuse the batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LONG_SECONDS = 3600.0
 
 
 def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Report how long the run will take and how much memory, and return the stream with what was read in front again.
+    """Report how long the run will take and how much memory, and return the stream with the batches put back.
 
     Nothing is measured of a run of under 20 steps, or of a network that is spread over processes.
     """
@@ -54,7 +54,7 @@ def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
-    """Measure a run as it stands; None where that is not worth it, or not possible.
+    """Measure a run in its current state; None if not worthwhile or not possible.
 
     Args:
         run: Opened, with its state restored.
@@ -84,7 +84,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     if run.device.type == "cpu" and seconds > _LONG_SECONDS:
         hour = position + max(1, int((plan.total_steps - position) * _LONG_SECONDS / seconds))
         shorter = (
-            f'. On a CPU that is long: train.duration="{hour} steps" takes about an hour; a smaller model.name or '
+            f'. That is long on a CPU: train.duration="{hour} steps" takes about an hour; a smaller model.name or '
             "data.image_size takes less time, and a GPU far less"
         )
     return MeasurementEvent(

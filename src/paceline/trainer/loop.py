@@ -18,7 +18,7 @@ from paceline.trainer.warmup import check_first_batch, warm_up
 
 
 def fit(run: Run, *, forecasts: bool = True) -> str:
-    """Train from where the run stands to its end, or to an agreed stop; returns why it ended.
+    """Train from the current position to the end, or to an agreed stop; returns why it ended.
 
     A run that is itself measured forecasts nothing: the batches that a forecast reads ahead would be free.
     """
@@ -59,7 +59,7 @@ def _fit(run: Run, batches: Iterator[Batch]) -> str:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluate a run's weights where it stands, and record the result."""
+    """Evaluate a run's current weights, and record the result."""
     if run.plan.evaluation_samples == 0:
         return
     with run.clock.paused():

@@ -54,7 +54,7 @@ _AT_CLOSE_SECONDS = 2.0
 
 
 class Mirroring:
-    """Copies checkpoints of one run to an address, in a thread of its own.
+    """Copies checkpoints of one run to an address, in its own thread.
 
     Args:
         open_mirror: Opens the copy, as soon as the address can be reached.
@@ -128,7 +128,7 @@ class Mirroring:
             self._changed.notify_all()
 
     def is_over(self, *, within_seconds: float) -> bool:
-        """Wait at most so long; return whether nothing is left to be copied, or nothing more will be."""
+        """Wait up to a timeout; return whether copying is finished or abandoned."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, within_seconds)
 
@@ -136,16 +136,18 @@ class Mirroring:
         return bool(self._stands_still) or (not self._waiting and self._under_way is None)
 
     def news(self) -> list[tuple[str, str]]:
-        """Return what has happened since the last call: kinds of incident, and messages."""
+        """Return incidents since the last call: kinds and messages."""
         with self._changed:
             news, self._news = self._news, []
             if hiccups := [self._hiccups.pop() for _ in range(len(self._hiccups))]:
-                message = f"{counted(len(hiccups), 'request')} to {self._address} failed and then worked: {hiccups[0]}"
+                message = (
+                    f"{counted(len(hiccups), 'request')} to {self._address} failed and then succeeded: {hiccups[0]}"
+                )
                 news.append(("mirror_retries", message))
             return news
 
     def close(self) -> None:
-        """Give up what is still under way; the next launch sends it."""
+        """Abandon uploads in progress; the next launch sends them."""
         self._retries.given_up.set()
         with self._changed:
             self._is_closed = True
@@ -200,7 +202,7 @@ class Mirroring:
             self._failure = reason
             if self._failing_since is None:
                 self._failing_since = self._patient_since = time.monotonic()
-                message = f"checkpoints are not copied for now, and training goes on: {reason}"
+                message = f"checkpoints are not copied for now, and training continues: {reason}"
                 self._news.append(("mirror", message))
             newer = [each for step, each in self._waiting.items() if step > what.step]
             if not newer or any(each.best is not None and each.best.step == what.step for each in newer):
@@ -233,7 +235,7 @@ class MirrorState:
     """What the first process found at the address before the run was opened.
 
     Attributes:
-        notices: What the user should know.
+        notices: Notices for the user.
         names: The commits that were read; if the run does not resume from them, that is deliberate.
     """
 
@@ -274,8 +276,9 @@ def check_all_resume(expected: bool, recipe: Recipe, collectives: Collectives) -
         others = ", ".join(str(rank) for rank, answer in enumerate(answers) if answer != answers[0])
         raise LaunchError(
             f"rank 0 found {'a copy' if answers[0] else 'no copy'} at checkpoint.mirror={recipe.checkpoint.mirror}, "
-            f"but others (rank {others}) did not find the same: where a run begins with model.pretrained or "
-            "model.initialize_from, every host needs the address's library and credentials; see to that, and try again."
+            f"but others (rank {others}) did not: for a run that starts with model.pretrained or "
+            "model.initialize_from, every host needs the address's library and credentials; provide them, and try "
+            "again."
         )
 
 
@@ -287,8 +290,8 @@ def check_resumed(expected: bool, recipe: Recipe, decision: ResumeDecision) -> N
     """
     if expected and _has_initial_weights(recipe) and decision.choice.path is None and not decision.completed:
         raise CheckpointError(
-            "a checkpoint was there when the network was built, so that its initial weights were left out, and now "
-            "there is none to go on from; look into the run directory's checkpoints, then run the same command again."
+            "a checkpoint existed when the network was built, so its initial weights were not loaded, but now there is "
+            "none to resume from; check the run directory's checkpoints, then run the same command again."
         )
 
 
@@ -343,7 +346,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
 
     Raises:
         StorageError: If the address cannot be read, or nothing there is whole, and there is nothing here either.
-        RunDirectoryError: If the copy is another run's, or not to be gone on with.
+        RunDirectoryError: If the copy is another run's, or must not be resumed.
     """
     check_links(directory)
     foreign = [each.step or 0 for each in foreign_checkpoints(directory, request.recipe)]
@@ -357,13 +360,13 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
     except StorageError as error:
         if newest is None:
             raise
-        return MirrorState((f"the run goes on from '{directory.root}' alone: {error}",))
+        return MirrorState((f"the run resumes from '{directory.root}' alone: {error}",))
     _check_ours(found, directory, address)
     if not found.commits:
         if found.damaged and (newest is None or _copied_run(directory) is None):
             raise StorageError(
-                f"no commit at {address} is whole: {found.damaged[0]}. Nothing is written over what lies there; begin "
-                "again at another address."
+                f"no commit at {address} is intact: {found.damaged[0]}. Existing files there are not overwritten; "
+                "start again with another address."
             )
         return MirrorState(found.damaged, found.names)
     if request.resume == "never":
@@ -388,7 +391,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
         say=say,
         accept=accept,
     )
-    gone_on = () if fetched is None else (f"the run goes on from its copy at {address}, of step {fetched.step}",)
+    gone_on = () if fetched is None else (f"the run resumes from its copy at {address}, of step {fetched.step}",)
     return MirrorState((*found.damaged, *gone_on), found.names)
 
 
@@ -454,7 +457,7 @@ def mirror_checkpoints(
         decision: How it begins.
         mirror_state: What was found at the address before.
         collectives: All processes.
-        say: Takes what the user should know.
+        say: Receives notices for the user.
     """
     recipe = request.recipe
     if recipe.checkpoint.mirror is None:
@@ -496,9 +499,9 @@ def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirr
         new = {each.name for each in found.commits if each.step in further} - mirror_state.names
         if request.resume == "auto" and new:  # not read before, so that this run may resume from it
             raise TakenError(
-                f"{address} holds a copy of step {further[0]}, which this launch could not see when it began at step "
-                f"{choice.step}: it sends nothing there. Stop it and run the same command again to go on from that "
-                "copy."
+                f"{address} holds a copy of step {further[0]}, which this launch could not see when it started at step "
+                f"{choice.step}: it uploads nothing there. Stop it and run the same command again to resume from that "
+                f"copy."
             )
         return Mirror(remote, run, found)
 

@@ -78,7 +78,7 @@ class NoiseMeter:
         self.has_warned = False
 
     def begin_step(self, *, is_due: bool) -> None:
-        """A step begins; it is measured if that is due."""
+        """Start a step; it is measured if due."""
         self._open = _Step() if is_due else None
 
     @property
@@ -88,7 +88,7 @@ class NoiseMeter:
 
     @property
     def has_measured(self) -> bool:
-        """Whether there is anything to go on from."""
+        """Whether there are averages yet."""
         return self.averages.weight > 0
 
     def watching(self, batch: Batch) -> AbstractContextManager[None]:
@@ -180,7 +180,7 @@ class NoiseMeter:
             self.fold(collectives.gather(self.take()))
 
     def for_record(self) -> dict[str, float | None]:
-        """What a step record says of it."""
+        """Its entries in a step record."""
         found = self.averages.noise_scale()
         return {
             "noise_scale": None if found is None else found.middle,
@@ -195,7 +195,7 @@ class NoiseMeter:
         return {"averages": self.averages.to_json(), "has_warned": self.has_warned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved averages."""
+        """Continue from saved averages."""
         self.averages.load(state["averages"])
         self.has_warned = bool(state["has_warned"])
 
@@ -237,6 +237,6 @@ def linear_rule_warning(
     return (
         f"optimizer.lr_scaling=linear has multiplied the learning rate by {ratio:.3g} for a batch of {batch}, but the "
         f"noise scale of the gradients is {found.middle:.3g} {unit} ({found.low:.3g} to {found.high:.3g}), and the "
-        "best rate grows with the batch only far below it. By eps_max / (1 + B_noise / B) it would be "
-        f"{best:.3g} times; use optimizer.lr_scaling=sqrt, a smaller batch, or a rate found by trying."
+        "best rate grows linearly with the batch only far below it. By eps_max / (1 + B_noise / B) it would be "
+        f"{best:.3g} times; use optimizer.lr_scaling=sqrt, a smaller batch, or a rate found by a range test."
     )

@@ -29,7 +29,7 @@ _LEARNED = 0.9
 
 
 class Culprit(NamedTuple):
-    """A micro-batch whose loss was no number.
+    """A micro-batch with a non-finite loss.
 
     Attributes:
         rank: The process that had it.
@@ -43,9 +43,9 @@ class Culprit(NamedTuple):
 
 
 class NonFiniteGuard:
-    """Holds the optimizer back from a step in which any process's loss, or the norm it clips by, is not finite.
+    """Skips the optimizer step if any process's loss, or the clipping norm, is not finite.
 
-    The processes agree without a collective of its own: the flag rides on the reduction of the gradient. On a CPU it is
+    The processes agree without an extra collective: the flag travels with the gradient reduction. On a CPU it is
     read before the update. On a GPU that is to stop, the host reads it late and does not wait; meanwhile the fused
     optimizers leave such an update out by themselves. fp16 is left to its loss scaling.
 
@@ -83,7 +83,7 @@ class NonFiniteGuard:
         self._losses: deque[list[tuple[torch.Tensor, SampleIds]]] = deque(maxlen=VOTE_LAG + 1)
 
     def begin_step(self) -> None:
-        """Remember what a step that is left out must not have changed."""
+        """Save the state that a skipped step must not change."""
         self._found = False
         self._losses.append([])
         if self._buffers:
@@ -127,7 +127,7 @@ class NonFiniteGuard:
 
         Args:
             collectives: All processes.
-            recorder: Where it is written down, and knows where the run stands.
+            recorder: Records it, and knows the run's position.
             last_good: Names the newest checkpoint, in a sentence.
 
         Raises:
@@ -145,7 +145,7 @@ class NonFiniteGuard:
         progress = recorder.progress
         if self._found:
             progress.nonfinite += 1
-        what, details = "the norm of the gradient became infinite or no number", {}
+        what, details = "the gradient norm became infinite or NaN", {}
         if culprits:  # where to look: the processes, and the samples of their micro-batches
             what = f"the training loss became {culprits[0].loss}"
             what += f" on rank {culprits[0].rank}" * (collectives.world.world_size > 1)
@@ -160,12 +160,10 @@ class NonFiniteGuard:
         )
         recorder.flush()
         if not self.skips:
-            raise TrainingError(
-                f"{what} {place}; {_REMEDY}, or leave such steps out with train.nonfinite=skip. {last_good}"
-            )
+            raise TrainingError(f"{what} {place}; {_REMEDY}, or skip such steps with train.nonfinite=skip. {last_good}")
         if progress.nonfinite > self._most:
             raise TrainingError(
-                f"{what} {place}, and {progress.nonfinite} steps were not taken for such a reason, more than "
+                f"{what} {place}, and {progress.nonfinite} steps were skipped for such a reason, more than "
                 f"train.max_nonfinite={self._most}; {_REMEDY}. {last_good}"
             )
 
@@ -182,11 +180,11 @@ class NonFiniteGuard:
 
 
 def check_loss(loss: float | None, recorder: Recorder, last_good: str) -> None:
-    """Refuse to go on from a training loss that is not finite.
+    """Refuse to continue from a non-finite training loss.
 
     Args:
         loss: The loss; None if every step was skipped.
-        recorder: Where the failure is written down, and knows where the run stands.
+        recorder: Records the failure, and knows the run's position.
         last_good: Names the newest checkpoint, in a sentence.
 
     Raises:
@@ -231,7 +229,7 @@ def check_results(task: Task, results: Results, recorder: Recorder) -> None:
 
 
 def check_outcome(task: Task, recorder: Recorder, last_good: str) -> None:
-    """Refuse to call a run completed whose last evaluation is not finite, or that never moved its weights.
+    """Refuse to call a run completed whose last evaluation is not finite, or that never changed its weights.
 
     Raises:
         TrainingError: With what to change.
@@ -242,12 +240,12 @@ def check_outcome(task: Task, recorder: Recorder, last_good: str) -> None:
         since = f"since the evaluation at step {first}, although the training loss is finite"
         raise _failed("nonfinite_metric", f"{wrong} {since}", recorder, last_good)
     if progress.skipped and not progress.step:
-        what = f"none of the {progress.skipped} steps moved the weights: their losses or gradients were not finite"
+        what = f"none of the {progress.skipped} steps changed the weights: their losses or gradients were not finite"
         raise _failed("nonfinite_gradient", what, recorder, last_good)
 
 
 def divergence(window: Window, results: Results) -> str:
-    """Warn of losses that are finite, but far above the first; empty where there is nothing to tell.
+    """Warn of finite losses far above the first; empty if there are none.
 
     Args:
         window: The run's training losses.

@@ -20,8 +20,8 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat1
 class Precision:
     """Autocast and loss scaling behind four verbs, so that the step has no branches for them.
 
-    Weights, optimizer state and the moving average stay fp32. fp16 scales the loss; a step whose gradients
-    overflow is not taken, and reading that verdict is the one host-device synchronisation of an fp16 step.
+    Weights, optimizer state and the moving average stay fp32. fp16 scales the loss; a step whose gradients overflow is
+    skipped, and reading that flag is the only host-device synchronisation of an fp16 step.
     """
 
     def __init__(self, name: str, device: torch.device, scaler: GradScaler) -> None:
@@ -70,7 +70,7 @@ class Precision:
         after = self.scaler.get_scale()
         if after < _USELESS_SCALE:
             raise TrainingError(
-                f"the gradients overflow whatever the loss scale, which has fallen to {after:.2g}; lower optimizer.lr, "
+                f"the gradients overflow at every loss scale, which has fallen to {after:.2g}; lower optimizer.lr, "
                 "or use train.precision=bf16 or fp32."
             )
         return after >= before

@@ -54,7 +54,7 @@ from paceline.world import World
 def find_host_limits(
     data: Mapping[str, Any], recipe: Recipe, processes: int, *, scored: int, trained: int = 0
 ) -> Findings:
-    """Compare what loader processes will take with this machine.
+    """Compare the needs of loader processes with this machine.
 
     Args:
         data: Facts of the data; nothing is found of tasks that do not say how they load their samples.
@@ -92,7 +92,7 @@ _MOST_PARAMETERS = 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run that could begin, on this process."""
+    """A run that is ready to start, on this process."""
 
     recipe: Recipe
     plan: Plan
@@ -278,7 +278,7 @@ def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) ->
 
 
 def headline_of(task: Task) -> Metric:
-    """The metric that one looks at first; a task of the user's own may have left out the one that its parent names."""
+    """The main metric; a user's task may lack the one that its parent names."""
     return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
 
 
@@ -302,7 +302,7 @@ def best_metric(task: Task) -> Metric:
     """The metric that decides which evaluation is best.
 
     Raises:
-        RecipeError: If the task does not measure the one asked for.
+        RecipeError: If the task does not measure the requested one.
     """
     asked = task.recipe.evaluate.metric
     return headline_of(task) if asked == "auto" else find_metric(task, asked, f"evaluate.metric={asked}")
@@ -321,7 +321,9 @@ def find_metric(task: Task, name: str, asked: str) -> Metric:
     """
     known = {metric.name: metric for metric in task.measured}
     if name not in known:
-        raise RecipeError(f"{asked} is not measured; choose one of: {', '.join(known)}.{did_you_mean(name, known)}")
+        raise RecipeError(
+            f"{asked} is not a metric of this task; choose one of: {', '.join(known)}.{did_you_mean(name, known)}"
+        )
     return known[name]
 
 
@@ -352,7 +354,7 @@ def _build(
             return network, (), first_values
     except NotDeferrableError as error:
         if plan.strategy == "fsdp":
-            notices = (f"every process built the whole network before it was spread: {error}",)
+            notices = (f"every process built the whole network before sharding: {error}",)
     network, more = build_network(recipe, task, placement)
     return network, (*notices, *more), None
 
@@ -392,16 +394,16 @@ def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Mo
     """
     for key in ("initialize_from", "pretrained"):
         if getattr(recipe.model, key):
-            raise NotDeferrableError(f"model.{key} gives all of it at once")
+            raise NotDeferrableError(f"model.{key} loads all of it at once")
     if plan.precision == "fp8":
         raise NotDeferrableError("train.precision=fp8 changes its layers")
 
     torch.manual_seed(recipe.seed)
     network, first_values = build_deferred(partial(_built, task.recipe, task))
     if any(isinstance(each, _NormBase) for each in network.modules()):
-        raise NotDeferrableError("it has BatchNorm, which is tried out whole")
+        raise NotDeferrableError("it has BatchNorm, which is tested on the whole network")
     if task.begins_from_data(network):
-        raise NotDeferrableError("some of its first weights are made of the training data")
+        raise NotDeferrableError("some initial weights are computed from the training data")
     with torch.device("meta"):
         task.check_network(network)
     return network, first_values
@@ -413,7 +415,7 @@ def numbers_of(network: nn.Module) -> ParameterNumbers:
 
 
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
-    """The network with its first weights, on the device, the same on every rank; and what is to be said of them."""
+    """The network with its first weights, on the device, the same on every rank; and notices about them."""
     torch.manual_seed(recipe.seed)
     network = task.build_model()
     task.check_network(network)
@@ -427,10 +429,10 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
 
 
 def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
-    """Take the weights of ``model.initialize_from``, if there is one; returns what is to be said of them.
+    """Take the weights of ``model.initialize_from``, if there is one; returns notices about them.
 
     Raises:
-        PacelineError: If they are not there, cannot be read or do not fit.
+        PacelineError: If they are missing, unreadable or do not fit.
     """
     if asked.initialize_from is None:
         return []
@@ -438,16 +440,14 @@ def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
     saved = read_weights(source)
     plain, changed = fitted(network.state_dict(), saved.plain)
     state = with_shared(network, plain)
-    notices = [f"model.initialize_from: of {saved.path}, {each}" for each in changed]
+    notices = [f"model.initialize_from: {saved.path}: {each}" for each in changed]
     if asked.initialize_partly:
         calm_classifier(network)
         return [*notices, load_fitting(network, state, source=str(saved.path))]
     try:
         check_inventory(network.state_dict(), state, where="model.initialize_from")
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{error} Or take what fits, and let the rest begin anew, with model.initialize_partly=true."
-        ) from None
+        raise CheckpointError(f"{error} Or load only what fits with model.initialize_partly=true.") from None
     network.load_state_dict(state)
     return notices
 
@@ -471,9 +471,11 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
     trained = {name for name, each in network.named_parameters() if each.requires_grad}
     if trained.issubset(first):
-        raise ModelError("model.frozen leaves nothing to train until model.unfreeze does; except something with '!'.")
+        raise ModelError(
+            "model.frozen leaves nothing to train until model.unfreeze applies; exclude some parameters with '!'."
+        )
     if trained.issubset(last):
-        raise ModelError("model.freeze_after leaves nothing to train to the end; let it mean some parameters only.")
+        raise ModelError("model.freeze_after leaves nothing to train until the end; name fewer parameters.")
     synced = [name for name, module in network.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if recipe.parallel.exact and synced:
         raise ModelError(

@@ -1,6 +1,6 @@
 """State of the whole process: stop signals, freed memory, and the globals of torch, NumPy and Python.
 
-A run changes some of it, and so does code of the user's own; every change is undone at the end.
+A run and the user's code change some of it; every change is undone at the end.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _keeping: list[torch.device] = []  # of runs within runs, all that keep it: the 
 
 @contextlib.contextmanager
 def keep_freed_memory(device: torch.device, environment: Mapping[str, str] = os.environ) -> Iterator[bool]:
-    """Keep freed memory in the process until the end, and give back then what is free; whether it is kept.
+    """Keep freed memory in the process until the end, then release it; returns whether it is kept.
 
     It changes no number. Nothing is done on other devices, with another C library than GNU's, or where the
     environment says how memory is to be had.

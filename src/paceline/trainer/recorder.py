@@ -1,4 +1,4 @@
-"""Write a run's events to its records, its trackers and the display, and find the rank that the others wait for."""
+"""Write a run's events to its records, its trackers and the display, and find the slowest rank."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def over_ranks(seconds: Sequence[Sequence[float]], *, untold: Collection[str] = 
 
 
 class SlowRanks:
-    """Remembers for how many records in a row a process was alarmingly slow, and says so once."""
+    """Counts records in a row in which a process was much slower, and reports it once."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -90,7 +90,7 @@ class SlowRanks:
         self._told: set[int] = set()
 
     def is_news(self, slowest: Slowest | None) -> bool:
-        """Take what a record found; whether it is to be told."""
+        """Add a record's finding; return whether to report it."""
         rank = slowest.rank if slowest is not None and slowest.factor > ALARMING_FACTOR else None
         self._records = self._records + 1 if rank == self._rank else 1
         self._rank = rank
@@ -114,7 +114,7 @@ class Recorder:
         ledger: The numbers of the samples that this rank has used.
         trackers: Other places for the events.
         display: Shows them.
-        progress: Where the run stands when an incident is written.
+        progress: The run's position when an incident is written.
 
     Attributes:
         slow_ranks: Ranks that the others had to wait for, up to now.
@@ -138,7 +138,7 @@ class Recorder:
         self.keeps_answers = writer is not None
 
     def incident(self, incident: str, message: str, details: Mapping[str, Any] | None = None) -> None:
-        """Write down something unusual at the run's current step."""
+        """Record an incident at the run's current step."""
         self.write(IncidentEvent(**self.progress.here, incident=incident, message=message, details=details or {}))
 
     def write(self, event: Event) -> None:
@@ -173,7 +173,7 @@ class Recorder:
                 self.write(IncidentEvent(**here, incident="tracker", message=message, details=details))
 
     def flush(self, *, durable: bool = False) -> None:
-        """Hand records and ledger to the system; with ``durable``, to the disk."""
+        """Flush records and ledger to the system; with ``durable``, to the disk."""
         self._ledger.flush(durable=durable)
         if self._writer is not None:
             self._writer.flush(durable=durable)

@@ -111,12 +111,12 @@ class Run:
     saved_name: str = ""
 
     def train_batches(self) -> Iterator[Batch]:
-        """This process's micro-batches from where the run stands to its end."""
+        """This process's micro-batches from the current position to the end."""
         first, last = self.progress.position, self.plan.total_steps
         return self.pipeline.train_batches(self.geometry, first, last, self.world)
 
     def begin_step(self) -> None:
-        """Tell all who follow the steps that one begins."""
+        """Notify all followers that a step starts."""
         self.guard.begin_step()
         self.task.take_logged()  # what passes before the first step, or an evaluation, may have left
         self.heartbeat.begin_step(self.progress.position + 1)

@@ -34,7 +34,7 @@ from paceline.telemetry.trackers import TRACKERS
 
 
 def check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:
-    """See to it that all processes mean the same directory: the first one writes what all of them read.
+    """Check that all processes see the same directory: the first one writes a token that all read.
 
     A network's file system may take its time to show what another host has made.
 
@@ -127,13 +127,13 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
 
 
 def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe, total_steps: int) -> Choice:
-    """On the first rank: choose the checkpoint to go on from, and cut the records back to it.
+    """On the first rank: choose the checkpoint to resume from, and cut the records back to it.
 
     Nothing is changed before the checkpoint is found, or none was ever whole.
 
     Raises:
-        CheckpointError: If there were checkpoints and none of the run's is whole, or the one asked for is not.
-        RunDirectoryError: If the run has gone further than it is asked to go.
+        CheckpointError: If there were checkpoints and none of the run's is whole, or the requested one is not.
+        RunDirectoryError: If the run is already beyond its requested end.
     """
     store, foreign = CheckpointStore(directory.checkpoints), foreign_checkpoints(directory, recipe)
     choice = choose(store, wanted=wanted, foreign=[each.step or 0 for each in foreign])
@@ -142,7 +142,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     position = int(facts["position"]) if facts else -1
     if position > total_steps:
         raise RunDirectoryError(
-            f"the run in '{directory.root}' stands at step {position}, beyond the {total_steps} steps of "
+            f"the run in '{directory.root}' is at step {position}, beyond the {total_steps} steps of "
             "train.duration; give a longer one, or go back: resume from one of its checkpoints."
         )
     lost = []
@@ -176,8 +176,8 @@ def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[Damaged
     """Refuse to begin again by itself, and to go on from another run's checkpoint."""
     if choice.lost_everything:
         raise CheckpointError(
-            f"no checkpoint in {directory.checkpoints} is whole: {choice.damaged[0].reason} "
-            "To begin again, start in another run directory."
+            f"no checkpoint in {directory.checkpoints} is intact: {choice.damaged[0].reason} To start again, use "
+            "another run directory."
         )
     for each in reversed(foreign):
         if choice.path is None or each.step == choice.step:
@@ -205,20 +205,20 @@ _FIXED_NUMBERS = {
     "train_samples": "data.path",
     "steps_per_epoch": "batch.global_size",
     # Otherwise a longer run would freeze again what it trains already.
-    "lengths_sha256": "the samples' lengths, by which batch.balance shares them out",
-    "classes_sha256": "the samples' classes or sets, by which data.sampling or data.mixture draws them",
+    "lengths_sha256": "the samples' lengths, which batch.balance uses",
+    "classes_sha256": "the samples' classes or sets, which data.sampling or data.mixture uses",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
     "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
 }
 
 # Facts of its data that must not change, and what to say of a run in which they have.
 _FIXED_DATA = {
-    "task": "the run in {where} trains the task {before}, not {now}; go on with the same",
-    "digest": "the data of the run in {where} has changed since it began: other files, names or sizes; restore them",
-    "content_digest": "images of the run in {where} have changed since it began, under the same names and sizes "
+    "task": "the run in {where} trains the task {before}, not {now}; use the same task",
+    "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
+    "content_digest": "images of the run in {where} have changed since it started, under the same names and sizes "
     "({pixels}): restore them",
-    "teacher": "the run in {where} began with another teacher than {teacher} is now; give distillation.teacher the "
-    "same weights, best a checkpoint's file",
+    "teacher": "the run in {where} started with another teacher than {teacher} is now; give distillation.teacher the "
+    "same weights, preferably a checkpoint file",
 }
 
 # Those that an exact run must also keep: its bits depend on them.
@@ -244,7 +244,7 @@ _BITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeRequest:
-    """What the user asked for.
+    """The user's request.
 
     Attributes:
         recipe: The resolved recipe.
@@ -265,14 +265,14 @@ class ResumeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeDecision:
-    """How the run begins.
+    """How the run starts.
 
     Attributes:
         choice: The checkpoint to resume from, if any.
         identity: The run's identity, which its checkpoints carry; empty if it is completed.
         completed: True if there is nothing left to do.
         resumes: How often the run was resumed before.
-        notices: What the user should know.
+        notices: Notices for the user.
     """
 
     choice: Choice
@@ -308,13 +308,13 @@ class RunLock:
             os.pwrite(self._descriptor, _word().encode(), 0)
 
     def outlast(self, under_way: Future[Any]) -> None:
-        """Keep others out until this save is over too, even if the lock is released before."""
+        """Keep other launches out until this save has ended too, even if the lock is released earlier."""
         # The system holds the lock as long as one descriptor of it is open.
         another = os.dup(self._descriptor)
         under_way.add_done_callback(lambda _: os.close(another))
 
     def release(self) -> None:
-        """Let others in; a directory made for this run in which nothing was written is removed."""
+        """Release the lock; an empty directory created for this run is removed."""
         # A directory that is gone must not hide why the run ends.
         with contextlib.suppress(OSError):
             if self._is_new and os.listdir(self._root) == [".lock"]:
@@ -344,7 +344,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     wanted = None if request.resume in ("auto", "never") else Path(request.resume)
     if wanted and (wanted.parent.resolve() != directory.checkpoints.resolve() or step_of(wanted) is None):
         raise RunDirectoryError(
-            f"resume={request.resume} is no checkpoint of the run in '{directory.root}'; give one of its "
+            f"resume={request.resume} is not a checkpoint of the run in '{directory.root}'; give one of its "
             "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
         )
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
@@ -402,7 +402,7 @@ def check_links(directory: RunDirectory) -> None:
     for path in (directory.checkpoints, directory.ledger, directory.events):
         if path.is_symlink() and not path.exists():
             raise RunDirectoryError(
-                f"'{path}' is a link to '{os.readlink(path)}', which is not there; nothing was changed. Mount its "
+                f"'{path}' is a link to '{os.readlink(path)}', which does not exist; nothing was changed. Mount its "
                 "disk, or correct the link."
             )
 
@@ -459,7 +459,7 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if request.resume not in ("auto", "never"):
         of_run = Path(request.resume).parent.parent
         meant = f" Did you mean the run in {of_run}?" if RunDirectory(of_run).exists() else ""
-        raise RunDirectoryError(f"resume={request.resume}: there is no run in '{root}' to go on with.{meant}")
+        raise RunDirectoryError(f"resume={request.resume}: there is no run in '{root}' to resume.{meant}")
     tracked = [directory.tracked(name) for name in TRACKERS]
     outdated = (directory.events, directory.first_batch, *directory.evaluation_files, *tracked)
     return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
@@ -472,7 +472,7 @@ def never_trained(directory: RunDirectory) -> bool:
 
 
 def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: str | None = None) -> None:
-    """Check that what was asked for continues a run.
+    """Check that a request continues a run.
 
     Args:
         directory: Holds the run's recipe and plan.
@@ -487,7 +487,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     stored = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
     if listed := fixed_differences(stored, request.recipe):
         if address is not None:
-            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Begin {elsewhere}.")
+            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Start {elsewhere}.")
         raise RunDirectoryError(
             f"{where} holds a run of another recipe: {listed}. Choose another run directory, or repeat its own recipe: "
             f"paceline train {directory.recipe} --run-dir {directory.root}"
@@ -502,13 +502,13 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         old = plan.get(number, new)
         if old != new:
             raise RunDirectoryError(
-                f"the run in {where} has {number}={old}, but here it comes to {new}; it can only go on as "
-                f"before (see {key})."
+                f"the run in {where} has {number}={old}, but here it would be {new}; it can only resume with the same "
+                f"value (see {key})."
             )
     if plan.get("powersgd_start_step") is not None:
         raise RunDirectoryError(
             f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
-            f"state. Begin a new run {elsewhere}, with model.initialize_from set to its weights."
+            f"state. Start a new run {elsewhere}, with model.initialize_from set to its weights."
         )
     before, now = plan["data"], request.plan.data
     for key, what in _FIXED_DATA.items():
@@ -522,7 +522,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
                 pixels=request.plan.reasons.get("data.content_digest", "other pixels"),
                 teacher=request.recipe.distillation.teacher,
             )
-            raise RunDirectoryError(f"{told}, or begin {elsewhere}.")
+            raise RunDirectoryError(f"{told}, or start {elsewhere}.")
 
 
 _OTHER_BITS = "the same samples, but not the same bits"
@@ -542,7 +542,7 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
         is_kept = number == "world_size" and plan["strategy"] == "exact"
         if not is_kept and (number not in _ON_CPU_ONLY or current.device == "cpu"):
             is_mixed = number == "logical_ranks" and (mix.mixup > 0 or mix.cutmix > 0)
-            effect = "the same samples, otherwise mixed, but not the same bits" if is_mixed else _OTHER_BITS
+            effect = "the same samples, differently mixed, but not the same bits" if is_mixed else _OTHER_BITS
             now = getattr(current, number)
             compare(name, plan.get(number, now), now, effect)
     torch_now = request.device_facts["torch"]

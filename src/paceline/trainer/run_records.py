@@ -74,15 +74,15 @@ def _write_step(run: Run) -> None:
     if slowest is not None and run.recorder.slow_ranks.is_news(slowest):
         message = (
             f"rank {slowest.rank} takes {slowest.factor:.1f} times as long as the others for its own part of a step, "
-            f"most of it in {slowest.phase}, and they wait for it."
+            f"most of it in {slowest.phase}, and the others wait for it."
         )
         run.recorder.incident("slow_rank", message, {"rank": slowest.rank, "phase": slowest.phase})
     if any(each[-1] for each in drained.seconds):
         for rank, reasons in enumerate(run.collectives.gather(surprises)):
             if reasons:
                 message = (
-                    f"rank {rank} has compiled the network {counted(len(reasons), 'time')} more than planned, "
-                    f"since what it was compiled for has changed ({reasons[-1]}), and may do so again."
+                    f"rank {rank} has compiled the network {counted(len(reasons), 'time')} more than planned, because "
+                    f"its inputs or state changed ({reasons[-1]}), and may do so again."
                 )
                 run.recorder.incident("recompile", message, {"rank": rank, "count": len(reasons)})
     if warning := linear_rule_warning(run.noise, run.recipe.optimizer, plan, run.geometry, **progress.here):
@@ -135,10 +135,10 @@ def _write_kept(run: Run, evaluation: Evaluation) -> None:
 
 
 def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
-    """Write down unreadable samples that were left out.
+    """Record unreadable samples that were left out.
 
     Raises:
-        DataError: If there are more than the recipe lets be left out.
+        DataError: If there are more than the recipe allows.
     """
     known = run.progress.broken_evaluation_ids
     new = broken if training else [each for each in broken if each.id not in known]
@@ -160,8 +160,8 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
         )
         if data.on_bad == "skip":
             advice = (
-                f"data.on_bad=skip leaves out {most} after the start: 1 % of all, and at least 10. More is a failing "
-                "disk rather than broken files; the same command resumes when the disk is well."
+                f"data.on_bad=skip leaves out {most} after the start: 1 % of all, and at least 10. More suggests a "
+                "failing disk rather than broken files; the same command resumes once the disk works."
             )
         raise DataError(f"{found} {advice}")
 

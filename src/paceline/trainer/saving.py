@@ -28,7 +28,7 @@ from paceline.trainer.step_stats import Window
 def save_checkpoint(run: Run) -> None:
     """Save every component under the current step; a collective. Does nothing if this very state is saved.
 
-    Training pauses for the copy to host memory; the first rank writes it while the others go on, and so does itself.
+    Training pauses for the copy to host memory; the first rank writes it while all continue training.
 
     Raises:
         CheckpointError: On every rank, if the save before this one has failed.
@@ -63,7 +63,7 @@ def save_checkpoint(run: Run) -> None:
 
 
 def finish_saving(run: Run) -> None:
-    """Wait for the save under way, if any, for as long as it gets on; a collective.
+    """Wait for a running save, as long as it makes progress; a collective.
 
     Raises:
         CheckpointError: On every rank, if it has failed.
@@ -158,7 +158,7 @@ def _note_best(run: Run, best: Mapping[str, Any]) -> list[int]:
 
 
 def finish_mirroring(run: Run) -> None:
-    """Wait for what is still to be copied, as long as the recipe allows; a collective.
+    """Wait for unfinished copies, as long as the recipe allows; a collective.
 
     Raises:
         TrainingError: On every process, if copying has failed for longer than the recipe allows.
@@ -177,10 +177,10 @@ def finish_mirroring(run: Run) -> None:
             raise TrainingError(
                 f"checkpoints could not be copied to {checkpoint.mirror} for longer than "
                 f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
-                f"'{root}': mend the address and run the same command again."
+                f"'{root}': fix the address and run the same command again."
             )
         if lacking := mirroring.lacks:
-            message = f"the newest checkpoint is in '{root}', and not at {checkpoint.mirror}: {lacking}"
+            message = f"the newest checkpoint is in '{root}', but not at {checkpoint.mirror}: {lacking}"
             run.recorder.incident("mirror_behind", message)
             run.display.message(message)
             return

@@ -15,7 +15,7 @@ from paceline.trainer.run import Run
 
 
 def train_step(run: Run, batches: Iterator[Batch]) -> bool:
-    """Use one global batch; False if the step was not taken: fp16 gradients overflowed, or a loss was no number."""
+    """Train on one global batch; False if the step was skipped: fp16 gradients overflowed, or a loss was not finite."""
     run.begin_step()
     apply_settings(run.optimizer, run.schedules.at(run.progress.step, run.progress.position))
     for batch in micro_batches(run, batches):

@@ -36,8 +36,8 @@ class Progress:
 
     Attributes:
         step: Optimizer steps taken.
-        skipped: Steps not taken because fp16 gradients overflowed, or a loss was no number; their samples are used up
-            all the same.
+        skipped: Steps not taken because fp16 gradients overflowed, or a loss was not finite; their samples are still
+            used up.
         nonfinite: Of these, those where a loss, or a gradient's norm, was no number.
         nonfinite_since: Step of the first of the latest evaluations whose metrics were not finite; None if they are.
         resumes: How often the run was continued.
@@ -73,12 +73,12 @@ class Progress:
 
     @property
     def total_seconds(self) -> float:
-        """Time all launches took up to now."""
+        """Time of all launches so far."""
         return self.earlier_seconds + self.launch_seconds
 
     @property
     def launch_seconds(self) -> float:
-        """Time this launch took up to now."""
+        """Time of this launch so far."""
         return time.perf_counter() - self.begun
 
     def advance(self, *, stepped: bool) -> None:
@@ -107,7 +107,7 @@ class Progress:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over saved counters."""
+        """Load saved counters."""
         known = {each.name for each in fields(self)}
         for name in state.keys() & known:
             setattr(self, name, state[name])
@@ -121,7 +121,7 @@ def _goodness(value: float, metric: Metric) -> float:
 
 
 class Drained(NamedTuple):
-    """What all processes have since the last record.
+    """Data of all processes since the last record.
 
     Attributes:
         loss: Mean training loss; None if every step was skipped.
@@ -322,7 +322,7 @@ def _sums_by_name(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, l
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """What a run's throughput is compared with.
+    """The reference for a run's throughput.
 
     Attributes:
         device: The device of each process.
@@ -346,7 +346,7 @@ class Utilisation:
 
     @property
     def peak(self) -> float:
-        """What one device could reach at best, in FLOP/s: each part at its own dense peak."""
+        """Peak of one device in FLOP/s: each part at its own dense peak."""
         peak_of = Ceilings(self.device, "none").peak
         return self.flops_per_sample / sum(each / peak_of(name) for name, each in self.flops.items())
 
@@ -384,7 +384,7 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
         return None
     begun = time.perf_counter()
     flops: dict[str, float] = {}
-    why_not = "nothing of it is a product"
+    why_not = "no matrix products were found"
     try:
         _check_countable(prepared)
         flops = _flops_of_a_sample(prepared, device)
@@ -403,12 +403,12 @@ def _check_countable(prepared: Prepared) -> None:
     """
     task, recipe, plan = prepared.task, prepared.recipe, prepared.plan
     if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
-        raise ModelError("the task has a pipeline of its own, whose batches are not known without reading them")
+        raise ModelError("the task has its own pipeline, whose batches are unknown until they are read")
     for is_so, why in (
         (recipe.data.progressive.start_size is not None, "data.progressive changes the size of images"),
         (plan.unfreeze_steps, "model.unfreeze changes which weights are trained"),
         (plan.freeze_after_steps, "model.freeze_after changes which weights are trained"),
-        (recipe.distillation.teacher is not None, "distillation.teacher computes beside the model"),
+        (recipe.distillation.teacher is not None, "distillation.teacher computes in addition to the model"),
     ):
         if is_so:
             raise ModelError(why)
@@ -430,7 +430,7 @@ def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
         """A second network, whose numbers may be taken away."""
         network = build()
         if not {*prepared.network.modules()}.isdisjoint(network.modules()):
-            raise ModelError("the network is kept by what builds it, so that there is no second one to count on")
+            raise ModelError("the factory returns the same network again, so there is no copy to count on")
         return network
 
     task.build_model = build_anew  # type: ignore[method-assign]  # of the copy
@@ -440,7 +440,7 @@ def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
         found = counter.found
         if found.uncounted:
             names = ", ".join(each.operator for each in found.uncounted[:3])
-            raise ModelError(f"the arithmetic of {names} is not known")
+            raise ModelError(f"the FLOPs of {names} are unknown")
         ceilings = ceilings_of(plan, device, found)
         by_precision = ceilings.flops_by_precision(found.model_works)
         for name in by_precision:

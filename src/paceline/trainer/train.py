@@ -68,7 +68,7 @@ class TrainResult:
     """How a run ended.
 
     Attributes:
-        status: ``completed`` or ``stopped`` (run the same again to go on).
+        status: ``completed`` or ``stopped`` (run the same again to resume).
         run_dir: The run directory.
         summary: What summary.json says.
         was_complete: True if there was nothing left to do.
@@ -119,7 +119,7 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to train, beside the recipe.
+    """How to train, apart from the recipe.
 
     Attributes:
         run_dir: The run directory; None makes a new one under ``runs/``.
@@ -127,7 +127,7 @@ class Options:
         display: Where progress is shown.
         task: Makes the task, instead of the one the recipe names.
         callbacks: Observers of the run.
-        report: Writes the report of a run that has come to an end, where the recipe wants one; called on the first
+        report: Writes the report of a run that has ended, if the recipe asks for one; called on the first
             process when its records are whole.
     """
 
@@ -147,12 +147,12 @@ def plan_only(
     Args:
         loaded: The recipe.
         world_size: Processes of the run; None for those of this world.
-        run_dir: The run directory: a run that goes on needs no weights to begin with.
+        run_dir: The run directory: a resumed run needs no initial weights.
         elsewhere: Whether the run will start where there are weights that may not be here.
 
     Raises:
-        PacelineError: For the mistakes that training would find before it begins, those of a network's name or options
-            too.
+        PacelineError: For the mistakes that training would find before it starts, including a network's name or
+            options.
     """
     recipe, assumed = with_stand_in_text(loaded.recipe)
     launch = read_launch(os.environ)
@@ -205,10 +205,10 @@ def forecast_only(loaded: LoadedRecipe) -> MeasurementEvent | None:
 
 
 def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
-    """Train, or go on training, and return when the run is completed or stopped.
+    """Train, or resume training, and return when the run is completed or stopped.
 
     Raises:
-        PacelineError: For every mistake in the recipe, the data or the directory, before training begins.
+        PacelineError: For every mistake in the recipe, the data or the directory, before training starts.
         TrainingError: If the run fails.
     """
     started = time.perf_counter()
@@ -231,7 +231,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
 def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
     """A run opened as training opens it, before its first step: for a study that takes its steps, and keeps nothing.
 
-    A collective of all processes of the world this one finds itself in.
+    Collective: every rank must call this.
 
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
@@ -341,11 +341,11 @@ def _check_restarts(launch: Launch, options: Options) -> None:
     said = ""
     if options.resume != "auto":
         said = (
-            f"and each time they would do what --resume {options.resume} says; run it with --max-restarts=0 and a "
+            f"and each time they would apply --resume {options.resume}; run it with --max-restarts=0 and a "
             "fixed --nnodes first, and from then on without --resume."
         )
     elif options.run_dir is None:
-        said = "but they would begin a new run each time; name a directory with --run-dir."
+        said = "but they would start a new run each time; name a directory with --run-dir."
     if said:
         raise LaunchError(f"torchrun was started with {launch.comes_again} and may start these processes again, {said}")
 
@@ -462,7 +462,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     if run.utilisation is not None:
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
-        message = f"the processes died and were started again, {counted(restarts, 'time')} by now"
+        message = f"the processes died and were restarted, {counted(restarts, 'time')} so far"
         run.recorder.incident("restart", message)
     for notice in (*loaded.notices, *notices, *opening.notices):
         run.display.message(notice)
@@ -545,7 +545,7 @@ def _directory(
 def leave_pages(run: Run, report: Reporter | None) -> None:
     """Have the report and the log in MLPerf's format written, where the recipe wants them.
 
-    Whatever goes wrong with them, the run has ended as it did.
+    Errors in them do not change how the run ended.
     """
     if not run.world.is_first:
         return
@@ -594,19 +594,17 @@ def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
 
 
 def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
-    """What the user should know of a launch whose hosts come and go, or come back."""
+    """Notices about a launch whose hosts come and go, or return."""
     notices = []
     came, size = launch.world.world_size, training.world.world_size
     if came != size:
-        notices.append(
-            f"{size} of {came} processes train: no more of them can share the global batch evenly; the others wait"
-        )
+        notices.append(f"{size} of {came} processes train: more cannot share the global batch evenly; the others wait")
     several_hosts = launch.world.local_world_size < launch.world.world_size
     if launch.store is not None and (launch.changes_size or (launch.comes_again is not None and several_hosts)):
         # Seen with torch 2.14: a host that joins later waits for an address that only the first round was told.
         notices.append(
-            f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started: otherwise "
-            "hosts that join later, or again, do not find the others"
+            f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise hosts that "
+            "join later, or again, do not find the others"
         )
     return tuple(notices)
 

@@ -1,6 +1,6 @@
 """Before a run's first step: a warm-up pass, and the checks of the compiled network and of deterministic kernels.
 
-Nothing here moves a weight, a buffer or a random state.
+Nothing here changes a weight, a buffer or a random state.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from paceline.world import World
 
 
 def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Send the first batch through forward, backward and reduction, and return the stream with it in front again.
+    """Send the first batch through forward, backward and reduction, and return the stream with it put back.
 
     DDP packs its gradient buckets anew after its first backward pass, in the order in which gradients arrived. With
     three or more processes the packing decides in which order a ring adds up, and so the last bits: a resumed run
     must have done it before its first step, as the uninterrupted one had.
 
     Raises:
-        ModelError: If parameters took no part in the loss: other processes would wait for their gradients for ever.
+        ModelError: If parameters took no part in the loss: other processes would wait for their gradients forever.
     """
     run.heartbeat.enter("data_wait")
     claim_memory(run)
@@ -139,10 +139,10 @@ class GradientProbe:
 
 
 def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Before a run's very first step: see what the recipe asks to be seen, and return the stream untouched.
+    """Before a run's first step: run the checks that the recipe requests, and return the stream unchanged.
 
     Raises:
-        ModelError: On every process, if what is compiled is not what was written.
+        ModelError: On every process, if the compiled network is wrong.
     """
     asked = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
     # A network that is spread over processes cannot be tried by itself: what determinism costs there is not measured.
@@ -170,7 +170,7 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
-    """Measure what deterministic kernels cost, on the network as it is uncompiled.
+    """Measure the cost of deterministic kernels on the uncompiled network.
 
     Raises:
         ModelError: If an operation has none.
@@ -227,7 +227,7 @@ def check_compiled(probe: GradientProbe) -> MeasurementEvent:
     compiled = run.compiled["model"]
     inputs = probe.batch.inputs
     if not compiled.compiles(shape_of((inputs,), {})):
-        message = f"model.compile: micro-batches of {rows_of(inputs)}, as the first one, run uncompiled"
+        message = f"model.compile: micro-batches of {rows_of(inputs)}, such as the first one, run uncompiled"
         return MeasurementEvent(**run.progress.here, what="compile", message=message, seconds=0.0)
     found = probe.gradients(called)
     expected = probe.gradients(run.network)
@@ -275,8 +275,8 @@ def _distance(probe: GradientProbe, found: Gradients, expected: Gradients) -> fl
             worst, at, allowed_there = off / allowed, name, allowed / max(_length([expected[name]]), 1e-300)
     if at:
         raise ModelError(
-            f"model.compile=true: the compiled network's gradient of {at} is not the network's own: it is "
-            f"{worst:.1f} times as far from it as rounding explains ({allowed_there:.1e} of its length); set "
+            f"model.compile=true: the compiled network's gradient of {at} is wrong: it differs from the uncompiled one "
+            f"by {worst:.1f} times what rounding explains ({allowed_there:.1e} of its length); set "
             "model.compile=false, or find the fault with model.compile_backend=aot_eager."
         )
     return _length([found[name] - expected[name] for name in expected]) / max(whole, 1e-300)

@@ -35,7 +35,7 @@ class Cell:
     """One combination.
 
     Attributes:
-        device: What was asked for, as are the others.
+        device: As requested, like the others.
         variant: A recipe with all of that; None if there is none.
         refusal: Why there is none.
         measured: What each launch found.
@@ -54,7 +54,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What is measured, in words."""
+        """The measurement, in words."""
         return f"{self.device} {self.precision} {self.backend} batch {self.batch_size} {self.part}"
 
 

@@ -1,6 +1,6 @@
-"""Step times of several recipes, measured in turns, as the speed of a machine drifts.
+"""Step times of several recipes, measured in interleaved rounds, because a machine's speed drifts.
 
-Each variant is a run of its own in processes of its own, opened as ``paceline train`` opens it: the same task, data,
+Each variant is a separate run in its own processes, opened as by ``paceline train``: the same task, data,
 loader processes, optimizer and records. They take turns, a block of steps each, while the others wait; every second
 round in the other order. What slows the machine for a while slows all of them, and cancels in the ratios of a round.
 """
@@ -101,8 +101,8 @@ class Measured:
         warm_up_seconds: How long those before the first round took.
         peak_memory_bytes: The most that a process held on its device, or of main memory on a CPU, at any time.
         trouble: Why there are no more rounds; empty if nothing went wrong.
-        out_of_memory: Whether that was for want of memory.
-        alone: Whether it was measured by itself, as with the others there was not enough memory.
+        out_of_memory: Whether memory ran out.
+        alone: Whether it was measured alone, because memory ran out with the others.
     """
 
     variant: Variant
@@ -174,11 +174,11 @@ def run_bursts(
     processes made ready while the variant waited.
 
     Args:
-        variants: What to measure, by name; a recipe alone is trained as it is by ``processes`` processes.
+        variants: What to measure, by name; a plain recipe is trained unchanged by ``processes`` processes.
         rounds: Turns of each variant, at least 1; four or more for an interval that says something.
         block_seconds: About how long a turn is timed; a turn is one step at least.
         processes: Of each variant that is given as a recipe.
-        say: Told what goes on.
+        say: Receives progress messages.
 
     Returns:
         One entry for each variant, in the order given.
@@ -194,17 +194,17 @@ def run_bursts(
     found = _in_turns(asked, rounds, block_seconds, say)
     for name, each in found.items():
         if each.out_of_memory and len(asked) > 1:
-            say(f"{name}: once more by itself, as with the others there was not enough memory")
+            say(f"{name}: once more alone, because memory ran out with the others")
             alone = _in_turns({name: asked[name]}, rounds, block_seconds, say)
             found[name] = replace(alone[name], alone=True)
     return found
 
 
 class MemberError(Exception):
-    """A variant cannot go on.
+    """A variant cannot continue.
 
     Attributes:
-        out_of_memory: Whether for want of memory.
+        out_of_memory: Whether memory ran out.
     """
 
     def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
@@ -281,7 +281,7 @@ class _Player:
         self.measured.facts = self._answers(_OPEN_SECONDS)[0]
 
     def warm_up(self) -> None:
-        """Take the first steps, and find out how many make a block."""
+        """Take the first steps, and find how many make a block."""
         measured, steps = self.measured, 1
         while True:
             block = self._turn(0, steps)
@@ -302,7 +302,7 @@ class _Player:
         self.measured.rounds.append(self._turn(min(held, self._steps), self._steps))
 
     def leave(self) -> None:
-        """Let its processes end in order, and see to it that they do."""
+        """Let its processes exit normally, and check that they do."""
         self._grant(0, 0)
         self._group.wait(_LEAVE_SECONDS, after_failure=_LEAVE_SECONDS)
         self.kill()
@@ -342,7 +342,7 @@ class _Player:
                 if ended if answer is None else "failed" in answer:
                     raise self._failure(found)
             if time.monotonic() > deadline:
-                raise MemberError(f"it gave no answer within {limit_seconds:.0f} s")
+                raise MemberError(f"it did not answer within {limit_seconds:.0f} s")
         return [found[index] for index in range(len(self._ranks))]
 
     def _failure(self, found: Mapping[int, dict[str, Any]]) -> MemberError:
@@ -360,7 +360,7 @@ class _Player:
             return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
         if told := [*short, *said]:
             return MemberError(told[0]["failed"], out_of_memory=told[0]["out_of_memory"])
-        return MemberError(ended[0].ending if ended else "it broke off")
+        return MemberError(ended[0].ending if ended else "it ended early")
 
 
 def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
@@ -403,7 +403,7 @@ def _in_turns(
 
 
 def in_order(players: Sequence[T], number: int) -> Sequence[T]:
-    """Return who has a turn after whom in a round: reversed in every second, so that a drift favours nobody."""
+    """Return the order of turns in a round: reversed in every second one, so that drift favours no variant."""
     return players if number % 2 == 0 else players[::-1]
 
 

@@ -1,4 +1,4 @@
-"""One process of a variant: opens the run as training does, and takes its steps when it is told to.
+"""One process of a variant: opens the run as training does, and takes steps on request.
 
 ``python -m paceline_advisor.bench.interleaved_process ORDERS-AS-JSON``. Each message on its connection grants some
 steps, and is answered with what they took. It leaves when granted none.
@@ -40,7 +40,7 @@ _TRIES = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a process is told at its start.
+    """A process's settings.
 
     Attributes:
         recipe: The recipe's file.
@@ -90,7 +90,7 @@ class _Turns(Display):
             self._begin()
 
     def advance(self, step: int) -> None:
-        """Count a step; at the end of the turn say what it came to, and wait for the next."""
+        """Count a step; at the end of the turn report its result, and wait for the next."""
         if self._lead:
             self._lead -= 1
             if not self._lead:
@@ -131,7 +131,7 @@ class _Turns(Display):
         }
 
     def opened(self, seconds: float) -> None:
-        """Say that the run is open, and what it is."""
+        """Report that the run is open, with its facts."""
         plan = self._run.plan
         self._turns.send(
             {
@@ -181,7 +181,7 @@ class _Supply:
         return getattr(self._pipeline, name)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        """The micro-batches that the loop is given."""
+        """The micro-batches for the loop."""
         self._turns.wait()
         stream = self._pipeline.train_batches(geometry, first, last, world)
         if not self._repeats_first:

@@ -1,9 +1,9 @@
 """Latency and throughput of a trained network.
 
-A query is a batch of decoded images in main memory. Timed is everything from there to the probabilities in main memory:
-the way to the device, normalising, the forward pass and the way back. Reading and decoding files is not in it.
+A query is a batch of decoded images in main memory. The timing runs from there to the probabilities in main memory: the
+copy to the device, normalising, the forward pass and the copy back. It excludes reading and decoding files.
 
-The scenarios are those of MLPerf Inference, not run by its rules: those ask for ten minutes and more of each.
+The scenarios are those of MLPerf Inference, but not run by its rules, which require at least ten minutes of each.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Reci
     ):
         try:
             if precision not in ("auto", "fp32", *_AUTOCAST):
-                raise RecipeError(f"{precision}: answers are measured in fp32, bf16 or fp16.")
+                raise RecipeError(f"{precision}: inference is measured in fp32, bf16 or fp16.")
             device = choose_device(device_name, World())
             # Auto as training resolves it.
             resolved = resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
@@ -138,7 +138,7 @@ def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int,
     missing = [key for key in ("channels", "evaluation_size", "mean", "std") if key not in facts]
     if missing:
         raise RecipeError(
-            f"task={recipe.task} says no {missing[0]} of its data; bench --inference asks networks for images."
+            f"task={recipe.task} gives no {missing[0]} for its data; bench --inference measures image networks."
         )
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, describe_machine(device)))
     network = build_network(recipe, task, placement)[0].eval()

@@ -40,7 +40,7 @@ class BenchReport:
         recipe: What it was made from.
         settings: How it was measured.
         rows: One for each thing measured.
-        notes: What a reader must know to read the figures.
+        notes: Notes needed to read the figures.
         dawnbench: Writes DAWNBench's entries of runs to a target into a folder, and returns the files.
     """
 
@@ -180,7 +180,7 @@ def compare_results(asked: BenchCompare, _: Log) -> Document:
     """Compare two results or run directories, and show the change of each line with its interval and verdict.
 
     Raises:
-        PacelineError: If one of them cannot be read, or they have nothing in common.
+        PacelineError: If one of them cannot be read, or they have no measurement in common.
     """
     found = compare(asked.a, asked.b, tolerance=asked.tolerance / 100, confidence=asked.confidence / 100)
     rows = []
@@ -190,13 +190,13 @@ def compare_results(asked: BenchCompare, _: Log) -> Document:
         ends = "" if ratio is None else f"{100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
         rows.append((line.name, change, ends, line.verdict, line.note))
     differences = found.differences.items()
-    undecided = "  Where there is not enough evidence: measure longer, with more --rounds or --launches."
-    verdict = "B is slower" if found.regressed else "Nothing is shown to be slower"
+    undecided = "  For rows without enough evidence, measure longer, with more --rounds or --launches."
+    verdict = "B is slower" if found.regressed else "No slowdown was shown"
     shown = Shown(
         title="B compared with A",
         blocks=[
             Table(columns=("what", "time of B", "interval", "verdict", ""), rows=rows),
-            *(f"  not the same: {name} is {one} in A and {other} in B" for name, (one, other) in differences),
+            *(f"  differs: {name} is {one} in A and {other} in B" for name, (one, other) in differences),
             *(f"  {note}" for note in found.notes),
             *([undecided] if found.undecided else []),
             f"  {verdict} by more than {100 * found.tolerance:g} %.",
@@ -226,7 +226,7 @@ def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[
 
 
 def throughput_notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of throughputs must know."""
+    """Notes for throughputs."""
     warm = [row["warm_up_seconds"] for row in rows if row.get("warm_up_seconds") is not None]
     notes = [
         "together: training as it is; compute: the first step's batches again and again; data: the batches alone",
@@ -235,9 +235,9 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
     if warm:
         notes.append(f"each warmed up for {min(warm):.1f} to {max(warm):.1f} s before its first round")
     if any(row.get("alone") for row in rows):
-        notes.append("some were measured by themselves, as there was not enough memory beside the others")
+        notes.append("some were measured alone, because memory ran out with the others")
     same = [[row["asked"], *row["same"]] for row in rows if row.get("same")]
-    notes += [f"measured once, as they come to the same run here: {', '.join(each)}" for each in same]
+    notes += [f"measured once, because they give the same run here: {', '.join(each)}" for each in same]
     notes += [*_worker_notes(rows), *_energy_notes(rows)]
     if any(row["device"] == "cpu" and row.get("peak_memory_bytes") for row in rows):
         notes.append("peak memory on a CPU is the training process's main memory, libraries and data in it")
@@ -253,30 +253,30 @@ def _worker_notes(rows: Sequence[Row]) -> list[str]:
     notes = [f"data.workers=auto: {workers} ({why})" for workers, why in told]
     if any(row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in chosen):
         notes.append(
-            "nothing is remembered of such runs yet: one of 200,000 images or more would first measure which "
+            "no such run was measured yet: one of 200,000 images or more would first measure which "
             "data.workers are best"
         )
     return notes
 
 
 def latency_notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader of latencies must know."""
+    """Notes for latencies."""
     notes = [
         "a query is a batch of decoded images in main memory; timed until its probabilities are in main memory",
         "single stream: queries of one image, MLPerf reports 90 %; multi stream: of eight, 99 %",
-        "offline: throughput with all images there from the beginning; MLPerf asks for ten minutes of each, and more",
+        "offline: throughput with all images available from the start; MLPerf requires at least ten minutes of each",
     ]
     if any(row["times"] and row["scenario"] != "offline" and row["queries"] < 100 for row in rows):
-        notes.append("of fewer than 100 queries, 99 % is the slowest")
+        notes.append("with fewer than 100 queries, 99 % is the slowest")
     return [*notes, *_energy_notes(rows)]
 
 
 def target_notes(row: Row) -> list[str]:
-    """What a reader of times to a target must know."""
+    """Notes for times to a target."""
     notes = [
-        "seconds are of training steps, from the first on, as the step clock has them",
-        "wall seconds are from the start of training, with evaluations and saving; opening the run is in neither",
-        "the median and its 95 % interval, by Kaplan and Meier: runs that did not get there count as long as they ran",
+        "seconds are of training steps, from the first, by the step clock",
+        "wall seconds are from the start of training, with evaluations and saving; neither includes opening the run",
+        "the median and its 95 % interval, by Kaplan and Meier: runs that missed the target are censored",
     ]
     if row["cost"] is not None:
         notes.append(f"the cost is the wall seconds' at {row['price_per_hour']:g} an hour")
@@ -290,7 +290,7 @@ def target_notes(row: Row) -> list[str]:
 def _energy_notes(rows: Sequence[Row]) -> list[str]:
     reasons = dict.fromkeys(row["no_energy"] for row in rows if row.get("no_energy"))
     counters = dict.fromkeys(row["energy_of"] for row in rows if row.get("energy_of"))
-    return [f"energy is not known: {why}" for why in reasons] + [f"energy of: {each}" for each in counters]
+    return [f"energy is unknown: {why}" for why in reasons] + [f"energy of: {each}" for each in counters]
 
 
 def _bar(cells: Sequence[str]) -> str:

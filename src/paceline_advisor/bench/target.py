@@ -1,9 +1,10 @@
 """Training time until a metric is reached, with its uncertainty and cost.
 
-Real runs, one after the other, each with a seed of its own, until the first evaluation that is as good. The seconds are
+Real runs, one after the other, each with its own seed, until the first evaluation that meets the target. The seconds
+are
 those of the run's step clock: every training step from the first, with warm-up, waiting for data and what compiling
 falls into a step; without opening the run, evaluations and saving. The wall clock from the start of training, which
-has those in it, stands beside them.
+includes those, is reported too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Target:
-    """A metric and how good it must be; the task says whether more or less of it is better."""
+    """A metric and its target value; the task says whether higher or lower is better."""
 
     metric: str
     value: float
@@ -61,7 +62,7 @@ class Target:
                 return cls(match[1], float(match[2]))
         except ValueError:
             pass
-        raise RecipeError(f"--to {text}: a target is METRIC=VALUE, for example top1_accuracy=94.")
+        raise RecipeError(f"--to {text}: a target must be METRIC=VALUE, for example top1_accuracy=94.")
 
     def of(self, recipe: Recipe) -> Target:
         """The target with the direction that the recipe's task gives the metric. Opens the data, which some depend on.
@@ -93,7 +94,7 @@ class TargetRun:
 
     Attributes:
         seed: The recipe's ``seed`` in it.
-        reached: Whether it got there.
+        reached: Whether it met the target.
         train_seconds: Until then, or until its end.
         wall_seconds: From the start of training until then.
         evaluations: (epoch, training seconds, metrics) of the weights that did best each time.
@@ -130,7 +131,7 @@ def run_to_target(asked: Bench, say: Log) -> tuple[LoadedRecipe, Target, list[Ta
             runs.append(one_run(target, loaded, Path(scratch) / str(index), index, processes=asked.processes))
             run = runs[-1]
             seconds = f"{run.train_seconds:.1f} s"
-            told = f"{seconds} to the target" if run.reached else f"not there after {seconds}"
+            told = f"{seconds} to the target" if run.reached else f"target missed after {seconds}"
             say(f"run {index + 1} of {asked.runs}: {run.trouble or f'{told} (seed {run.seed})'}")
             if index == 0 and run.trouble:
                 raise TrainingError(f"the first run failed: {run.trouble}")
@@ -138,7 +139,7 @@ def run_to_target(asked: Bench, say: Log) -> tuple[LoadedRecipe, Target, list[Ta
 
 
 def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, processes: int = 1) -> TargetRun:
-    """Train until the target, in processes of its own.
+    """Train until the target, in its own processes.
 
     Args:
         target: When to stop.
@@ -202,7 +203,7 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
 
 
 def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> dict[str, Any]:
-    """What runs come to, as the row of a result."""
+    """A result row from runs."""
     # A run that failed counts as one that was watched for so long, and as long as any if it did not get anywhere:
     # leaving it out would praise what fails.
     reached = [run.reached for run in runs]
@@ -242,7 +243,7 @@ def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | Non
             }
             for run in runs
         ],
-        "trouble": trouble or (f"{missed} of {len(runs)} did not get there" if missed else None),
+        "trouble": trouble or (f"{missed} of {len(runs)} missed the target" if missed else None),
         # A comparison of times asks that all have got there.
         "times": [] if missed else [[run.train_seconds for run in runs]],
         "mean_seconds": None if missed else statistics.fmean(run.train_seconds for run in runs),

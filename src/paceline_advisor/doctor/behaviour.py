@@ -112,10 +112,10 @@ _LARGE = 1024  # numbers per sample: what is smaller costs a launch, which the w
 
 @dataclass(kw_only=True)
 class Calls:
-    """What the user's code did in one micro-batch; calls by file, line and kind.
+    """Calls of the user's code in one micro-batch, by file, line and kind.
 
     Attributes:
-        reads: Values of the device that the host asked for.
+        reads: Device values that the host read.
         made: Tensors that were made on the host, in vain or to be copied.
         pointwise: Longest rows of operations on single numbers, one after the other, by file, line and function.
         debugging: Debugging aids that were on, and where that was noticed; by name.
@@ -132,7 +132,7 @@ class Calls:
 
 
 class CallWatcher(TorchFunctionMode):
-    """Notes calls while it is entered, and changes none: but what asks for a GPU gets the CPU's instead.
+    """Records calls while active, and changes none, except that requests for a GPU get the CPU.
 
     Args:
         on_device: Tensors that will be on the device: weights, buffers, the batch.
@@ -351,7 +351,7 @@ def find_line(files: Iterable[str], pattern: str) -> Place | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """A DataLoader that code of the user's own has made.
+    """A DataLoader created by the user's code.
 
     Attributes:
         place: Where.
@@ -370,7 +370,7 @@ class Loader:
 
 @contextmanager
 def watching_loaders() -> Iterator[list[Loader]]:
-    """Note every DataLoader that is made inside, but Paceline's own."""
+    """Record every DataLoader created inside, except Paceline's own."""
     found: list[Loader] = []
     made = DataLoader.__init__
 
@@ -398,7 +398,7 @@ def watching_loaders() -> Iterator[list[Loader]]:
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
-    """Put back, at the end, every state of the process that a look into a task may change.
+    """Restore, at the end, all process state that examining a task may change.
 
     Inside, cuDNN is set as a run on a GPU sets it, so that it shows when code of the user's own sets it otherwise.
     """

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 Severity = Literal["breaks", "slows", "spoils", "notice"]
-"""A run of several processes or on this device stops at it; each step takes longer than it must; the run goes on, but
-learns less than it could; it is perhaps meant, and has a price."""
+"""A run of several processes or on this device stops at it; each step takes longer than needed; the run continues, but
+learns less than it could; it may be intended, but has a cost."""
 Keeps = Literal["same", "rounding", "training"]
 
 
@@ -80,15 +80,14 @@ class Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that holds a run back.
+    """A finding about a run.
 
     Attributes:
         name: What it is called, in the guide too.
         severity: How bad it is.
         evidence: The value found, in a sentence.
         why: Why that is bad, in a sentence.
-        source: Where that stands.
-        advice: What to change.
+        source: The source. advice: What to change.
         expected: What that is worth by rule of thumb, in words.
         speedup: The same as a range of factors, for the order of findings.
         places: Lines of code.
@@ -119,7 +118,7 @@ class Finding:
 
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The worst first: what breaks, then measured gains, then what is expected of the others; no gain comes last."""
+    """Order, worst first: breaking, then measured gains, then expected gains; no gain comes last."""
 
     def rank(finding: Finding) -> tuple[float, ...]:
         expected = finding.speedup[0] * finding.speedup[1]

@@ -52,7 +52,7 @@ class Plans:
         self._processes = [here, *(each for each in _SEVERAL if each != here and not self._refusal({}, [each]))]
 
     def refusal(self, overrides: Mapping[str, Any]) -> str:
-        """Why a plan refuses the recipe with these changes, or has no use for one of them; empty if it takes them."""
+        """Why a plan refuses the recipe with these changes, or ignores one of them; empty if it accepts them."""
         found = self._refusal(overrides, self._processes)
         return "" if found == self._as_it_is else found
 
@@ -88,7 +88,7 @@ def diagnose(asked: Doctor, log: Log) -> Diagnosis:
     if asked.measure and asked.device is not None:
         if not runs_here(asked.device, load_recipe(asked.recipe, asked.overrides).recipe):
             raise RecipeError(
-                f"--measure measures on the device that is here, not on '{asked.device}'; leave one of them out."
+                f"--measure measures on this machine's device, not on '{asked.device}'; leave one of them out."
             )
         asked = replace(asked, device=None)  # the run as it would be here
     diagnosis = examine(asked, log)
@@ -112,7 +112,7 @@ def measure(
 
     Args:
         diagnosis: What was found.
-        tell: Is told what happens.
+        tell: Receives progress messages.
         rounds: Turns of each variant.
         block_seconds: About how long a turn is.
 
@@ -135,7 +135,7 @@ def measure(
     found = run_bursts(variants, rounds=rounds, block_seconds=block_seconds, processes=diagnosis.processes, say=tell)
     now = found.pop(_NOW)
     if now.trouble:
-        raise TrainingError(f"the run as it is could not be measured: {now.trouble}")
+        raise TrainingError(f"the unchanged run could not be measured: {now.trouble}")
     gains: dict[str, Gain] = {}
     for name, each in found.items():
         if each.trouble:
@@ -188,7 +188,7 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
     for finding in worthwhile(diagnosis.findings, measured=measured):
         asked = finding.advice.overrides
         if other := next((key for key, value in asked.items() if overrides.get(key, value) != value), None):
-            left_out[finding.name] = f"{other} is changed to {overrides[other]} already"
+            left_out[finding.name] = f"{other} is already changed to {overrides[other]}"
         elif why := plans.refusal(overrides | dict(asked)):
             left_out[finding.name] = why
         else:
@@ -202,7 +202,7 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
     head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
     for each in met:
         said = " ".join(f"{key}={'off' if value is None else value}" for key, value in each.advice.overrides.items())
-        kept = "the same training" if each.advice.keeps == "same" else "the same training but for rounding"
+        kept = "the same training" if each.advice.keeps == "same" else "the same training except for rounding"
         head.append(f"#   {said}  ({each.name}; {kept}; {each.gain or 'not measured'})")
     write_new(path, "\n".join(head) + "\n" + to_yaml(after))
     keys = dict.fromkeys([*set_keys(to_tree(before)), *set_keys(to_tree(after))])

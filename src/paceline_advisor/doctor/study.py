@@ -36,7 +36,7 @@ from paceline_advisor.doctor.findings import Finding, ranked
 from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, lack_of_room
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
-_KEPT = {"same": "", "rounding": " [the numbers round otherwise]", "training": " [trains something else]"}
+_KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [trains something else]"}
 _MOST_PLACES = 5
 
 
@@ -45,7 +45,7 @@ class Improved:
     """The recipe that was written, or not.
 
     Attributes:
-        path: The file that was asked for; None if none was.
+        path: The requested file; None if none.
         met: The findings whose change was made; if there are none, nothing was written.
         left_out: Those whose change was not, by name, with the reason.
         lines: What of the recipe changed: ``- key=before`` and ``+ key=now``.
@@ -59,7 +59,7 @@ class Improved:
     why_not: str = ""
 
     def told(self) -> Iterator[str]:
-        """Yield what a person is told of it."""
+        """Yield its lines for people."""
         if self.path is None:
             return
         yield from (f"not changed: {name}: {why}" for name, why in self.left_out.items())
@@ -86,10 +86,10 @@ class Diagnosis:
         checks: How many things were looked for.
         check_seconds: How long that took by itself.
         seconds: How long everything took.
-        unseen: What could not be looked at, and why.
+        unseen: What could not be checked, and why.
         loaded: The recipe.
         machine: What a plan must know of that device.
-        improved: The recipe with the changes, if it was asked for.
+        improved: The recipe with the changes, if requested.
     """
 
     recipe: str
@@ -126,9 +126,9 @@ class Diagnosis:
         count = sum(finding.counts for finding in self.findings)
         left = len(self.findings) - count
         total = f"{count} finding{'s' * (count > 1)}" if count else "no bottleneck found"
-        total += f", {left} of notice or without gain" if left else ""
+        total += f", {left} informational or without gain" if left else ""
         total += (
-            f": {self.checks} checks in {1e3 * self.check_seconds:.0f} ms, {self.seconds:.1f} s with what they look at."
+            f": {self.checks} checks in {1e3 * self.check_seconds:.0f} ms, {self.seconds:.1f} s including preparation."
         )
         return Shown(
             title=f"{self.recipe} on {self.device}{'' if self.is_here else ' (not here: predictions)'}",
@@ -136,7 +136,7 @@ class Diagnosis:
             f"{f' on {self.processes} processes' if self.processes > 1 else ''}",
             blocks=[
                 *(Text.from_markup(line) for finding in self.findings for line in _shown(finding)),
-                *(f"not seen: {what}: {why}" for what, why in self.unseen.items()),
+                *(f"not checked: {what}: {why}" for what, why in self.unseen.items()),
                 total,
                 *self.improved.told(),
             ],
@@ -159,17 +159,17 @@ def _shown(finding: Finding) -> Iterator[str]:
         yield escape(f"        {label}{finding.expected}")
     else:
         label = "measured: " if finding.gain.is_certain else ""  # no gain says itself that it was measured
-        yield escape(f"        {label}{finding.gain}; expected was: {finding.expected}")
+        yield escape(f"        {label}{finding.gain}; expected: {finding.expected}")
 
 
 def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
     """Look for everything in :data:`~paceline_advisor.doctor.subject.CHECKS`.
 
-    Nothing is trained or written, and no state of this process is otherwise afterwards.
+    Nothing is trained or written, and the state of this process is unchanged afterwards.
 
     Args:
         asked: What to look at.
-        tell: Is told what happens, a line at a time.
+        tell: Receives progress lines.
 
     Raises:
         PacelineError: If the recipe cannot be planned for that device.

@@ -1,4 +1,4 @@
-"""What checks look at: recipe, plan, device, its memory, network; and the declaration of a check."""
+"""The subject of checks: recipe, plan, device, memory, network; and the declaration of a check."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Target:
     """A device that a run is judged for.
 
     Attributes:
-        machine: What the plan must know of it.
+        machine: Its facts for the plan.
         device: Its maker's figures; None where there are none.
         is_here: Whether it is in this machine; else all that is said of it is a prediction.
     """

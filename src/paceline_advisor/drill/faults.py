@@ -1,4 +1,4 @@
-"""Faults that a drill injects, and what the run must do about each."""
+"""Faults that a drill injects, and the required reaction to each."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def _kill_in_save(ground: Ground, name: str) -> Disturbed:
             if _being_saved(found.run_dir):
                 ground.recover(found)
                 if _being_saved(found.run_dir):
-                    found.objections.append("what the killed save left is still there")
+                    found.objections.append("the remains of the killed save are still there")
                 return found
-    raise SkippedError("no kill met a save: they are too short here; give more --steps or a larger model")
+    raise SkippedError("no kill hit a save: saves are too short here; give more --steps or a larger model")
 
 
 def _being_saved(run_dir: Path) -> bool:
@@ -260,7 +260,7 @@ def _moved(ground: Ground, name: str) -> Disturbed:
     found = ground.disturb(name, strike)
     _expect(found, _FAILED, words=["was moved"])
     if found.run_dir.exists():
-        found.objections.append("something was written under the old name")
+        found.objections.append("something was written to the old path")
     found.run_dir, found.step = moved[-1], last_step(moved[-1])
     ground.recover(found)
     return found
@@ -301,7 +301,7 @@ def _spoilt(spoil: Callable[[Path], None], ground: Ground, name: str) -> Disturb
     spoil(max((path for path in newest.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
     ground.recover(found)
     if not list(newest.parent.glob(f"{newest.name}.damaged*")):
-        found.objections.append(f"{newest.name} was spoilt, but not set aside as damaged")
+        found.objections.append(f"{newest.name} was damaged, but not set aside")
     return found
 
 
@@ -341,7 +341,7 @@ def _foreign(ground: Ground, name: str) -> Disturbed:
     copy = Path(shutil.copytree(foreign, found.run_dir / "checkpoints" / foreign.name))
     ground.recover(found)
     if not list(copy.parent.glob(f"{copy.name}.foreign*")):
-        found.objections.append(f"{copy.name} is of another run, but was not set aside")
+        found.objections.append(f"{copy.name} belongs to another run, but was not set aside")
     return found
 
 
@@ -355,7 +355,7 @@ def _cut_events(ground: Ground, name: str) -> Disturbed:
     ground.recover(found)
     added, resumed_at = events.read_bytes().removeprefix(half), resumes(found.run_dir)
     if b'"missing_records"' not in added or not audit_objections(found.run_dir):
-        found.objections.append("records are missing, and no incident or no objection of the audit says so")
+        found.objections.append("records are missing, but no incident or no audit failure reports it")
     events.write_bytes(whole)
     truncate_after(events, resumed_at[-1])
     with events.open("ab") as file:
@@ -439,14 +439,14 @@ def _clock_jump(ground: Ground, name: str) -> Disturbed:
 
 
 def _fewer(ground: Ground, name: str) -> Disturbed:
-    _need_several(ground, "there are no fewer than one process")
+    _need_several(ground, "there cannot be fewer than one process")
     found = ground.killed(name)
     ground.recover(found, Again(processes=1))
     return found
 
 
 def _more(ground: Ground, name: str) -> Disturbed:
-    _need_several(ground, "the run is not exact, so its bits belong to one process")
+    _need_several(ground, "the run is not exact, so its results depend on the number of processes")
     plan, processes = read_plan(RunDirectory(ground.undisturbed)), 2 * ground.processes
     parts = math.gcd(*(int(phase["logical_ranks"]) for phase in plan["batch_phases"]))
     if parts % processes:
@@ -470,13 +470,13 @@ def _expect(found: Disturbed, *codes: int, words: Sequence[str] = ()) -> None:
         wanted = " or ".join(str(code) for code in codes)
         found.objections.append(f"exit code {found.exit_code}, but it should be {wanted}")
     if words and not any(each in found.message for each in words):
-        found.objections.append(f"its message says none of {', '.join(map(repr, words))}")
+        found.objections.append(f"its message contains none of {', '.join(map(repr, words))}")
 
 
 def all_faults(processes: int) -> list[Fault]:
-    """The fault matrix for so many processes, in the order in which it is worked off."""
+    """The fault matrix for a number of processes, in order of execution."""
     faults: list[tuple[str, str, Callable[[Ground, str], Disturbed]]] = [
-        ("nothing", "the same run once more: it must repeat itself to the bit", _undisturbed)
+        ("nothing", "the same run again: its result must be bit-identical", _undisturbed)
     ]
     faults += [
         (f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_killed, partial(_kill_rank, rank)))
@@ -493,29 +493,29 @@ def all_faults(processes: int) -> list[Fault]:
         faults.append((f"{number.name}-rank", f"{number.name} to the last rank", partial(_stopped, rank_only)))
         faults.append((f"{number.name}-group", f"{number.name} to every process of the run", partial(_stopped, group)))
     cut, blank = ("has changed", "cannot be opened"), ("have changed", "cannot be opened")
-    halves = "goes on with a class of images that end half-way, then with the whole ones"
-    zeros = "goes on with a class of images that are zeros, data.max_broken=0, then with the whole ones"
+    halves = "resumes with a class of truncated images, then with intact ones"
+    zeros = "resumes with a class of all-zero image files and data.max_broken=0, then with intact ones"
     faults += [
         ("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_lived, _hang)),
-        ("stopped-rank", "SIGSTOP to the last rank, for good", _stopped_for_good),
+        ("stopped-rank", "SIGSTOP to the last rank, without SIGCONT", _stopped_for_good),
         ("slow-rank", f"SIGSTOP and SIGCONT in turn, for {_SLOW_SECONDS:.0f} s", partial(_lived, _slow)),
         ("disk-full", "the file system of the run is filled up (a small tmpfs; needs root)", _disk_full),
-        ("file-limit", "the first rank may write no file larger than 4 KiB (RLIMIT_FSIZE)", _file_limit),
-        ("read-only", "nothing can be written among the checkpoints any more", _read_only),
+        ("file-limit", "the first rank may not write files larger than 4 KiB (RLIMIT_FSIZE)", _file_limit),
+        ("read-only", "the checkpoints directory becomes read-only", _read_only),
         ("moved-directory", "the run directory is renamed while the run trains", _moved),
-        ("torn-checkpoint", "the newest checkpoint's largest file ends half-way", partial(_spoilt, _cut_in_half)),
-        ("flipped-bit", "one bit of the newest checkpoint's largest file is another", partial(_spoilt, _flip)),
-        ("lost-file", "the newest checkpoint's largest file is gone", partial(_spoilt, Path.unlink)),
-        ("lost-manifest", "the newest checkpoint's manifest is gone", partial(_spoilt, _lose_manifest)),
-        ("no-checkpoints", "the checkpoints are gone at a restart, and back at the next", _no_checkpoints),
+        ("torn-checkpoint", "the newest checkpoint's largest file is truncated", partial(_spoilt, _cut_in_half)),
+        ("flipped-bit", "one bit of the newest checkpoint's largest file is flipped", partial(_spoilt, _flip)),
+        ("lost-file", "the newest checkpoint's largest file is deleted", partial(_spoilt, Path.unlink)),
+        ("lost-manifest", "the newest checkpoint's manifest is deleted", partial(_spoilt, _lose_manifest)),
+        ("no-checkpoints", "the checkpoints are missing at one restart, and back at the next", _no_checkpoints),
         ("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign),
-        ("cut-events", "the second half of events.jsonl is gone", _cut_events),
+        ("cut-events", "the second half of events.jsonl is deleted", _cut_events),
         ("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl")),
         ("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger")),
         ("half-images", halves, partial(_with_images, _cut_in_half, cut)),
         ("broken-images", zeros, partial(_with_images, _blank, blank)),
-        ("clock-jump", "goes on a year earlier, in another time zone, with files of the future", _clock_jump),
-        ("fewer-processes", "SIGKILL to all, then one process goes on", _fewer),
-        ("more-processes", "SIGKILL to all, then twice as many go on", _more),
+        ("clock-jump", "resumes a year earlier, in another time zone, with files from the future", _clock_jump),
+        ("fewer-processes", "SIGKILL to all, then one process resumes", _fewer),
+        ("more-processes", "SIGKILL to all, then twice as many resume", _more),
     ]
     return [Fault(*each) for each in faults]

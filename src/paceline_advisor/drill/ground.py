@@ -46,7 +46,7 @@ class Disturbed:
         step: The last step it had a record of when it ended, or was disturbed if it went on.
         exit_code: Of the disturbed launch; negative after a signal.
         message: What it said of it, one line.
-        objections: What was not as it should be.
+        objections: What was wrong.
         seconds_to_recover: Until it was at ``step`` again; None before.
         steps_again: Steps that were done a second time; None before.
     """
@@ -84,7 +84,7 @@ class Ground:
 
     @property
     def undisturbed(self) -> Path:
-        """The run that nothing was done to."""
+        """The undisturbed run."""
         return self.scratch / "undisturbed"
 
     def begin(self, run_dir: Path, again: Again | None = None) -> Launch:
@@ -97,7 +97,7 @@ class Ground:
         return Launch(arguments, log, limit_seconds=self.limit_seconds, variables=again.variables)
 
     def check(self) -> None:
-        """Have the run planned, so that a mistake in the recipe or its data is told before anything is trained.
+        """Have the run planned, so that a mistake in the recipe or its data is reported before anything is trained.
 
         Raises:
             PacelineError: If it is refused, as the run would be.
@@ -108,7 +108,7 @@ class Ground:
             try:
                 code = launch.wait()
             except OverdueError as error:
-                raise TrainingError(f"{error}; it was only to be planned.") from None
+                raise TrainingError(f"{error}; it was only being planned.") from None
             if code == PacelineError.exit_code:
                 raise PacelineError(said(launch))
             if code:
@@ -128,7 +128,7 @@ class Ground:
                 raise TrainingError(f"{error}; it was not disturbed. A drill needs a shorter run: --steps.") from None
             if code:
                 kind = PacelineError if code == PacelineError.exit_code else TrainingError
-                raise kind(f"the run fails without being disturbed (exit code {code}): {said(launch)}")
+                raise kind(f"the run fails without a fault (exit code {code}): {said(launch)}")
 
     def disturb(
         self,
@@ -140,7 +140,7 @@ class Ground:
         survives: bool = False,
         again: Again | None = None,
     ) -> Disturbed:
-        """Begin a run, strike when it is so far, and wait for the end of all its processes.
+        """Start a run, inject the fault at a given progress, and wait for all its processes to end.
 
         Args:
             name: Of the run.
@@ -168,11 +168,11 @@ class Ground:
                 if there and (code or survives or struck_at <= self.steps - max(4, self.every)):
                     found = Disturbed(run_dir=run_dir, step=last_step(run_dir), exit_code=code, message=said(launch))
                     if left:
-                        found.objections.append(f"{left} processes stayed behind")
+                        found.objections.append(f"{left} processes were left running")
                     return found
                 if code:
-                    raise TrainingError(f"the run failed before it was disturbed (exit code {code}): {said(launch)}")
-        raise SkippedError(f"the run was over before it could be disturbed, {_ATTEMPTS} times; give more --steps")
+                    raise TrainingError(f"the run failed before the fault (exit code {code}): {said(launch)}")
+        raise SkippedError(f"the run ended before the fault, {_ATTEMPTS} times; give more --steps")
 
     def killed(self, name: str) -> Disturbed:
         """A copy of a run that was killed at two thirds, to be spoiled."""
@@ -201,7 +201,7 @@ class Ground:
         found.steps_again = max(0, found.step - (after[-1] if len(after) > len(before) else 0))
 
     def lost(self, run_dir: Path) -> list[str]:
-        """What a recovered run lacks of the undisturbed one; nothing if they cannot be told apart."""
+        """Differences of a recovered run from the undisturbed one; empty if there are none."""
         wanted = RunDirectory(self.undisturbed)
         found = RunDirectory(run_dir)
         if not found.summary.is_file():
@@ -217,7 +217,7 @@ class Ground:
 
 
 def resumes(run_dir: Path) -> list[int]:
-    """The steps a run went on from, in order."""
+    """The steps a run resumed from, in order."""
     events = run_dir / "events.jsonl"
     if not events.exists():
         return []

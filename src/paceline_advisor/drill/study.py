@@ -33,7 +33,7 @@ Result = Literal["pass", "FAIL", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of one fault.
+    """The outcome of one fault.
 
     Attributes:
         fault: Its name.
@@ -112,7 +112,7 @@ def drill(asked: Drill, tell: Callable[[str], None]) -> DrillReport:
 
     Args:
         asked: What to drill.
-        tell: Is told what happens, a line at a time.
+        tell: Receives progress lines.
 
     Raises:
         PacelineError: If the recipe is wrong, a fault is unknown, or the undisturbed run fails.
@@ -168,7 +168,7 @@ def shortened(asked: Drill) -> tuple[str, ...]:
         RecipeError: If the recipe cannot be read, or the run would be too short to be disturbed.
     """
     if asked.steps < SHORTEST:
-        raise RecipeError(f"--steps={asked.steps}: a run that is to be disturbed needs at least {SHORTEST} steps.")
+        raise RecipeError(f"--steps={asked.steps}: a drill needs at least {SHORTEST} steps.")
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     short = [
         f"train.duration={asked.steps} steps",
@@ -193,7 +193,7 @@ def _try_all(ground: Ground, faults: Sequence[Fault], tell: Callable[[str], None
         trial = partial(Trial, fault=fault.name, does=fault.does)
         try:
             if not repeats:
-                raise SkippedError("the run does not repeat itself undisturbed, so a comparison would tell nothing")
+                raise SkippedError("the run is not repeatable even without faults, so a comparison would mean nothing")
             found = fault.perform(ground, fault.name)
             lost = ground.lost(found.run_dir)
             reasons = [*found.objections, *([f"lost: {', '.join(lost)}"] if lost else [])]

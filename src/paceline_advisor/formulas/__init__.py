@@ -1,1 +1,1 @@
-"""Rules of thumb as functions: plain arithmetic on plain numbers, each with where it comes from."""
+"""Rules of thumb as functions: plain arithmetic on plain numbers, each with its source."""

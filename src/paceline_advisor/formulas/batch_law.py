@@ -96,9 +96,9 @@ def why_no_law(points: Sequence[SweepPoint]) -> str:
     batches = {each.batch for each in points if each.reached}
     runs = sum(each.reached for each in points)
     if len(batches) < FEWEST_BATCHES:
-        return f"the target was reached with {len(batches)} batch sizes, and a knee takes {FEWEST_BATCHES} or more"
+        return f"the target was reached with {len(batches)} batch sizes, and a knee needs {FEWEST_BATCHES} or more"
     if runs < FEWEST_RUNS:
-        return f"the target was reached by {runs} runs, and an interval takes {FEWEST_RUNS} or more"
+        return f"the target was reached by {runs} runs, and an interval needs {FEWEST_RUNS} or more"
     return ""
 
 

@@ -286,9 +286,9 @@ def _number(name: str, text: str, kind: type) -> int | float:
     try:
         value = float(text.replace("_", ""))
     except ValueError:
-        raise PacelineError(f"{name}={text}: '{text}' is no number; give a {wanted}.") from None
+        raise PacelineError(f"{name}={text}: '{text}' is not a number; give a {wanted}.") from None
     if not math.isfinite(value):
-        raise PacelineError(f"{name}={text}: '{text}' is no finite number; give a {wanted}.")
+        raise PacelineError(f"{name}={text}: '{text}' is not a finite number; give a {wanted}.")
     if name in _COUNTS and value < 1:
         raise PacelineError(f"{name}={text}: give a {wanted} of at least 1.")
     if value < 0 and (name in _AMOUNTS or name.endswith(_UNITS_OF_AMOUNTS)):

@@ -37,7 +37,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Suggestion:
-    """What one rule says.
+    """One rule's suggestion.
 
     Attributes:
         lr: The learning rate; None where the curve has no such point.
@@ -110,7 +110,7 @@ def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
         ValueError: If there are not enough points, or none where it has.
     """
     if len(losses) <= _SLIDE_POINTS + 1:
-        raise ValueError(f"it needs more than {_SLIDE_POINTS + 1} points, and {len(losses)} count")
+        raise ValueError(f"it needs more than {_SLIDE_POINTS + 1} points, but {len(losses)} are usable")
     slopes = np.gradient(np.asarray(losses))
     right = len(losses) - 1
     left = right - _SLIDE_POINTS
@@ -119,7 +119,7 @@ def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
         found = rates[left]
         right, left = right - 1, left - 1
     if left < 0:
-        raise ValueError("the slope changes everywhere: there is no such place")
+        raise ValueError("the slope keeps changing: there is no such point")
     return found
 
 
@@ -142,7 +142,7 @@ RULES: Mapping[str, Rule] = {
         smooth=False,
     ),
     "valley": Rule("the middle of the longest valley of the loss", f"{_FASTAI}.valley", valley),
-    "steepest": Rule("where the loss falls fastest over log(rate)", f"{_FASTAI}.steep", steepest),
+    "steepest": Rule("where the loss falls fastest against log(rate)", f"{_FASTAI}.steep", steepest),
     "minimum": Rule("a tenth of the rate with the lowest loss", f"{_FASTAI}.minimum", minimum),
     "slide": Rule(
         "coming from the highest rate, where the slope stops changing over 15 points", f"{_FASTAI}.slide", slide
@@ -158,7 +158,7 @@ NAMES = (MEDIAN, *RULES)
 def suggest(
     rates: Sequence[float], losses: Sequence[float], *, smoothing: float, steps: int | None = None
 ) -> dict[str, Suggestion]:
-    """What every rule says of a range test.
+    """Every rule's suggestion for a range test.
 
     Args:
         rates: Learning rate of each step, ascending.
@@ -182,7 +182,7 @@ def _median(found: Mapping[str, Suggestion]) -> Suggestion:
     return Suggestion(
         lr=None if without else statistics.median(each.lr for each in chosen if each.lr is not None),
         why_not=without[0] if without else "",
-        rule=f"the middle one of {', '.join(_OF_MEDIAN)}",
+        rule=f"the median of {', '.join(_OF_MEDIAN)}",
         source="of those three",
     )
 
@@ -200,7 +200,7 @@ def _suggested(rule: Rule, rates: Sequence[float], losses: Sequence[float], why_
 def _why_none(losses: Sequence[float], first: int, last: int) -> str:
     """Why nothing can be said of a curve, or an empty string."""
     if last - first < _FEWEST:
-        return f"the test ended after {len(losses)} steps: the rates it began with are too high already"
+        return f"the test ended after {len(losses)} steps: its first rates are already too high"
     window = max(_FEWEST, len(losses) // 10)
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     ends = np.arange(2 * window, last + 1)
@@ -212,5 +212,5 @@ def _why_none(losses: Sequence[float], first: int, last: int) -> str:
     squares = np.cumsum(np.square(np.diff(losses))) / np.arange(1, len(losses)) / 2
     errors = np.sqrt(squares[ends - 2] * (1 / window + 1 / begins))
     if (falls <= _SURE * errors).all():
-        return "the loss does not fall beyond its own noise"
+        return "the loss does not fall by more than its noise"
     return ""

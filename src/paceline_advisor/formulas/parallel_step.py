@@ -23,7 +23,7 @@ from typing import Literal
 from paceline_advisor.formulas.scaling import Fabric
 
 FIRST_BUCKET_BYTES = 2**20
-"""DDP's first bucket is small, so that sending begins early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
+"""DDP's first bucket is small, so that sending starts early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
 BUCKET_CAP_MB = 25
 """What DDP's other buckets hold unless told otherwise, in MiB (``bucket_cap_mb``)."""
 
@@ -58,7 +58,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What communication adds to a step.
+    """Time that communication adds to a step.
 
     Attributes:
         busy_seconds: Time in which messages were under way.
@@ -153,7 +153,7 @@ class Passes:
     Attributes:
         forward_seconds: Of the pass without communication.
         backward_seconds: Likewise.
-        regathered: Whether weights are let go after the forward pass and gathered anew for the backward one.
+        regathered: Whether weights are freed after the forward pass and gathered again for the backward pass.
     """
 
     forward_seconds: float
@@ -214,7 +214,7 @@ UNITS_OF_A_COLLECTIVE = 16
 """Multiprocessors that a collective's kernel holds while it runs: one for each of NCCL's channels, of which it takes
 around sixteen by itself (NCCL documentation, NCCL_MAX_CTAS)."""
 UNKNOWN_UNITS = 100
-"""Multiprocessors of a device that nobody has named."""
+"""Multiprocessors of an unnamed device."""
 KERNEL_SECONDS = 4e-6
 """Host time to put one kernel into a stream: 1 to 3 microseconds of the driver's own, about 5 until it runs (Dalek,
 arXiv:2508.10481)."""
@@ -280,7 +280,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class OneDevice:
-    """What was measured on one device.
+    """The measurement of one device.
 
     Attributes:
         seconds: Of one step of ``samples`` samples.
@@ -299,7 +299,7 @@ class OneDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What stands beside the devices.
+    """Host properties.
 
     Attributes:
         waits: How often in a step the host waits for the device before it goes on.
@@ -365,7 +365,7 @@ class Prediction:
         low_seconds: Of the step if everything that is added costs less than thought.
         high_seconds: Of the step if it costs more.
         parts: Seconds by cause; they sum up to the step.
-        limit: The cause that costs most beside computing; ``computing`` if nothing costs more than a hundredth.
+        limit: The largest cause other than computing; ``computing`` if nothing costs more than a hundredth.
         single_rate: Samples per second of one device, as it was measured.
     """
 

@@ -1,4 +1,4 @@
-"""What more devices bring and cost: speed-up, messages, hours, price, learning rates; checks of published tables.
+"""Benefit and cost of more devices: speed-up, messages, hours, price, learning rates; checks of published tables.
 
 All-reduce times are the alpha-beta model's: a message of n bytes takes ``latency_seconds + n / bytes_per_second``, and
 every device sends and receives at once.

@@ -290,7 +290,7 @@ def climb(
         seen.append(loss)
         slopes = (half * (gradient if basis is None else basis.T @ gradient)).cpu().double().numpy()
         if not math.isfinite(loss) or not np.isfinite(slopes).all():
-            raise FloatingPointError("a loss that is not finite")
+            raise FloatingPointError("a non-finite loss")
         return loss, slopes
 
     def fall(place: Numbers, scale: float) -> tuple[float, Numbers]:
@@ -318,7 +318,7 @@ def climb(
 
 
 def sharpness(loss: float, ascents: Sequence[Ascent], epsilon: float, subspace: int | None = None) -> Sharpness:
-    """Return the sharpness that searches of one box come to."""
+    """Return the sharpness from searches of one box."""
     # The weights are a point of the box themselves.
     largest = max(loss, *(each.largest_loss for each in ascents))
     percent = keskar_sharpness(largest, loss) if math.isfinite(loss) else math.nan
@@ -338,7 +338,7 @@ class Eigenvalue:
         value: The eigenvalue; NaN where the loss is not finite.
         residual: Length of ``H v - value * v`` for its unit vector v, from one more product, as a share of the value:
             an eigenvalue lies within that distance.
-        tolerance: The residual that was asked for.
+        tolerance: The requested residual.
         products: Hessian-vector products taken.
         converged: Whether the residual is as small as that.
         lowest: The lowest eigenvalue seen: above 0 only in a bowl; an upper bound, not converged.

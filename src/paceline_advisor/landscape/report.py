@@ -1,4 +1,4 @@
-"""Result of a study of loss landscapes: its numbers, and what a person sees of them."""
+"""Result of a study of loss landscapes: its numbers, and their display."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WIDE = 50.0
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """A run's way, in the plane that holds most of it.
+    """A run's path, in the plane that holds most of it.
 
     Attributes:
         steps: Of the checkpoints, in order.
@@ -97,7 +97,9 @@ class Line:
         known = ", ".join(f"{rise:.4g} ({on})" for on, rise in self.barrier.items() if not math.isnan(rise))
         odd = " and ".join(on for on, rise in self.barrier.items() if math.isnan(rise))
         said = [f"the loss rises above the line between the two by {known}"] if known else []
-        said += [f"how far it rises is not known for {odd}: the loss is no number somewhere on the way"] if odd else []
+        said += (
+            [f"how far it rises is not known for {odd}: the loss is not finite somewhere on the path"] if odd else []
+        )
         return "; ".join(said)
 
 
@@ -112,7 +114,7 @@ class LandscapeReport:
         seed: Of directions, starts and samples.
         runs: One for each.
         line: Between two runs.
-        notes: What else the user should know.
+        notes: Further notes.
     """
 
     split: str
@@ -155,7 +157,7 @@ def not_finite(where: str, *parts: Curve | Surface | None) -> Iterator[str]:
     odd = sum(int((~np.isfinite(each)).sum()) for each in losses)
     if odd:
         count = sum(each.size for each in losses)
-        yield f"{where}: the loss is no number at {odd} of {count} points, which charts leave out"
+        yield f"{where}: the loss is not finite at {odd} of {count} points, which charts omit"
 
 
 def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
@@ -202,7 +204,7 @@ def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
     if way is not None:
         first, second = (f"{100 * share:.1f} %" for share in way.explained)
         yield (
-            f"{run.run}: {len(way.steps)} checkpoints, steps {way.steps[0]} to {way.steps[-1]}; {first} of their way "
+            f"{run.run}: {len(way.steps)} checkpoints, steps {way.steps[0]} to {way.steps[-1]}; {first} of their path "
             f"lies along the first axis of the plane, {second} along the second"
         )
     if run.curvature is not None:
@@ -211,11 +213,11 @@ def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
             f"{run.curvature.products} products; lowest seen {run.curvature.lowest:.4g}"
         )
     if run.curve is not None:
-        yield from _curve_charts({split: run.curve}, "along a random direction, in lengths of the filters")
+        yield from _curve_charts({split: run.curve}, "along a random direction, in filter norms")
     if run.surface is not None:
         axes = ("first direction", "second direction")
         yield _contour(run.surface, "Loss around the weights", axes)
-        yield _turned(run.surface, "Loss around the weights, to turn", axes)
+        yield _turned(run.surface, "Loss around the weights, rotatable", axes)
     if way is not None:
         points = {
             "mode": "lines+markers",
@@ -227,7 +229,7 @@ def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
             "showlegend": False,
         }
         axes = (f"first component ({first} of the way)", f"second component ({second})")
-        yield _contour(way.surface, f"The run's way, steps {way.steps[0]} to {way.steps[-1]}", axes, points)
+        yield _contour(way.surface, f"The run's path, steps {way.steps[0]} to {way.steps[-1]}", axes, points)
 
 
 def _curve_charts(curves: Mapping[str, Curve], where: str) -> Iterator[Chart]:

@@ -46,7 +46,8 @@ def explore(request: Landscape, _: Log) -> LandscapeReport:
     """Measure the landscape of runs, whose directories are only read. Collective: every rank must call this.
 
     Raises:
-        PacelineError: If a target, the overrides or the data are not usable, or something asked for cannot be had.
+        PacelineError: If a target, the overrides or the data are not usable, or a requested measurement is not
+        possible.
     """
     launch = read_launch(os.environ)
     with contextlib.ExitStack() as opened:

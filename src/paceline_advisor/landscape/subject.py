@@ -68,8 +68,8 @@ class Subject:
     ) -> None:
         if task.metrics[0].is_collected:
             raise PacelineError(
-                f"the first metric of the task {type(task).__name__}, {task.metrics[0].name}, is collected and no "
-                "mean, and a landscape is that of a loss; put the loss first among its metrics."
+                f"the first metric of the task {type(task).__name__}, {task.metrics[0].name}, is not a mean, but a "
+                "landscape needs a loss; put the loss first among its metrics."
             )
         self.task = task
         self.network = network.eval().requires_grad_(requires_grad=True)
@@ -166,8 +166,8 @@ class Subject:
                 if "derivative" not in str(error) and "double backward" not in str(error):
                     raise
                 raise NoSecondDerivativeError(
-                    f"the loss of this network has no second derivative ({' '.join(str(error).split())[:200]}), so "
-                    "that its curvature cannot be computed; leave curvature out of --measure."
+                    f"the loss of this network has no second derivative ({' '.join(str(error).split())[:200]}), so its "
+                    "curvature cannot be computed; leave curvature out of --measure."
                 ) from error
             return product
 
@@ -191,8 +191,8 @@ class Subject:
             share = metric.scale * self.task.score(self.network, batch)[name].to(exact).sum() / number
             if not share.requires_grad:
                 raise PacelineError(
-                    f"the task {type(self.task).__name__} gives a {name} without a gradient when it scores, so that "
-                    "neither sharpness nor curvature can be computed; leave --measure sharpness and curvature out."
+                    f"the task {type(self.task).__name__} gives a {name} without a gradient when it scores, so neither "
+                    "sharpness nor curvature can be computed; leave --measure sharpness and curvature out."
                 )
             yield share
 
@@ -313,7 +313,7 @@ def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
 
 
 def check_alike(first: Opened, second: Opened) -> None:
-    """See to it that there is a line between two networks.
+    """Check that two networks can be connected by a line.
 
     Raises:
         PacelineError: If their weights are not of the same names and shapes.
@@ -323,7 +323,7 @@ def check_alike(first: Opened, second: Opened) -> None:
         return
     odd = next((name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)), "a buffer")
     raise PacelineError(
-        f"there is no line from {first.target} to {second.target}: {odd} is {_shape(mine.get(odd))} in the one and "
+        f"there is no line from {first.target} to {second.target}: {odd} is {_shape(mine.get(odd))} in one and "
         f"{_shape(theirs.get(odd))} in the other; give runs of the same network, or leave line out of --measure."
     )
 
@@ -391,5 +391,5 @@ def _whole(batches: Iterator[Batch], most: int | None) -> tuple[Batch, ...]:
         if most is not None and sum(len(each.ids) for each in found) >= most:
             break
     if not found:
-        raise DataError("there are no samples whose loss could be computed; check data.path.")
+        raise DataError("no sample's loss can be computed; check data.path.")
     return tuple(found)

@@ -58,7 +58,7 @@ PLAIN = Settings()
 
 
 class DoesNotFitError(Exception):
-    """The device has no room for a request, also after every unused segment was given back."""
+    """The device has no room for a request, even after freeing every unused segment."""
 
 
 def rounded(size: int) -> int:
@@ -147,7 +147,7 @@ class CachingAllocator:
         return Block(address, taken, pool)
 
     def free(self, block: Block | None) -> None:
-        """Let go of a block, and join it with free neighbours."""
+        """Free a block, and merge it with free neighbours."""
         if block is None:
             return
         self.allocated -= block.size

@@ -1,6 +1,6 @@
-"""What a trial of a batch size trains: the recipe's own task, on a few of its samples shown again and again.
+"""The task of a batch-size trial: the recipe's own, on a few repeated samples.
 
-It is the task of a real run in processes of its own, `paceline train … task=paceline_advisor.memory.batch_trial:task`,
+It is the task of a real run in separate processes, `paceline train … task=paceline_advisor.memory.batch_trial:task`,
 so that everything that takes memory in a run takes it here. Only reading many samples, and learning, are left out.
 """
 
@@ -35,7 +35,7 @@ _LOOKED_AT = 16  # held-out samples, of which the largest is taken; where all ar
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a trial is told by whoever started it.
+    """Settings of a trial.
 
     Attributes:
         task: What the recipe trains.

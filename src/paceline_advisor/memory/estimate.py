@@ -1,4 +1,4 @@
-"""Memory of a run by cause, on this machine or on a device that is not here, and what would save some."""
+"""Memory of a run by cause, on this machine or another device, and ways to save some."""
 
 from __future__ import annotations
 
@@ -137,17 +137,14 @@ def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
     size = max(1, min(job.plan.micro_batch_size, job.share * job.plan.world_size // processes))
     if job.fits(size, memory, strategy):
         left = memory - job.least(size, memory, strategy)
-        beside = f", {format_bytes(left)} are left" if left > 0 else ""
+        beside = f", {format_bytes(left)} left" if left > 0 else ""
         return f"micro-batches of {size} samples fit{beside}"
     most = job.largest(memory, strategy)
     if most:
-        return (
-            f"micro-batches of {size} samples do not fit, but of {most} they do, and accumulation makes the same step "
-            "of them"
-        )
+        return f"micro-batches of {size} samples do not fit, but {most} do, and accumulation gives the same step"
     if strategy == "ddp" and job.fits(1, memory, "fsdp"):
-        return "but not even one sample fits beside a replica, and with parallel.strategy=fsdp it does"
-    return "but not even one sample fits so"
+        return "but not even one sample fits with a replica, but it does with parallel.strategy=fsdp"
+    return "but not even one sample fits this way"
 
 
 # Where one process is planned, what spreading would do is told for this many.
@@ -191,7 +188,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What a run takes on each process.
+    """Memory of a run per process.
 
     Attributes:
         recipe: Its name.
@@ -211,10 +208,9 @@ class MemoryEstimate:
         micro_size: The largest that fits and divides the process's share of the global batch.
         verified: Tensors at the peak with the largest, of a step that was done, over those worked out from two others.
         devices: What fits on the known devices.
-        savings: What could be saved.
-        verdict: DDP or FSDP.
+        savings: Possible savings. verdict: DDP or FSDP.
         notices: What was assumed.
-        seconds: What it took to find out.
+        seconds: Duration of the estimate.
     """
 
     recipe: str
@@ -284,12 +280,12 @@ class MemoryEstimate:
             Table(
                 columns=("cause", "memory", "share"),
                 rows=[(cause, format_bytes(size), f"{100 * size / peak.allocated:.1f} %") for cause, size in causes],
-                caption="At its peak, by what it is for",
+                caption="At its peak, by purpose",
             ),
         ]
         if peak.largest:
             rows: list[tuple[str, ...]] = [(layer or "(outside)", format_bytes(size)) for layer, size in peak.largest]
-            caption = "Layers whose activations take the most"
+            caption = "Layers with the largest activations"
             blocks.append(Table(columns=("layer", "memory"), rows=rows, caption=caption))
         rows = []
         for size in self.sizes:
@@ -302,10 +298,10 @@ class MemoryEstimate:
             rows = [(each.device, format_bytes(each.memory), self._samples(each)) for each in self.devices]
             caption = f"Largest micro-batch on known GPUs, in {plan.precision}"
             blocks.append(Table(columns=("device", "memory", "samples"), rows=rows, caption=caption))
-            blocks.append("(a few per cent more may fit on those other than the one asked for)")
+            blocks.append("(a few per cent more may fit on GPUs other than the requested one)")
         if self.savings:
             rows = [each.row() for each in self.savings]
-            blocks.append(Table(columns=("change", "needs then", "saves"), rows=rows, caption="What would save memory"))
+            blocks.append(Table(columns=("change", "needs then", "saves"), rows=rows, caption="Ways to save memory"))
         verdict = self.verdict
         blocks.append(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
         blocks += [f"note: {notice}" for notice in self.notices]
@@ -333,21 +329,21 @@ class MemoryEstimate:
                 f"{format_bytes(peak.parts[part])} ({name})" for part, name in said.items() if part in peak.parts
             )
         if peak.reserved is not None:
-            lines["taken from the device"] = f"{format_bytes(peak.reserved)} (PyTorch's allocator, if it can)"
+            lines["reserved on the device"] = f"{format_bytes(peak.reserved)} (PyTorch's allocator, if it can)"
         kind = "Python and libraries" if plan.device == "cpu" else "driver and libraries, an allowance"
         lines["outside of tensors"] = f"{format_bytes(self.outside)} ({kind})"
         lines["in all"] = format_bytes(self.needed)
         if peak.reserved is not None:
-            lines["needed at least"] = f"{format_bytes(self.least)} (PyTorch gives back what it keeps in reserve)"
+            lines["needed at least"] = f"{format_bytes(self.least)} (PyTorch frees its reserve)"
         if self.memory is not None:
             left = self.memory - self.least
             if not self.fits:
                 verdict = f"it does not fit, {format_bytes(-left)} too few"
             elif self.needed <= self.memory:
-                verdict = f"it fits, {format_bytes(left)} are left"
+                verdict = f"it fits, {format_bytes(left)} left"
             else:
                 more = format_bytes(self.needed - self.memory)
-                verdict = f"it fits, once PyTorch gives back what it keeps in reserve ({more} or more)"
+                verdict = f"it fits, once PyTorch frees its reserve ({more} or more)"
             lines["the device has"] = f"{format_bytes(self.memory)}: {verdict}"
         return lines
 
@@ -519,28 +515,27 @@ def _notices(job: Job, steps: Steps) -> Iterator[str]:
     plan = job.plan
     if steps.is_scaled:
         yield (
-            "what a detector finds is assumed: as many proposals and objects as its settings let it keep, and of these "
-            "as many to learn from"
+            "detections are assumed: the maximum of proposals and objects that its settings allow, also for the loss"
         )
     elif steps.goes_one_by_one:
         yield (
-            f"the network goes through its samples one by one, so that each size was done by itself: no more than "
+            f"the network processes its samples one by one, so each size was tried separately: no more than "
             f"{job.most}, a process's share of a step, were looked for"
         )
     if why := steps(max(2, plan.micro_batch_size)).why_unscored:
         yield f"evaluation is not in the estimate: {why}"
     if plan.compile != "off":
         yield (
-            f"model.compile=true ({plan.compile}): estimated as uncompiled; a compiled network keeps less, and what "
-            "CUDA graphs or tuning hold is not in the estimate"
+            f"model.compile=true ({plan.compile}): estimated as uncompiled; a compiled network keeps less, and the "
+            "estimate omits memory of CUDA graphs or tuning"
         )
     if "tables" in plan.data:
         yield f"{plan.data['tables']}; their gradient is taken as dense"
     if plan.precision == "fp8":
         yield "train.precision=fp8: estimated as bf16, which keeps as much or more"
     if plan.data.get("backend") == "dali":
-        yield "data.backend=dali: what it holds on a GPU for decoding is not in the estimate"
+        yield "data.backend=dali: the estimate omits its GPU memory for decoding"
     if plan.unfreeze_steps:
-        yield "model.unfreeze: estimated with everything trained that ever is"
+        yield "model.unfreeze: estimated with everything trained that will be"
     if plan.freeze_after_steps:
-        yield "model.freeze_after: estimated with everything trained, as it is at first"
+        yield "model.freeze_after: estimated with everything trained, as at the start"

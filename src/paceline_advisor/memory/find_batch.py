@@ -1,7 +1,7 @@
 """The largest micro-batch that this machine trains, found by trying in separate processes.
 
 A trial is a real run of two steps with the recipe's task, network, optimizer, average, processes and an evaluation. One
-that is refused memory, or killed for it, does not fit; nothing is left of it, and the next trial starts anew.
+that is refused memory, or killed for it, does not fit; nothing is left of it, and the next trial starts afresh.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TrialGround:
         share: Samples of a process in a step; fewer are made up for by accumulation, also in the trial.
         memory: Bytes that each process may take; None for what there is.
         device_type: Where it runs.
-        say: Told of each trial.
+        say: Receives a line for each trial.
         trials: Those made.
     """
 
@@ -143,8 +143,8 @@ class TrialGround:
             why = self._over(peak)
         if not why and code:
             if not refused:
-                raise TrainingError(f"a trial of {micro_batch} samples failed, and not for want of memory: {told}")
-            why = "the device refused memory" if code != -9 else "the system ended it"
+                raise TrainingError(f"a trial of {micro_batch} samples failed, but not for lack of memory: {told}")
+            why = "the device refused memory" if code != -9 else "the system killed it"
         return Trial(micro_batch=micro_batch, fits=not why, peak=peak, why=why, seconds=time.monotonic() - begun)
 
     def _watch(self, launch: Launch, seen: dict[int, int]) -> str:
@@ -167,7 +167,7 @@ class TrialGround:
         return self.device_type == "cpu" and self.memory is not None and (peak or 0) > self.memory
 
     def _over(self, peak: int | None) -> str:
-        return f"a process took {format_bytes(peak or 0)} of its {format_bytes(self.memory or 0)}"
+        return f"a process used {format_bytes(peak or 0)} of its {format_bytes(self.memory or 0)}"
 
     def _peak(self, run_dir: Path, seen: dict[int, int]) -> int | None:
         if self.device_type == "cpu":
@@ -312,7 +312,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
 
     Args:
         asked: The command.
-        say: Told of each trial.
+        say: Receives a line for each trial.
 
     Raises:
         TrainingError: If not even one sample fits, or a trial fails for another reason.
@@ -325,7 +325,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
     if assumed:
         say(assumed)
     if recipe.model.compile:
-        say("model.compile=true: tried uncompiled, as every size would be compiled anew")
+        say("model.compile=true: tried uncompiled, because every size would be compiled again")
     device = choose_device(recipe.parallel.device, World(world_size=processes, local_world_size=processes))
     if device.type == "cpu" and memory is None:
         memory = _available(processes)
@@ -340,7 +340,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
     low, high = search(ground.fits, start=start, most=share)
     if low == 0:
         raise TrainingError(
-            f"not even one sample fits ({ground.trials[-1].why}); see what `paceline estimate` advises."
+            f"not even one sample fits ({ground.trials[-1].why}); `paceline estimate` shows ways to save memory."
         )
     for divisor in (each for each in range(low + 1, high or 0) if share % each == 0):
         if not ground.fits(divisor):
@@ -414,9 +414,7 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
             job = Job(step, steps, machine, ways=processes, allocator=allocator)
     except ModelError as error:
         return None, str(error)
-    return (
-        (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps of different sizes do different things")
-    )
+    return (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps differ in more than size")
 
 
 def _share(recipe: Recipe, processes: int) -> int:

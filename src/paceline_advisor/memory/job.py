@@ -55,14 +55,14 @@ def allocator_settings(variables: Mapping[str, str], *, expandable: bool = False
     name = next((each for each in VARIABLES if variables.get(each)), VARIABLES[0])
     text = variables.get(name, "").strip()
     if text and not re.fullmatch(rf"{_PAIR}(,{_PAIR})*,?", text):
-        raise RecipeError(f"{name}={text}: PyTorch reads it as key:value,key:value, and it is no such list.")
+        raise RecipeError(f"{name}={text}: PyTorch reads it as key:value,key:value, but this is not such a list.")
     found = {key: value.strip() for key, value in re.findall(_PAIR, text)}
     notices = []
     for key, value in found.items():
         if key == "garbage_collection_threshold":
             notices.append(
-                f"{name}: {key}:{value} gives back what is unused a little earlier than the estimate has it; what fits "
-                "stays the same"
+                f"{name}: {key}:{value} frees unused memory slightly earlier than in the estimate; what fits is the "
+                "same"
             )
         elif key == "backend" and value != "native":
             notices.append(f"{name}: backend:{value} is another allocator; the estimate is that of PyTorch's own")
@@ -80,7 +80,7 @@ def allocator_settings(variables: Mapping[str, str], *, expandable: bool = False
 
 def _number(name: str, found: Mapping[str, str], key: str) -> int:
     if not found[key].isdigit():
-        raise RecipeError(f"{name}: {key}:{found[key]} is no whole number; PyTorch takes no other.")
+        raise RecipeError(f"{name}: {key}:{found[key]} is not a whole number, which PyTorch requires.")
     return int(found[key])
 
 
@@ -95,7 +95,7 @@ def _divisions(name: str, found: Mapping[str, str]) -> tuple[int, ...]:
     for part in found[key].strip("[]").split(","):
         bound, _, value = (each.strip() for each in part.partition(":"))
         if not value.isdigit() or not (bound == ">" or bound.isdigit()):
-            raise RecipeError(f"{name}: {key}:{found[key]} is no list such as [256:1,512:2,>:4].")
+            raise RecipeError(f"{name}: {key}:{found[key]} is not a list such as [256:1,512:2,>:4].")
         number = _power(name, int(value))
         if bound == ">":
             divisions[last + 1 :] = [number] * (INTERVALS - last - 1)
@@ -109,7 +109,7 @@ def _divisions(name: str, found: Mapping[str, str]) -> tuple[int, ...]:
 
 def _power(name: str, number: int) -> int:
     if number & (number - 1):
-        raise RecipeError(f"{name}: roundup_power2_divisions takes powers of two, and {number} is none.")
+        raise RecipeError(f"{name}: roundup_power2_divisions takes powers of two, and {number} is not one.")
     return number
 
 

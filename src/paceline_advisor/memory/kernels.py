@@ -32,8 +32,8 @@ def unknown_kernels(network: nn.Module) -> str:
     if not any(isinstance(each, _ConvNd) for each in network.modules()):
         return ""
     return (
-        "what convolutions take inside was watched on processors with AVX-512 only, which this one does not report: "
-        "the estimate may be too low or too high; `paceline find-batch` measures"
+        "the internal memory of convolutions was measured only on processors with AVX-512, which this one does not "
+        "report: the estimate may be too low or too high; `paceline find-batch` measures"
     )
 
 

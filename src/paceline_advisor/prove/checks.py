@@ -39,11 +39,11 @@ def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
 @check(
     "order",
     "two epochs: each sample once in each, in different orders",
-    "Samples are repeated, left out, or come in the same order in every epoch: build the stream from the "
-    "slices that the geometry gives, which depend on the epoch.",
+    "Samples are repeated, left out, or have the same order in every epoch: build the stream from the geometry's "
+    "slices, which depend on the epoch.",
 )
 def order(question: Check, evidence: Evidence) -> Check:
-    """Each sample once in each epoch, in an order of its own."""
+    """Each sample once in each epoch, in a different order."""
     wanted = set(range(evidence.sizes.samples))
     for run in evidence.as_asked:
         epochs = [
@@ -69,8 +69,8 @@ def order(question: Check, evidence: Evidence) -> Check:
 @check(
     "samples",
     "each step's samples and their contents, in every run",
-    "What a sample is depends on the micro-batch, the process, or a random state: key what is drawn for "
-    "it by seed, epoch and sample, as Paceline's own augmentation is.",
+    "A sample's content depends on the micro-batch, the process, or a random state: key its draws by seed, epoch and "
+    "sample, as Paceline's own augmentation does.",
 )
 def samples(question: Check, evidence: Evidence) -> Check:
     """The same samples with the same contents in every run; varied anew in each epoch, if the recipe varies them."""
@@ -92,7 +92,7 @@ def samples(question: Check, evidence: Evidence) -> Check:
 
 @check(
     "parameters",
-    "trainable parameters, and those that ever got a gradient",
+    "trainable parameters, and those that got a gradient",
     "Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
     "processes refuse them.",
 )
@@ -106,7 +106,7 @@ def parameters(question: Check, evidence: Evidence) -> Check:
 @check(
     "gradient",
     "each step's gradient against a plain PyTorch loop's",
-    "The trainer does not hand the optimizer what the loss says: look for code that changes gradients, "
+    "The optimizer does not get the gradient of the loss: look for code that changes gradients, "
     "weights the micro-batches or draws random numbers before the loss.",
 )
 def gradient(question: Check, evidence: Evidence) -> Check:
@@ -117,8 +117,8 @@ def gradient(question: Check, evidence: Evidence) -> Check:
 @check(
     "accumulation",
     "",
-    "A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by "
-    "the number of micro-batches or add up where the mean is meant.",
+    "A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by the number "
+    "of micro-batches, or sum instead of averaging.",
 )
 def accumulation(question: Check, evidence: Evidence) -> Check:
     """One big batch against its micro-batches."""
@@ -137,8 +137,8 @@ def accumulation(question: Check, evidence: Evidence) -> Check:
 @check(
     "tail",
     "",
-    "The last, smaller step of an epoch is dropped or weighted wrongly: divide by the samples that are "
-    "there, not by a batch size of the recipe.",
+    "The last, smaller step of an epoch is dropped or weighted wrongly: divide by the actual number of samples, not by "
+    "the recipe's batch size.",
 )
 def tail(question: Check, evidence: Evidence) -> Check:
     """An epoch's last step, which has fewer samples."""
@@ -158,7 +158,7 @@ def tail(question: Check, evidence: Evidence) -> Check:
 @check(
     "processes",
     "",
-    "What is computed depends on the number of processes or the rank: look for a world size in the loss, "
+    "The computation depends on the number of processes or the rank: look for a world size in the loss, "
     "a learning rate or a batch that is scaled by it, or state that only one process has.",
 )
 def processes(question: Check, evidence: Evidence) -> Check:
@@ -183,11 +183,11 @@ def processes(question: Check, evidence: Evidence) -> Check:
 @check(
     "learning-rate",
     "each step's rate, and the schedule's peak, against the recipe",
-    "The rate is scaled once too often: optimizer.lr is for the global batch as given, whatever the number "
-    "of processes and micro-batches.",
+    "The rate is scaled twice: optimizer.lr is for the given global batch, for any number of processes and "
+    "micro-batches.",
 )
 def learning_rate(question: Check, evidence: Evidence) -> Check:
-    """The recipe's rate, scaled by its own rule and by nothing else."""
+    """The recipe's learning rate, scaled only by its own rule."""
     gaps = [
         (
             abs(rate - wanted) / wanted if wanted else abs(rate),
@@ -201,7 +201,7 @@ def learning_rate(question: Check, evidence: Evidence) -> Check:
 @check(
     "moving-average",
     "the saved average against its definition",
-    "The moving average is not updated, or more than once a step, or from other weights than those after the step.",
+    "The moving average is not updated, or more than once a step, or not from the weights after the step.",
 )
 def moving_average(question: Check, evidence: Evidence) -> Check:
     """The average of the weights after each optimizer step, by its definition."""
@@ -227,12 +227,12 @@ def moving_average(question: Check, evidence: Evidence) -> Check:
 
 @check(
     "training-mode",
-    "each module's mode where it learns and where it is scored",
-    "Something calls eval() or train() and does not put back what was: whoever evaluates restores each "
-    "module's mode; a model's factory returns it in training mode.",
+    "each module's mode in training and in evaluation",
+    "Something calls eval() or train() without restoring the mode: code that evaluates must restore each module's "
+    "mode; a model's factory returns it in training mode.",
 )
 def training_mode(question: Check, evidence: Evidence) -> Check:
-    """Training mode where it is learned, evaluation mode where it is scored, and back."""
+    """Training mode during training, evaluation mode during scoring, and back."""
     for run in evidence.as_asked:
         for rank, notes in enumerate(run.ranks):
             if not notes.micro_batches:
@@ -258,7 +258,7 @@ def training_mode(question: Check, evidence: Evidence) -> Check:
     "in training mode, and let it draw from torch's generator.",
 )
 def dropout(question: Check, evidence: Evidence) -> Check:
-    """Everything that is to drop something does, and not the same at every step."""
+    """Every dropout drops something, and differs between steps."""
     places = dropouts(evidence.plain.network)
     if not places:
         options = evidence.recipe.model.options.items()
@@ -281,8 +281,8 @@ def dropout(question: Check, evidence: Evidence) -> Check:
 @check(
     "buffers",
     "BatchNorm statistics on all processes, scored and saved",
-    "Each process has statistics of its own where they are scored or saved: what is scored then depends on "
-    "who scores it. Register them as buffers, and let the trainer make them equal.",
+    "Each process has its own statistics when they are scored or saved, so the score depends on the process. "
+    "Register them as buffers, and let the trainer make them equal.",
 )
 def buffers(question: Check, evidence: Evidence) -> Check:
     """The same buffers on every process where they count."""
@@ -306,11 +306,11 @@ def buffers(question: Check, evidence: Evidence) -> Check:
 @check(
     "metric",
     "the last evaluation against its samples scored one by one",
-    "A mean of batch means, or samples that were padded or left out: score() returns one value for each "
+    "Cause: a mean of batch means, or padded or omitted samples. score() returns one value for each "
     "sample, and the trainer divides once.",
 )
 def metric(question: Check, evidence: Evidence) -> Check:
-    """What an evaluation says of weights, against the same weights scored sample by sample."""
+    """An evaluation of weights, compared with the same weights scored sample by sample."""
     if not evidence.sizes.evaluation_samples:
         return question.not_applicable("nothing is evaluated")
     gaps, ended_runs = [], [run for run in evidence.as_asked if not run.trouble]
@@ -333,10 +333,10 @@ def metric(question: Check, evidence: Evidence) -> Check:
 @check(
     "run",
     "the steps of each short run",
-    "A run of this recipe does not come to its end; the checks above say what was found until then.",
+    "A run of this recipe does not finish; the checks above show what was found so far.",
 )
 def ended(question: Check, evidence: Evidence) -> Check:
-    """Every run came to its end."""
+    """Every run finished."""
     for run in evidence.runs:
         taken = len(run.ranks[0].steps) if run.ranks else 0
         if run.trouble or taken != evidence.sizes.steps:
@@ -460,7 +460,7 @@ def _gaps(
 
 def _worst(question: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
     if not gaps:
-        return question.failed("no such step was taken")
+        return question.failed("there was no such step")
     limit = evidence.nature.limit
     run, step, worst = next((gap for gap in gaps if not gap[2].relative <= limit), gaps[0])
     if worst.relative <= limit:
@@ -473,7 +473,7 @@ def _worst(question: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
 _LIMIT_RATE = 1e-12
 _LIMIT_AVERAGE = 1e-9
 _LIMIT_METRIC = 1e-5
-_NO_END = "no run came to its end; see run"
+_NO_END = "no run finished; see run"
 
 
 def _rates(evidence: Evidence) -> Iterator[tuple[str, float, float]]:

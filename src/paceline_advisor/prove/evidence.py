@@ -59,15 +59,15 @@ class Nature:
 
 
 def look(runner: Runner) -> Nature:
-    """Find out what a recipe's network is like, by a few forward and backward passes."""
+    """Examine a recipe's network by a few forward and backward passes."""
     whole = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.global_batch)
     double, numbers, usual, most = _numbers(runner)
     runner = replace(runner, double=double)
     with contextlib.closing(Plain(whole, runner.orders("look"))) as plain:
         if has_sparse_gradients(plain.network):
             raise RecipeError(
-                "prove compares gradients number by number, and sparse ones are not taken apart yet; prove the recipe "
-                "with dense ones (model.options={sparse: false}), which come to the same."
+                "prove compares gradients number by number, and sparse ones are not supported yet; prove the recipe "
+                "with dense ones (model.options={sparse: false}), which give the same result."
             )
         normed, dropped, batch = norms(plain.network), dropouts(plain.network), plain.first_batch()
         nature = Nature(
@@ -123,18 +123,18 @@ def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
         return "the network or the loss draws random numbers that cannot be switched off"
     with torch.no_grad():
         if plain.loss(batch, 0).item() != loss(0):
-            return "what the network keeps of earlier micro-batches takes part in the loss"
+            return "the loss depends on state from earlier micro-batches"
     alone = plain.answers(rows_of(batch, range(min(micro_batch, len(batch.ids)))))
     together = plain.answers(batch)
     if alone is None or together is None:
         return ""
     gap = (alone - together[:micro_batch]).abs().max() / together.abs().max().clamp_min(1e-30)
-    return "" if gap <= limit else "the network's answer to a sample depends on the others in its micro-batch"
+    return "" if gap <= limit else "the network's output for a sample depends on the others in its micro-batch"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """The runs of a recipe, and the plain loops they are held against.
+    """The runs of a recipe, and the plain loops they are compared with.
 
     Attributes:
         recipe: What the user asked.

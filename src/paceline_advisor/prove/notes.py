@@ -23,11 +23,11 @@ Verdict = Literal["passed", "failed", "not applicable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One comparison, and how it came out.
+    """One comparison, and its result.
 
     Attributes:
         name: What it is about.
-        compared: What was held against what.
+        compared: What was compared with what.
         verdict: ``passed``, ``failed`` or ``not applicable``.
         difference: What was measured: a relative difference, or how many of something; None if nothing was.
         limit: The largest difference that passes.
@@ -57,7 +57,7 @@ class Check:
         return replace(self, found=found)
 
     def not_applicable(self, reason: str) -> Check:
-        """The check where it has nothing to say."""
+        """The check when it does not apply."""
         return replace(self, verdict="not applicable", found=reason, advice="")
 
 
@@ -173,7 +173,7 @@ class Observed:
         recipe: What it was asked.
         folder: Where its notes are, and below it its run directory.
         processes: How many it had.
-        trouble: Why it did not come to its end; empty if it did.
+        trouble: Why it did not finish; empty if it did.
         batches: The training batches of a run in this process, by step and logical rank.
     """
 

@@ -105,11 +105,11 @@ class ProveReport:
 
 
 def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
-    """Run a recipe for a few steps in several ways, and hold them against one another and against plain PyTorch.
+    """Run a recipe for a few steps in several ways, and compare them with each other and with plain PyTorch.
 
     Args:
         asked: What to prove.
-        tell: Is told what happens, a line at a time.
+        tell: Receives progress lines.
 
     Raises:
         PacelineError: If the recipe is wrong, or its data too few.
@@ -131,8 +131,8 @@ def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
             if not sizes.has_single_samples:
                 raise
             raise RecipeError(
-                f"there are so few training samples that a micro-batch of the proof would have only one, and {error} "
-                "Give more data, or fewer --processes."
+                f"with so few training samples, a micro-batch of the proof would have only one, and {error} Give "
+                f"more data, or fewer --processes."
             ) from None
         runner = replace(runner, double=nature.double)
         checks = _judge(runner, nature, plans, tell)
@@ -176,7 +176,7 @@ def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callabl
     parts = runner.here("micro-batches", micro_batch=sizes.micro_batch, alter=rest)
     asked = parts
     if not nature.is_at_rest:
-        tell("training with the network as it is")
+        tell("training with the unchanged network")
         asked = runner.here("as-asked", micro_batch=sizes.micro_batch)
     for run in (whole, parts, asked):
         if not run.ranks[0].steps:
@@ -213,6 +213,6 @@ def _several(runner: Runner, asked: Observed, tell: Callable[[str], None]) -> tu
     if bare:
         return None, f"several processes refuse parameters without a gradient: {named(bare)}"
     if not can_find_descendants():
-        return None, "the processes of a run are found in /proc, which only Linux has"
+        return None, "finding a run's processes needs /proc, which only Linux has"
     tell(f"training in {count} processes")
     return runner.in_processes(f"{count}-processes"), ""

@@ -53,15 +53,14 @@ def witness(recipe: Recipe) -> Witness:
 
 
 class Witness(Task):
-    """A task that passes everything on to another one, and notes what it is asked.
+    """A task that forwards everything to another one, and records its calls.
 
     Only three things differ from the task itself: there are fewer samples, the network computes in float64 if told
     so, and ``alter`` may change the network before it is used.
 
     Attributes:
         task: The task itself.
-        orders: What it is told.
-        batches: Training batches as they came, by step and logical rank.
+        orders: Its settings. batches: Training batches as they came, by step and logical rank.
     """
 
     def __init__(self, task: Task, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:

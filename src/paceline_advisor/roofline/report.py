@@ -241,8 +241,7 @@ class RooflineReport:
         least_seconds: The least time of one micro-batch and the update, each operator by itself.
         products_seconds: Of this, operators with products: as if all others were fused into them.
         arithmetic_seconds: Of the model's arithmetic alone.
-        notices: What the user should know.
-        top: How many layers are shown.
+        notices: Notices for the user. top: How many layers are shown.
     """
 
     recipe: str
@@ -273,7 +272,7 @@ class RooflineReport:
 
     @property
     def best_fused_mfu(self) -> float:
-        """The same if all operators without products were fused into those with."""
+        """The same if all other operators were fused into matrix products."""
         return self.arithmetic_seconds / self.products_seconds if self.products_seconds else 0.0
 
     def phases(self) -> dict[str, dict[str, float]]:
@@ -290,7 +289,7 @@ class RooflineReport:
         }
 
     def headline(self) -> tuple[str, ...]:
-        """What a step comes to, in sentences."""
+        """A step's totals, in sentences."""
         peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
         samples, flops = self.micro_batch, self.found.model_flops
         ceilings = (
@@ -302,7 +301,7 @@ class RooflineReport:
             f"({flops / samples / 1e9:.4g} for a sample) and moves {self.found.bytes_moved / 1e9:.4g} GB. With the "
             f"update it cannot take less than {self.least_seconds * 1e3:.4g} ms: at most "
             f"{samples / self.least_seconds:,.0f} samples/s and an MFU of {self.best_mfu:.1%}, or "
-            f"{self.best_fused_mfu:.1%} if all operators without products were fused into those with."
+            f"{self.best_fused_mfu:.1%} if all other operators were fused into matrix products."
         )
         return ceilings, f"({self.device.source}.)", step
 
@@ -314,8 +313,8 @@ class RooflineReport:
             said.append(
                 f"{len(low.layers)} depthwise or narrowly grouped convolution{'s' * several} ({low.layers[0]}"
                 f"{', …' * several}): {low.intensity:.1f} FLOP/byte against a ridge of {self.ridge:.1f}, "
-                f"{low.flops_share:.1%} of the FLOPs and {low.seconds_share:.1%} of the least time. Their memory is "
-                "what takes it; a larger batch does not help."
+                f"{low.flops_share:.1%} of the FLOPs and {low.seconds_share:.1%} of the least time. Memory bounds "
+                "them; a larger batch does not help."
             )
         # Layers whose sizes do not divide, those that take most time first.
         seconds = {(each.layer, each.phase): each.seconds for each in self.layers}

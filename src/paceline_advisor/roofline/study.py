@@ -111,9 +111,7 @@ def choose(name: str | None) -> Device:
         here = torch.cuda.get_device_name()
         found = recognise(here)
         if found is None:
-            raise RecipeError(
-                f"device: '{here}' is not in the table of devices; name one that is like it: --device NAME."
-            )
+            raise RecipeError(f"device: '{here}' is not in the table of devices; name a similar one: --device NAME.")
         return found
     return this_cpu()
 

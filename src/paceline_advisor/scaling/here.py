@@ -47,7 +47,7 @@ def measure(
         together: Shares to measure on that many devices.
         threads: Of each process, by the number of processes; empty where processes do not compute on cores.
         rounds: Turns of each.
-        say: Told of the progress.
+        say: Receives progress messages.
 
     Returns:
         One device's step with each share of ``alone``, and samples per second of those of ``together``, but of one
@@ -148,7 +148,7 @@ def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
                 group.start([*words, str(rank)], name=f"process {rank}", stdout=subprocess.DEVNULL, stderr=errors)
             ending = group.wait(_LIMIT_SECONDS, after_failure=1.0)
         if ending.reason == "time":
-            raise LaunchError(f"{processes} processes did not exchange messages in {_LIMIT_SECONDS} s.")
+            raise LaunchError(f"{processes} processes did not exchange messages within {_LIMIT_SECONDS} s.")
         answer = Path(folder) / "answer.json"
         if not answer.exists():
             cause = f"{ending.failed[0].name}: {ending.failed[0].ending}" if ending.failed else "there is no result"

@@ -1,4 +1,4 @@
-"""What decides how a network scales: gradients in the order of their arrival, blocks, arithmetic.
+"""Properties that determine how a network scales: gradients in the order of their arrival, blocks, arithmetic.
 
 The network is built without memory (torch's ``meta`` device), called once and sent back, so that nothing is computed.
 """
@@ -94,7 +94,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
     found = _counted(network, facts) or _counted_as_the_task_does(plain)
     costs = _costs(network, found)
     if found is None:
-        notices.append("the network could not be called without its data: layers are weighed by their parameters")
+        notices.append("the network could not be called without its data: layers are weighted by their parameters")
     moving = [] if found is None else [each for each in found.works if each.bytes_moved or each.flops]
     parameters = list(network.parameters())
     return Subject(

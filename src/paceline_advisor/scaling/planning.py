@@ -107,7 +107,7 @@ class TrainingPlan:
 
     Attributes:
         report: The prediction behind it.
-        chosen: What to take; None if nothing tried does it, or where one device's rate is only a bound.
+        chosen: The choice; None if no candidate meets the target, or one device's rate is only a bound.
         choices: Everything tried.
         nearest: What comes nearest, where nothing does it; on a bound, the least that could.
         recipe_batch: The recipe's global batch.
@@ -140,11 +140,9 @@ class TrainingPlan:
         """Show every number of GPUs tried, and the one chosen or nearest in full."""
         said = []
         if self.report.is_bound:
-            said = [
-                "Nothing is chosen by a bound that no GPU reaches; give one GPU's --throughput. The least that could:"
-            ]
+            said = ["No choice from a bound that no GPU reaches; give one GPU's --throughput. The smallest candidate:"]
         elif self.chosen is None:
-            said = ["Nothing tried does it; this comes nearest:"]
+            said = ["No configuration meets the target; the closest:"]
         choice = self.chosen or self.nearest
         found, cluster = choice.row.prediction, self.report.cluster
         grown = found.samples != self.recipe_batch
@@ -152,8 +150,8 @@ class TrainingPlan:
             "GPUs": f"{found.devices} on {cluster.title}; {-(-found.devices // cluster.devices_per_node)} node(s)",
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
-            "global batch": f"{found.samples:,}" + f" in place of the recipe's {self.recipe_batch:,}" * grown,
-            "learning rate": f"{choice.learning_rate:g}" + f" in place of the recipe's {self.recipe_lr:g}" * grown,
+            "global batch": f"{found.samples:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
+            "learning rate": f"{choice.learning_rate:g}" + f" instead of the recipe's {self.recipe_lr:g}" * grown,
             "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
             "cost": "" if choice.row.cost is None else f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}",
             "warning": choice.warning,
@@ -192,9 +190,9 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
         )
         if not found:
             title = scaling.cluster.title
-            notices = (f"{title}: its devices' memory is unknown; whether a batch fits was not looked at",)
+            notices = (f"{title}: its devices' memory is unknown; memory was not checked",)
     except PacelineError as error:
-        notices = (f"whether a batch fits into memory is not known: {error}",)
+        notices = (f"it is unknown whether a batch fits into memory: {error}",)
     scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
     report = scaling.report()
     if wanted.budget is not None and report.price is None:
@@ -271,12 +269,12 @@ def _rate(batch: int, recipe: Recipe, wanted: Plan) -> tuple[float, str]:
         return rate, ""
     if wanted.lr_rule == "none" and asked.lr_scaling == "none":
         return rate, (
-            f"the batch is {batch:,} in place of {own:,}, and the learning rate stays {asked.lr:g}: choose an --lr-rule"
+            f"the batch is {batch:,} instead of {own:,}, and the learning rate stays {asked.lr:g}: choose an --lr-rule"
         )
     if batch > CRITICAL_BATCH:
         return rate, (
-            f"a batch of {batch:,} is beyond the critical {CRITICAL_BATCH:,} of ImageNet's classifiers: as many epochs "
-            "train worse"
+            f"a batch of {batch:,} exceeds the critical {CRITICAL_BATCH:,} of ImageNet classifiers: the same epochs "
+            "reach a lower accuracy"
         )
     if batch > LARGEST_WITHOUT_LOSS:
         return rate, (

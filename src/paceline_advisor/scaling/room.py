@@ -66,7 +66,7 @@ def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | No
     if batch_per_device is not None:
         return {size: Share(size, batch_per_device, 1) for size in sizes}
     if recipe.batch.growth:
-        raise RecipeError("batch.growth changes the step while training goes on; leave it out, or use --batch-per-gpu.")
+        raise RecipeError("batch.growth changes the step during training; leave it out, or use --batch-per-gpu.")
     found = {}
     for size in sizes:
         micro = micro_batch_size(recipe, size)
@@ -143,7 +143,7 @@ def rooms(
             if not room.fits and strategy == "ddp" and can_shard:
                 spread = _room(recipe, job, share, memory, "fsdp")
                 if spread.fits:
-                    found[size] = replace(spread, why=f"not even one sample fits beside a replica; {spread.why}")
+                    found[size] = replace(spread, why=f"not even one sample fits with a replica; {spread.why}")
     return found
 
 

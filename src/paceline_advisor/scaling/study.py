@@ -41,15 +41,15 @@ from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A training loop beside its devices.
+    """A training loop apart from its devices.
 
     Attributes:
-        name: What it is asked for by.
+        name: Its name on the command line.
         waits: How often in a step its host waits for the device, by precision: in fp32 and TF32, bf16, fp16.
         seconds_per_sample: Time of one core for reading and varying an image, all cores at work.
         seconds_per_tensor: What wrapping a network in DDP adds to the host's work for each parameter tensor.
         loaders_per_device: Loader processes of each device, by cluster; others take as many as there are cores.
-        source: Where this stands.
+        source: The source.
     """
 
     name: str
@@ -224,13 +224,11 @@ class ScaleReport:
                 cells.append("" if row.measured is None else _shown_rate(row.measured.middle))
                 cells.append("" if row.error is None else f"{row.error:+.1%}")
             rows.append(cells)
-        meaning = (
-            "  Predicted. The range: what more devices add costs half or twice as much, and the model errs by 8 %."
-        )
+        meaning = "  Predicted. The range: added costs of more devices halved or doubled, and a model error of 8 %."
         if self.is_bound:
             meaning = (
-                "  One GPU's rate cannot be beaten, nor its multiple by several; neither is to be expected: give one "
-                "GPU's --throughput."
+                "  These are upper bounds for one GPU and its multiples, not expected rates: give one GPU's "
+                "--throughput."
             )
         return Shown(
             title=f"{self.recipe} ({self.parameters:,} parameters, {self.precision}) on {self.cluster.title}",
@@ -290,7 +288,7 @@ def _shown_rate(value: float) -> str:
 
 
 def scale(asked: Scale, say: Log) -> ScaleReport:
-    """Predict, and measure beside it what this machine allows.
+    """Predict, and measure what this machine allows.
 
     Raises:
         PacelineError: If something in it is unknown, or does not fit together.
@@ -306,7 +304,7 @@ class Scaling:
     Args:
         loaded: What is trained.
         asked: What to predict.
-        say: Told what goes on.
+        say: Receives progress messages.
         subject: What is known of its network already.
 
     Attributes:
@@ -357,7 +355,7 @@ class Scaling:
         if cluster.shares_cores and asked.cluster is None and max(asked.sizes) > _MOST_HERE:
             raise RecipeError(
                 f"--world-sizes {max(asked.sizes)}: without --cluster, the link between processes of this machine is "
-                f"measured with as many of them, {_MOST_HERE} at the most; name a cluster, or ask for fewer."
+                f"measured with that many, at most {_MOST_HERE}; name a cluster, or ask for fewer."
             )
         if asked.measure and asked.cluster is not None and not is_here(cluster.device):
             raise RecipeError(
@@ -365,7 +363,7 @@ class Scaling:
             )
 
     def report(self) -> ScaleReport:
-        """Work it out."""
+        """Compute the prediction."""
         asked, notices = self._asked, list(self.subject.notices)
         busy = busy_in_words()  # before its own processes are
         alone, together = self._measured()
@@ -402,9 +400,9 @@ class Scaling:
         if self._strategies != asked.strategies:
             told.append(f"FSDP {self.subject.unsharded}")
         if asked.has_figure and asked.one_gpu_batch is None and asked.batch_per_gpu is None:
-            told.append(f"one device's figure is taken to be of {self._figure_batch} samples; see --one-gpu-batch")
+            told.append(f"one device's figure is assumed to be for {self._figure_batch} samples; see --one-gpu-batch")
         if host.seconds_per_sample and host.cores_per_device is None:
-            told.append(f"{self.cluster.title}: its processor cores are unknown; data are taken to arrive in time")
+            told.append(f"{self.cluster.title}: its processor cores are unknown; data is assumed to arrive in time")
         return told
 
     def _row(self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None) -> Row:
@@ -483,7 +481,7 @@ class Scaling:
         device, work = self.device, self.subject.work
         if device is None or work is None:
             raise RecipeError(
-                f"what one device of {self.cluster.title} does is not known; give --throughput SAMPLES-PER-SECOND or "
+                f"the speed of one device of {self.cluster.title} is unknown; give --throughput SAMPLES-PER-SECOND or "
                 "--step-seconds SECONDS."
             )
         ceilings = Ceilings(device, tf32_of(self._recipe.train.float32_matmul))

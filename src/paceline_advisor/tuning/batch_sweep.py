@@ -163,7 +163,7 @@ def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
     loaded = load_recipe(asked.recipe, asked.overrides)
     recipe = loaded.recipe
     if recipe.batch.growth:
-        raise RecipeError("batch.growth changes the batch on the way, and a sweep compares fixed ones; leave it out.")
+        raise RecipeError("batch.growth changes the batch during a run, but a sweep compares fixed ones; leave it out.")
     if recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
     target = Target.parse(asked.to).of(recipe)
@@ -181,7 +181,7 @@ def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
     _check_plans(asked, recipe, wanted)
     missing = [each for each in wanted if each not in book.runs]
     if len(missing) < len(wanted):
-        log(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there already")
+        log(f"{len(wanted) - len(missing)} of {len(wanted)} runs are already done")
     book.open()
     with tempfile.TemporaryDirectory(prefix="paceline-s") as scratch:
         for number, key in enumerate(missing, start=1):
@@ -207,7 +207,11 @@ def in_words(run: SweepRun) -> str:
     what = f"batch {run.batch}, rate {run.lr:.3g}, seed {run.seed}"
     if run.trouble:
         return f"{what}: {run.trouble}"
-    return f"{what}: {run.steps:.0f} steps to the target" if run.reached else f"{what}: not there after {run.steps:.0f}"
+    return (
+        f"{what}: {run.steps:.0f} steps to the target"
+        if run.reached
+        else f"{what}: target missed after {run.steps:.0f}"
+    )
 
 
 def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, float, int]]) -> None:
@@ -223,11 +227,11 @@ def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, 
             made = _recipe_of(asked, without_initial_weights(recipe), batch, lr, seed)
             samples = plan_run(made, build_task(made), machine, world).train_samples
         except RecipeError as error:
-            raise RecipeError(f"--batch-sizes: no run can be made with {batch}: {error}") from error
+            raise RecipeError(f"--batch-sizes: a run with {batch} is not possible: {error}") from error
         if batch > samples:
             raise RecipeError(
                 f"--batch-sizes: a step of {batch:,} samples cannot be made of an epoch of {samples:,}, and its rate "
-                "would be that of another batch; give sizes up to that."
+                "would be for another batch; give sizes up to that."
             )
 
 
@@ -324,11 +328,11 @@ class _Book:
             told = head.get("target")
             runs = [SweepRun(**row) for row in rows]
         except (ValueError, TypeError, AttributeError) as error:
-            raise RunDirectoryError(f"'{path}' is not what sweep-batch has written ({error}); remove it.") from error
+            raise RunDirectoryError(f"'{path}' was not written by sweep-batch ({error}); remove it.") from error
         if head != self._head:
             raise RunDirectoryError(
-                f"'{path}' holds the runs of another sweep (to {told}, or of a recipe that was changed "
-                "since); name another --output, or remove it."
+                f"'{path}' holds the runs of another sweep (to {told}, or of an older version of the recipe); name "
+                f"another --output, or remove it."
             )
         # One that failed is tried again: what was in its way may be gone.
         self.runs = {run.key: run for run in runs if not run.trouble}
@@ -365,12 +369,12 @@ def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float
 
 _LAW = (
     "One law in three spellings: (S / S_min - 1) (E / E_min - 1) = 1 for steps S and samples E, steps = S_min "
-    "(1 + B_crit / B), and epochs = epochs_min (1 + B / B_crit). At the knee, B_crit, a run takes twice the fewest "
-    "steps and twice the fewest samples (McCandlish et al. 2018)."
+    "(1 + B_crit / B), and epochs = epochs_min (1 + B / B_crit). At the knee, B_crit, a run takes twice the minimum of "
+    "steps and twice the minimum of samples (McCandlish et al. 2018)."
 )
 _STEPS = (
-    "Steps to the target lie between two evaluations, the last one that was not good enough and the first that was: in "
-    "between, the metric is taken to change evenly."
+    "Steps to the target lie between two evaluations, the last one below it and the first that met it; in between, the "
+    "metric is interpolated linearly."
 )
 
 
@@ -441,7 +445,7 @@ class SweepReport:
         name: Of the recipe.
         target: In words.
         seeds: Runs of each.
-        rules: In the order asked for.
+        rules: In the requested order.
         notes: What to know of it.
         runs: Every one.
     """
@@ -487,7 +491,7 @@ def sweep_batch(asked: SweepBatch, log: Log) -> SweepReport:
 
 
 def conclude(swept: Swept) -> SweepReport:
-    """Bring a sweep's runs together."""
+    """Combine a sweep's runs."""
     asked = swept.asked
     rules = [_of_rule(swept, rule) for rule in asked.lr_rules]
     runs = sorted(swept.runs.values(), key=lambda run: run.key)
@@ -533,8 +537,8 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
     coarse = sum(run.reached and run.evaluations == 1 for run in runs)
     if coarse:
         notes.append(
-            f"{coarse} runs were at the target when they were first evaluated, and may have been there long before; "
-            "set a shorter evaluate.every, or a harder target."
+            f"{coarse} runs met the target at their first evaluation, and may have met it long before; set a "
+            f"shorter evaluate.every, or a harder target."
         )
     failed = [run for run in runs if run.trouble]
     if failed:
@@ -542,8 +546,8 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
     recipe = swept.loaded.recipe
     if recipe.schedule.name not in ("constant", "step"):
         notes.append(
-            f"schedule.name={recipe.schedule.name} ends with the run, so that steps to the target depend on how long a "
-            "run may be; schedule.name=constant does not."
+            f"schedule.name={recipe.schedule.name} ends with the run, so steps to the target depend on the run's "
+            "length; use schedule.name=constant."
         )
     ghosts = recipe.model.ghost_batch_norm
     models = {each: with_batch(recipe, each, swept.asked.processes).model for each in sorted(swept.asked.batch_sizes)}
@@ -560,18 +564,18 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
 
 
 def knee_in_words(result: RuleResult) -> str:
-    """Where the knee is, as one sentence."""
+    """The position of the knee, as one sentence."""
     if result.law is None:
         return f"no knee: {result.why}"
     knee, tried = result.law.critical_batch, [row.samples_per_step for row in result.rows]
     off = f"the law is off by {100 * result.law.worst:.0f} % at most"
     if knee.low == 0 and math.isinf(knee.high):
-        return f"knee unknown: the runs bound it on neither side, more seeds or a wider range of batches would; {off}"
+        return f"knee unknown: the runs bound it on neither side; use more seeds or a wider range of batches; {off}"
     if math.isinf(knee.high):
-        return f"knee above {knee.low:.3g} samples: the batches tried do not reach it; {off}"
+        return f"knee above {knee.low:.3g} samples: it is above all batches tried; {off}"
     if knee.low == 0:
-        return f"knee below {knee.high:.3g} samples: the batches tried are all beyond it; {off}"
-    outside = "" if min(tried) <= knee.middle <= max(tried) else ", outside of the batches tried"
+        return f"knee below {knee.high:.3g} samples: it is below all batches tried; {off}"
+    outside = "" if min(tried) <= knee.middle <= max(tried) else ", outside the batches tried"
     return f"knee at {knee.middle:.3g} samples ({knee.low:.3g} to {knee.high:.3g}){outside}; {off}"
 
 

@@ -89,7 +89,7 @@ class Taken:
 
 
 def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
-    """Take the steps of a range test; a collective. Every process sees the same losses, and ends at the same step."""
+    """Train the steps of a range test; a collective. Every process sees the same losses, and ends at the same step."""
     # Momentum and weight decay stay what the optimizer was built with, and so what the recipe's first step has.
     run.schedules = Schedules(
         learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
@@ -145,7 +145,7 @@ _FAR = 0.001
 _ENDINGS: Mapping[Ending, str] = {
     "highest": "all steps were taken",
     "diverged": "the loss diverged",
-    "not_finite": "the loss, or the gradient, became infinite or no number",
+    "not_finite": "the loss or the gradient became infinite or NaN",
 }
 
 
@@ -175,7 +175,7 @@ class RangeTest:
         ending: ``highest``, ``diverged`` or ``not_finite``.
         skipped: Steps that fp16 left out, and took with the next batch.
         suggestions: By rule: median, trough, valley, steepest, minimum, slide.
-        notes: What a reader must know to use them.
+        notes: Notes needed to use them.
         rule: The suggestion that the user chose.
         applied: What was written to the file that the user named, in words.
     """
@@ -230,8 +230,8 @@ class RangeTest:
             RecipeError: If the curve has no such point.
         """
         lr, before, why = self.lr(rule), self.recipe.optimizer.lr, self.suggestion(rule).rule
-        head = f"# {self.name}, with what `paceline find-lr` suggested:\n"
-        head += f"#   optimizer.lr={lr:g} in place of {before:g}  ({rule}: {why})\n"
+        head = f"# {self.name}, as suggested by `paceline find-lr`:\n"
+        head += f"#   optimizer.lr={lr:g} instead of {before:g} ({rule}: {why})\n"
         return head + to_yaml(stored_recipe(to_tree(self.recipe), "the recipe", {"optimizer.lr": lr}))
 
     def to_json(self) -> dict[str, Any]:
@@ -308,13 +308,13 @@ def find_lr(
         overrides: ``{"batch.global_size": 128}`` or ``["batch.global_size=128"]``.
         task: A :class:`paceline.Task` subclass, or any function from a recipe to a task, instead of the one the recipe
             names.
-        quiet: Say nothing meanwhile.
+        quiet: Print no progress.
         settings: ``lowest``, ``highest`` (learning rates), ``steps``, ``shape`` (``exponential`` or ``linear``),
             ``smoothing``, ``divergence``.
 
     Raises:
         PacelineError: For every mistake in the recipe, the data or the settings.
-        TrainingError: If not even the first loss is a number.
+        TrainingError: If even the first loss is not finite.
     """
     sweep = Sweep(**settings)
     say = (lambda _: None) if quiet else print
@@ -326,7 +326,7 @@ def measure(asked: FindLr, log: Log) -> RangeTest:
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
-        TrainingError: If not even the first loss is a number, or it was asked to stop.
+        TrainingError: If even the first loss is not finite, or it was asked to stop.
     """
     rule = asked.suggestion
     found = replace(range_test(load_recipe(asked.recipe, asked.overrides), asked.sweep, say=log), rule=rule)
@@ -341,17 +341,17 @@ def measure(asked: FindLr, log: Log) -> RangeTest:
 def range_test(
     loaded: LoadedRecipe, sweep: Sweep, *, task: TaskMaker | None = None, say: Callable[[str], None] = lambda _: None
 ) -> RangeTest:
-    """Do a range test of a recipe; a collective of all processes of the world this one finds itself in.
+    """Do a range test of a recipe; collective: every rank must call this.
 
     Args:
         loaded: The recipe.
         sweep: How.
         task: Makes the task, instead of the one the recipe names.
-        say: Told what goes on, on the first process.
+        say: Receives progress messages, on the first process.
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
-        TrainingError: If not even the first loss is a number, or it was asked to stop.
+        TrainingError: If even the first loss is not finite, or it was asked to stop.
         KeyboardInterrupt: For Ctrl-C where it is alone.
     """
     world = read_launch(os.environ).world
@@ -368,12 +368,12 @@ def range_test(
         if world.world_size == 1 and stop == signal.SIGINT.name:
             raise KeyboardInterrupt
         raise TrainingError(
-            f"the range test was ended by {stop or 'another process'} after {len(taken.losses)} steps; it has no "
-            "result, and has changed nothing."
+            f"the range test was stopped by {stop or 'another process'} after {len(taken.losses)} steps; it has no "
+            "result, and changed nothing."
         )
     if not taken.losses:
         raise TrainingError(
-            "the loss of the very first step is no number, before any rate has had an effect: look at the data, the "
+            "the loss of the first step is not finite, before any rate has had an effect: check the data, the "
             "network and the precision (train.precision)."
         )
     suggestions = suggest(taken.rates, taken.losses, smoothing=sweep.smoothing, steps=sweep.steps)
@@ -427,9 +427,8 @@ def _notes(
         )
     elif chosen < _FAR * (own := facts["optimizer_lr"] * facts["lr_factor"]):
         yield (
-            f"the suggestion is {own / chosen:,.0f} times below the recipe's own rate: of weights that are trained "
-            "already the loss hardly falls, and the first batches decide where; try more --steps or another seed "
-            "before it is believed"
+            f"the suggestion is {own / chosen:,.0f} times below the recipe's own rate: with trained weights the loss "
+            "hardly falls, and the first batches decide where; try more --steps or another seed before using it"
         )
     averages = smoothed(taken.losses, sweep.smoothing)
     if taken.ending == "highest" and averages.index(min(averages)) >= _NEAR_THE_END * len(averages):
@@ -440,13 +439,13 @@ def _notes(
             f"(lr_scaling={recipe.optimizer.lr_scaling}) to get them, and is written before that"
         )
     if recipe.schedule.warmup.value:
-        yield "the test rises by itself and has no warm-up; a peak rate reached by schedule.warmup may bear more"
+        yield "the test has no warm-up; a peak rate reached with schedule.warmup may be higher"
     if recipe.batch.growth:
-        yield "the batch's first size was tested, not what batch.growth makes of it"
+        yield "the initial batch size was tested, not the sizes of batch.growth"
     if recipe.model.unfreeze:
-        yield "what model.frozen holds was held in all steps; model.unfreeze comes later"
+        yield "parameters in model.frozen were frozen in all steps; model.unfreeze applies later"
     if recipe.model.freeze_after:
-        yield "what model.freeze_after holds later was trained in all steps"
+        yield "parameters in model.freeze_after were trained in all steps"
     if recipe.data.progressive.start_size is not None:
         yield "images had the first size of data.progressive, unless the test went through its epochs"
 
@@ -454,10 +453,10 @@ def _notes(
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 _METHOD = (
-    "The recipe was trained for some steps as it begins, from its first weights, with a learning rate that rises from "
-    "step to step (Smith 2015). The loss of a step is that before its update, over all its samples. The rules look at "
-    "the smoothed losses, without the first tenth and the last five, with fastai's definitions. A rate is a place to "
-    "begin from, not the best there is: what trains well to the end of a run is known only by training."
+    "The recipe was trained for some steps from its initial weights, with a learning rate that rises from step to step "
+    "(Smith 2015). A step's loss is measured before its update, over all its samples. The rules look at "
+    "the smoothed losses, without the first tenth and the last five, with fastai's definitions. A suggested rate is a "
+    "starting point, not the optimum: only full training shows what works to the end of a run."
 )
 
 

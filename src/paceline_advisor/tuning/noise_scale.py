@@ -50,7 +50,7 @@ _FEW = 8
 
 @dataclass(frozen=True, kw_only=True)
 class NoisePoint:
-    """What was measured at one set of weights.
+    """The measurement at one set of weights.
 
     Attributes:
         step: Of the checkpoint; 0 for fresh weights.
@@ -99,7 +99,7 @@ class NoiseReport:
     unit: str = "samples"
 
     def costs(self) -> dict[str, float] | None:
-        """What the recipe's own batch costs beside the best, by the last point; None where that is not known."""
+        """Cost of the recipe's batch relative to the best, by the last point; None where that is not known."""
         found = self.points[-1].averages.noise_scale()
         if found is None:
             return None
@@ -178,7 +178,7 @@ class NoiseReport:
                 Text(
                     "The noise scale is the variance of one sample's gradient over the squared length of the true one "
                     "(McCandlish et al. 2018). Up to batches of about that size, a larger batch saves steps nearly in "
-                    "proportion; far above, it only costs samples."
+                    "proportion; far above, it only costs more samples."
                 ),
             ],
             ok=bool(known) or "no noise scale was found at any of the weights; give more --steps.",
@@ -216,8 +216,8 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
     ):
         if not isinstance(run.strategy, Replicas):
             raise RecipeError(
-                "the noise scale is measured on whole gradients, and here the weights are spread over processes "
-                "(fsdp); measure it with parallel.strategy=ddp, or with one process."
+                "the noise scale is measured on whole gradients, and here the weights are sharded (fsdp); measure "
+                "it with parallel.strategy=ddp, or with one process."
             )
         plan = run.plan
         steps = min(asked.steps, plan.total_steps)
@@ -247,8 +247,11 @@ def in_words(point: NoisePoint, unit: str = "samples") -> str:
     """A point as one line."""
     found = point.averages.noise_scale()
     if found is None:
-        return f"step {point.step}: the gradient cannot be told from noise in {point.steps} batches; give more --steps"
-    high = f"{found.high:.3g}" if math.isfinite(found.high) else "beyond all bounds"
+        return (
+            f"step {point.step}: the gradient cannot be separated from noise in {point.steps} batches; give more "
+            f"--steps"
+        )
+    high = f"{found.high:.3g}" if math.isfinite(found.high) else "unbounded"
     return f"step {point.step}: noise scale {found.middle:.3g} {unit} ({found.low:.3g} to {high})"
 
 
@@ -259,7 +262,7 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
     store = CheckpointStore(directory.checkpoints)
     if not store.steps():
         raise RunDirectoryError(
-            f"the run in '{target}' holds no checkpoint, at whose weights the noise could be measured; wait for "
+            f"the run in '{target}' holds no checkpoint at which to measure the noise; wait for "
             f"one, or give {directory.recipe} to measure it at fresh weights."
         )
     return [(step, store.path(step)) for step in store.steps()]
@@ -276,14 +279,14 @@ def _cut(recipe: Recipe, processes: int) -> Recipe:
     if not open_ and fixed_logical_ranks(recipe) == 1:
         key = "parallel.logical_ranks" if recipe.batch.micro_size == "auto" else "batch.micro_size"
         raise RecipeError(
-            f"{key} makes one micro-batch of a step's {batch} samples, and the noise is measured between two or more; "
-            f"give {key}=auto, which cuts the batch for this."
+            f"{key} makes one micro-batch of a step's {batch} samples, but measuring the noise needs two or more; give "
+            f"{key}=auto, which splits the batch."
         )
     if not open_ or batch % processes:
         return recipe
     counts = [count for count in range(max(2, processes), batch + 1) if batch % count == 0 and count % processes == 0]
     if not counts:
-        raise RecipeError(f"batch.global_size={batch} cannot be cut into micro-batches to compare; use a larger one.")
+        raise RecipeError(f"batch.global_size={batch} cannot be split into micro-batches to compare; use a larger one.")
     large = [count for count in counts if batch // count >= _FEW]
     count = min(large or counts[:1], key=lambda count: abs(count - max(_PARTS, processes)))
     micro = batch // count

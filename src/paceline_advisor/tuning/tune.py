@@ -1,4 +1,4 @@
-"""Hyper-parameter search by Optuna: each trial is an ordinary run in a directory of its own.
+"""Hyper-parameter search with Optuna: each trial is an ordinary run in its own directory.
 
 ``--output`` holds Optuna's journal and the run directories. A search that was killed continues with the same command:
 the run that was under way resumes from its checkpoint.
@@ -54,7 +54,7 @@ Search = Mapping[str, list[Any] | dict[str, Any]]
 
 
 def tune(asked: Tune, log: Log) -> TuneReport:
-    """Make the trials that are still to be made, and bring all of them together.
+    """Run the remaining trials, and combine all of them.
 
     Raises:
         PacelineError: For a mistake in the recipe or the search, before the first trial.
@@ -68,7 +68,7 @@ def tune(asked: Tune, log: Log) -> TuneReport:
         try:
             load_recipe(asked.recipe, [*asked.overrides, as_override(key, value)])
         except RecipeError as error:
-            raise RecipeError(f"{asked.search}: {key}: {value} is no value of it: {error}") from error
+            raise RecipeError(f"{asked.search}: {key}: {value} is not valid: {error}") from error
     if recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: trials are compared by their evaluations; give it an interval.")
     task = build_task(recipe)
@@ -113,7 +113,7 @@ def read_search(path: Path) -> Search:
         if why := _why_no_space(space):
             raise RecipeError(
                 f"--search {path}: {key}: {why}; give a list of choices, or {{low: A, high: B}} with log: true or "
-                "step: C if wanted."
+                "step: C if needed."
             )
     return found
 
@@ -121,7 +121,7 @@ def read_search(path: Path) -> Search:
 def _why_no_space(space: Any) -> str:
     if isinstance(space, list):
         plain = all(each is None or isinstance(each, bool | int | float | str) for each in space)
-        return "" if space and plain else "a choice must be a number, a text, true, false or null"
+        return "" if space and plain else "a choice must be a number, a string, true, false or null"
     if not isinstance(space, dict) or not {"low", "high"} <= space.keys() <= {"low", "high", "log", "step"}:
         return f"found {space!r}"
     numbers = [space[name] for name in ("low", "high", "step") if name in space]
@@ -289,7 +289,7 @@ class TuneReport:
             subtitle=f"{self.asked.recipe}, {format_count(len(self.trials))} trials",
             blocks=blocks,
             on_page=[self._chart(key, ranked) for key in keys],
-            ok=bool(ranked) or "no trial ran to its end.",
+            ok=bool(ranked) or "no trial finished.",
         )
 
     def _chart(self, key: str, ranked: Sequence[optuna.trial.FrozenTrial]) -> Chart:

@@ -29,7 +29,7 @@ def test_what_the_strategy_refuses_is_said_and_left_out(examined: Examined, tmp_
     assert {"log_every_step", "unfused_pointwise"} <= {each.name for each in diagnosis.findings}
     made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
     assert [each.name for each in made.met] == ["log_every_step"]
-    assert "model.compile=true does not go with parallel.strategy=fsdp" in made.left_out["unfused_pointwise"]
+    assert "model.compile=true does not work with parallel.strategy=fsdp" in made.left_out["unfused_pointwise"]
     better = load_recipe(tmp_path / "better.yaml").recipe
     assert (better.model.compile, str(better.telemetry.log_every)) == (False, "10 steps")
 
@@ -50,7 +50,7 @@ def test_changes_that_go_alone_but_not_together(clean: Any, tmp_path: Path) -> N
     often, rarely = ({"telemetry.log_every": f"{steps} steps"} for steps in (20, 30))
     for one, other, said in (
         (compiled, thawed, "model.compile=true"),
-        (often, rarely, "telemetry.log_every is changed to 20 steps already"),  # two changes of one key
+        (often, rarely, "telemetry.log_every is already changed to 20 steps"),  # two changes of one key
     ):
         path = tmp_path / f"{len(said)}.yaml"
         diagnosis = replace(clean, findings=(finding("one", one), finding("other", other)))

@@ -201,5 +201,5 @@ def test_a_barrier_with_a_point_that_is_no_number_is_not_known() -> None:
     assert loss_barrier([0, 0.5, 1], [1, math.inf, 1]) == math.inf
     assert Line(curves={}, barrier={"train": 0.5, "validation": math.nan}).in_words() == (
         "the loss rises above the line between the two by 0.5 (train); how far it rises is not known for validation: "
-        "the loss is no number somewhere on the way"
+        "the loss is not finite somewhere on the path"
     )

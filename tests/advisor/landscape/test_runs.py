@@ -62,7 +62,7 @@ def test_a_whole_look_leaves_the_run_as_it_was(trained: Trained) -> None:
     assert [title.split(",")[0] for title in titles][-3:] == [
         "Loss around the weights",
         "Loss around the weights",
-        "The run's way",
+        "The run's path",
     ]
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_had_is_said_in_one_sentence(trained: Trained, tmp_path: 
     assert any("no trajectory" in note for note in looked(few, points=3).notes)
     with pytest.raises(PacelineError, match="give two"):
         looked(run, measure=("line",))
-    with pytest.raises(PacelineError, match=r"there is no line .* is 4x1x3x3 in the one and 8x1x3x3 in the other"):
+    with pytest.raises(PacelineError, match=r"there is no line .* is 4x1x3x3 in one and 8x1x3x3 in the other"):
         looked(run, other, measure=("line",))
     with pytest.raises(PacelineError, match="--grid has no effect on --measure curve"):
         looked(run, measure=("curve",), grid=5)
@@ -206,7 +206,7 @@ def test_points_that_are_no_numbers_are_told_and_left_out_of_charts(trained: Tra
     report = looked(trained("a"), measure=("curve", "surface"), reach=1e30, batch_norm="stored")
     (found,) = report.runs
     assert [math.isfinite(each) for each in found.curve.values["loss"]] == [False, True, False]
-    assert any("no number at 10 of 12 points" in note for note in report.notes)
+    assert any("not finite at 10 of 12 points" in note for note in report.notes)
     shown = next(
         each for each in report.__paceline__().blocks if isinstance(each, Chart) and "Loss around" in each.title
     )

@@ -69,7 +69,7 @@ def test_all_ranks_of_a_trial_are_held_to_their_limit() -> None:
 def test_what_fails_for_another_reason_is_no_answer() -> None:
     asked = ground(None)
     asked.recipe = replace(asked.recipe, model=replace(asked.recipe.model, name="no_such_network", options={}))
-    with pytest.raises(TrainingError, match="a trial of 4 samples failed, and not for want of memory: unknown model"):
+    with pytest.raises(TrainingError, match="a trial of 4 samples failed, but not for lack of memory: unknown model"):
         asked.fits(4)
 
 

@@ -36,7 +36,7 @@ def test_the_newer_name_is_heard_and_the_option_too() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("garbage_collection_threshold:0.8", "garbage_collection_threshold:0.8 gives back what is unused a little"),
+        ("garbage_collection_threshold:0.8", "garbage_collection_threshold:0.8 frees unused memory slightly"),
         ("backend:cudaMallocAsync", "backend:cudaMallocAsync is another allocator"),
         ("per_process_memory_fraction:0.5", "per_process_memory_fraction:0.5 is not in the estimate"),
     ],

@@ -265,7 +265,7 @@ def test_kernels_that_nobody_has_watched_are_named(monkeypatch: pytest.MonkeyPat
     assert asked("cpu").notices == ()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     (said,) = asked("cpu").notices
-    assert said.startswith("what convolutions take inside was watched on processors with AVX-512 only")
+    assert said.startswith("the internal memory of convolutions was measured only on processors with AVX-512")
     assert asked("h100").notices == ()
     own_network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     assert asked("cpu", **_dunder(NETWORK)).notices == ()

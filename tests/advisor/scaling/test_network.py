@@ -138,7 +138,7 @@ def test_a_network_that_cannot_be_called_is_weighed_by_its_parameters(monkeypatc
     recipe = load_recipe("digits", ("model.name=odd_network:odd", "model.options=null")).recipe
     found = describe(recipe)
     assert found.flops_per_sample is None
-    assert any("weighed by their parameters" in each for each in found.notices)
+    assert any("weighted by their parameters" in each for each in found.notices)
     assert sum(each.size_bytes for each in found.network.gradients) == (64 * 10 + 10) * 4
 
 

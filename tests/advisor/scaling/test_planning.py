@@ -122,7 +122,7 @@ def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "Give --deadline"),
+        ({}, "give --deadline"),
         ({"deadline": 1.0, "rule": "linear"}, "--batch-per-gpu"),
         ({"budget": 5.0, "price": None}, "give --price-per-gpu-hour"),
     ],

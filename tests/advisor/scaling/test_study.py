@@ -65,8 +65,8 @@ def test_a_detector_is_predicted_without_what_it_refuses() -> None:
     scaling = Scaling(loaded, asked, print)
     report = scaling.report()
     assert [row.strategy for row in report.rows] == ["single", "ddp"]
-    assert any("FSDP does not go with task=detection" in each for each in report.notices)
-    with pytest.raises(RecipeError, match="--strategy fsdp does not go with task=detection"):
+    assert any("FSDP does not work with task=detection" in each for each in report.notices)
+    with pytest.raises(RecipeError, match="--strategy fsdp does not work with task=detection"):
         Scaling(loaded, replace(asked, strategy="fsdp"), print, subject=scaling.subject)
 
 

@@ -98,13 +98,16 @@ def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: st
         ("[1]", "names no timm architecture"),
         ({"architectures": ["BertModel"]}, "names no timm architecture"),
         ({"architecture": "os:system"}, "names no timm architecture"),
-        *(({**CONFIG, "pretrained_cfg": said}, "not as timm writes it") for said in (3, {"input_size": [3]})),
-        ({**CONFIG, "model_args": [1]}, "not as timm writes it"),
-        ({**CONFIG, "model_args": {"checkpoint_path": "evil.pth"}}, "has checkpoint_path, which is no argument"),
+        *(({**CONFIG, "pretrained_cfg": said}, "not in timm's format") for said in (3, {"input_size": [3]})),
+        ({**CONFIG, "model_args": [1]}, "not in timm's format"),
+        (
+            {**CONFIG, "model_args": {"checkpoint_path": "evil.pth"}},
+            "has checkpoint_path, which is not a network argument",
+        ),
         ({**CONFIG, "model_args": {"pretrained_cfg_overlay": {"url": "x"}}}, "has pretrained_cfg_overlay"),
         ({**CONFIG, "model_args": {"global_pool": ""}}, "global_pool off"),
         *(
-            ({**CONFIG, "label_names": said}, "not one text")
+            ({**CONFIG, "label_names": said}, "not one string")
             for said in (["cat"], [None, "a"], ["\ud800", "a"], {"1": "a"})
         ),
         ({**CONFIG, "num_classes": 10**30}, "no tensor of model.safetensors has as many rows"),

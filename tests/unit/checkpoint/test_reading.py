@@ -169,11 +169,11 @@ def test_a_manifest_cannot_name_a_component_elsewhere(checkpoint: Path, name: st
         (lambda m: m.update(facts={"$tuple": []}), "facts are not an object"),
         (lambda m: m.update(components=[]), "'components'"),
         (lambda m: m["components"].update(counters=None), "'tensors'"),
-        (lambda m: m["components"]["model"]["tensors"]["w"].update(shape=[-1]), "where a shape should be"),
+        (lambda m: m["components"]["model"]["tensors"]["w"].update(shape=[-1]), "where a shape is expected"),
         (lambda m: m["components"]["model"]["tensors"]["w"].update(dtype=1), "'dtype'"),
         (
             lambda m: m["components"]["model"]["files"]["model.json"].update(sha256="x"),
-            "where a SHA-256 should be",
+            "where a SHA-256 is expected",
         ),
         (lambda m: m["components"]["model"].update(tensors={}), "lists the files"),
         (

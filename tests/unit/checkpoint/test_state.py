@@ -150,7 +150,7 @@ def test_tied_weights_return_tied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model", "manifest", "../x", ""])
 def test_a_taken_or_impossible_name_is_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"registered twice|cannot name a component"):
+    with pytest.raises(CheckpointError, match=r"registered twice|is not a valid component name"):
         registry_of(model=Counter()).add(name, Counter())
 
 

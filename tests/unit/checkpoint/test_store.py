@@ -115,7 +115,7 @@ def test_a_replacement_cut_short_leaves_one_whole_checkpoint(tmp_path: Path, als
 
 @pytest.mark.parametrize("name", ["manifest", "../model", "a/b", "", ".hidden", "1st", "a.b"])
 def test_a_component_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot name a component"):
+    with pytest.raises(CheckpointError, match="is not a valid component name"):
         CheckpointStore(tmp_path).save(1, {name: {}}, {})
     assert names(tmp_path) == []
 
@@ -269,7 +269,7 @@ def test_a_damaged_best_file_is_an_error_that_names_it(tmp_path: Path, text: str
 
 def test_best_with_entries_of_other_types_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text(json.dumps({"step": "1", "metric": "loss", "value": 1.0}))
-    with pytest.raises(CheckpointError, match="other types"):
+    with pytest.raises(CheckpointError, match="the wrong types"):
         CheckpointStore(tmp_path).read_best()
 
 
@@ -304,7 +304,7 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_not_damaged(tmp_path: Path) -> 
     disk = link_elsewhere(store, 1, 3, 4).rename(tmp_path / "unmounted")
     for attempt in (store.newest_whole, lambda: read_weights(store.directory)):
         with pytest.raises(
-            UnreadableError, match=r"step-00000004 is a link to .*disk/step-00000004, which is not there"
+            UnreadableError, match=r"step-00000004 is a link to .*disk/step-00000004, which does not exist"
         ):
             attempt()
     assert store.steps() == [1, 2, 3, 4]

@@ -59,7 +59,7 @@ def test_shared_memory_for_all_that_is_kept_ready(sixteen_mib: Path) -> None:
     (warning,) = look_at_machine(replace(fits, prefetch=3), sixteen_mib).warnings
     assert warning == (
         "the batches that 1 loader process (data.workers=1, data.prefetch=3) keep ready can take 24.0 MiB of shared "
-        f"memory, and {sixteen_mib} has 16.0 MiB free; when none is left, the run ends: give it "
+        f"memory, and {sixteen_mib} has 16.0 MiB free; a run fails when it is full: give it "
         f"more (docker run --shm-size=1g; in Kubernetes an emptyDir of medium Memory at {sixteen_mib}), or lower "
         "data.workers, data.prefetch or batch.micro_size."
     )
@@ -99,7 +99,7 @@ def test_file_descriptors(highest: int, change: str) -> None:
     program = [sys.executable, "-c", LIMITED, "128", str(highest)]
     done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=60)
     assert "16 loader processes (data.workers=16, data.prefetch=8) may need " in done.stdout
-    assert f"open files in a process, and 128 are allowed: {change}" in done.stdout
+    assert f"open files per process, and 128 are allowed: {change}" in done.stdout
     enough = [sys.executable, "-c", LIMITED, "4096", "4096"]
     assert subprocess.run(enough, capture_output=True, text=True, check=True, timeout=60).stdout == "\n"
 
@@ -109,7 +109,7 @@ def test_more_workers_than_cores_are_told() -> None:
     assert look_at_machine(replace(SMALL, workers=cores)).warnings == ()
     (warning,) = look_at_machine(replace(SMALL, workers=cores + 1)).warnings
     assert warning.startswith(
-        f"{cores + 1} loader processes (data.workers={cores + 1}) are asked for, and {cores} core"
+        f"{cores + 1} loader processes (data.workers={cores + 1}) are requested, and {cores} core"
     )
     # One for each rank is what the least of recipes has.
     assert look_at_machine(replace(SMALL, processes=cores + 1)).warnings == ()
@@ -166,5 +166,5 @@ for backend in backends:
 def test_shared_memory_that_cannot_be_written_to(sixteen_mib: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", sixteen_mib], check=True)
     refusal = look_at_machine(SMALL, sixteen_mib).refusal
-    assert refusal.endswith(f"{sixteen_mib} cannot be written to: mount it so that it can, or set data.workers=0.")
+    assert refusal.endswith(f"{sixteen_mib} cannot be written to: mount it writable, or set data.workers=0.")
     assert look_at_machine(replace(SMALL, workers=0), sixteen_mib).refusal == ""

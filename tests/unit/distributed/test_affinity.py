@@ -117,7 +117,7 @@ def test_a_container_lends_a_part(tmp_path: Path) -> None:
     # A GPU on the socket of which nothing is lent: whatever there is.
     other = read_topology(frozenset([2, 3]), tmp_path)
     assert format_cpus(own_cores("socket", other, 0, [1]).cpus) == "2-3"
-    with pytest.raises(RecipeError, match="a core of its own, and there are 2 near 4 of them; use"):
+    with pytest.raises(RecipeError, match="its own core, and there are 2 near 4 of them; use"):
         own_cores("contiguous", lent, 0, EIGHT_GPUS)
 
 
@@ -145,7 +145,7 @@ def test_lists_of_cpus_are_read_and_written() -> None:
 
 def test_slurm_may_have_bound_the_tasks_already() -> None:
     environ = {"SLURM_STEP_ID": "0", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
-    with pytest.raises(RecipeError, match="Slurm has bound each task to cores of its own"):
+    with pytest.raises(RecipeError, match="Slurm has already bound each task to cores"):
         choose_cores("contiguous", World(world_size=2, local_world_size=2), torch.device("cpu"), environ)
     assert choose_cores("none", World(), torch.device("cpu"), environ) is None
 

@@ -92,7 +92,7 @@ def test_ranks_that_end_well_one_after_another_are_left_in_peace(launch: Callabl
 def test_a_rank_that_stays_after_another_has_failed_is_ended_sooner(launch: Callable[..., Any]) -> None:
     result, _, err = ended(launch("sys.exit(3)", FOR_EVER, AFTER_FAILURE="0.2"))
     assert result == 1
-    assert err == "paceline: rank 0 ended with exit code 3 and left no message\n"
+    assert err == "paceline: rank 0 ended with exit code 3 and no message\n"
 
 
 # A launcher in which something happens right after its first rank was started.

@@ -53,7 +53,7 @@ def test_a_rank_that_died_while_meeting_is_replaced(server: dist.TCPStore) -> No
 
 
 def test_the_missing_are_named(server: dist.TCPStore) -> None:
-    with pytest.raises(LaunchError, match=r"rank\(s\) 1, 3 of 4 did not come within"):
+    with pytest.raises(LaunchError, match=r"rank\(s\) 1, 3 of 4 did not arrive within"):
         meet(server, [0, 2], 4, seconds=5)
 
 

@@ -57,7 +57,9 @@ def test_modules_that_share_a_parameter_gather_together() -> None:
     network = nn.Sequential(blocks, nn.Linear(3, 3))
     check_sharded(network, parallel())
     blocks[1][0].weight = blocks[0][0].weight
-    with pytest.raises(ModelError, match=r"0\.0\.0\.weight is used by 0\.0 and 0\.1, which gather their weights apart"):
+    with pytest.raises(
+        ModelError, match=r"0\.0\.0\.weight is used by 0\.0 and 0\.1, which gather their weights separately"
+    ):
         check_sharded(network, parallel())
     check_sharded(network, parallel(shard_modules=("0",)))
 
@@ -68,7 +70,7 @@ def test_networks_that_cannot_be_spread() -> None:
             super().__init__(3, 3)
             self.scale = nn.Parameter(torch.ones(()))
 
-    with pytest.raises(ModelError, match="cannot spread scale, which is a single number"):
+    with pytest.raises(ModelError, match="cannot shard scale, which is a single number"):
         check_sharded(Scaled(), parallel())
     with pytest.raises(ModelError, match=r"the network has torch.float32 and torch.float64"):
         check_sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double()), parallel())

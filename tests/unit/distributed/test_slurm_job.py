@@ -103,7 +103,7 @@ def run_with_stand_ins(
 def test_the_exit_code_is_that_of_the_run(tmp_path: Path, code: int) -> None:
     done = run_with_stand_ins(job_script(SINGLE), tmp_path, f"exit {code}")
     assert done.returncode == code
-    assert "back into the queue" not in done.stdout
+    assert "requeueing" not in done.stdout
 
 
 REQUEUE = 'case "$1" in show) echo "JobState=RUNNING PreemptTime=None" ;; *) echo "did $*" ;; esac'
@@ -116,7 +116,7 @@ def test_a_job_that_was_asked_to_make_room_goes_back_into_the_queue(tmp_path: Pa
     done = run_with_stand_ins(job_script(SINGLE), tmp_path, TOLD.format(signal="USR1", code=code), REQUEUE)
     assert done.returncode == 0, done.stdout
     assert "did requeue 7" in done.stdout
-    assert "go on from the newest checkpoint in /runs/my run\n" in done.stdout
+    assert "resume from the newest checkpoint in /runs/my run\n" in done.stdout
 
 
 @pytest.mark.parametrize(("signal", "code"), [("USR1", 0), ("USR1", 1), ("USR1", 2), ("TERM", 75), ("TERM", 0)])
@@ -231,7 +231,7 @@ def test_a_time_limit_that_leaves_no_time_is_refused() -> None:
     check_time(Shape(nodes=1, tasks_per_node=1, time="3:01"))
     with pytest.raises(LaunchError, match="--time 3 is 180 s, but the run is asked to stop 120 s before its end"):
         check_time(Shape(nodes=1, tasks_per_node=1, time="3"))
-    with pytest.raises(LaunchError, match="--time soon is no time limit of Slurm's"):
+    with pytest.raises(LaunchError, match="--time soon is not a Slurm time limit"):
         check_time(Shape(nodes=1, tasks_per_node=1, time="soon"))
 
 
@@ -257,5 +257,5 @@ def test_a_directory_has_the_name_of_its_override() -> None:
 
 def test_without_slurm_the_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"there is no sbatch here; submit /runs/slurm-job\.sh where Slurm is"):
+    with pytest.raises(LaunchError, match=r"sbatch is not installed here; submit /runs/slurm-job\.sh where Slurm is"):
         submit(Path("/runs/slurm-job.sh"))

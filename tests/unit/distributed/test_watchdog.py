@@ -170,7 +170,7 @@ def test_how_long_all_may_stand_still(pair: Pair, tmp_path: Path, how: str, at_l
     _, err = process.communicate(timeout=50)
     assert process.returncode == 1
     assert at_least - 0.5 < time.monotonic() - begun < 30
-    assert "All stand still in forward of step 1 (parallel.timeout is 1.0 s)." in err
+    assert "All are stuck in forward of step 1 (parallel.timeout is 1.0 s)." in err
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no process can be stopped here")

@@ -202,7 +202,7 @@ def test_a_file_is_whole_or_not_there(here: Path) -> None:
     with answer_file(Path("a.jsonl"), LABELS) as file:
         file.write(rows)
     assert [each.name for each in here.iterdir()] == ["a.jsonl"]
-    with pytest.raises(DataError, match="exists already"), answer_file(Path("a.jsonl"), LABELS):
+    with pytest.raises(DataError, match="already exists"), answer_file(Path("a.jsonl"), LABELS):
         pass
 
 
@@ -226,7 +226,7 @@ def test_boxes_in_csv(here: Path) -> None:
         (("--output", "a.txt"), "must end in .jsonl, .csv or .parquet"),
         (("--output", "nowhere/a.csv"), "there is no directory 'nowhere'; create it"),
         (("--stdin-image",), "--stdin-image is for the source - alone"),
-        (("--draw", "found"), "these weights find none"),
+        (("--draw", "found"), "these weights predict neither"),
     ],
 )
 def test_what_has_no_effect_is_refused(
@@ -300,7 +300,7 @@ def test_onnx_files_that_are_none_or_not_ours(onnx_file: Callable[..., Path], he
         (Path("x.onnx"), "cannot be opened by ONNX Runtime"),
         (Path("y.onnx"), "does not exist"),
         (onnx_file(data=""), "'data'"),
-        (onnx_file(data='{"tokenizer": {}}'), "labels no images"),
+        (onnx_file(data='{"tokenizer": {}}'), "is not an image classifier"),
         (onnx_file(data="[]"), "'data'"),
     ):
         with pytest.raises((CheckpointError, DataError), match=words):

@@ -231,7 +231,7 @@ def test_paths_from_standard_input_are_asked_for_as_they_come(tmp_path: Path, mo
             return [f"{tmp_path}/1.png\n".encode(), b"\n", b"no such file.png\n"][self.asked % 3 - 1]
 
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n\n")))
-    with pytest.raises(DataError, match=r"no path came on standard input \(-\); give"):
+    with pytest.raises(DataError, match=r"standard input \(-\) has no path; give"):
         pictures_of([Path("-")], LeftOut())
     lines = Lines()
     monkeypatch.setattr("sys.stdin", lines)

@@ -184,7 +184,7 @@ def test_digits_with_adapters_score_as_they_did_in_training(tiny_recipe: Path, t
     ("targets", "said"),
     [
         (("nothing.*",), r"matches 'nothing\.\*'"),
-        (("head",), "the classifier is trained whole"),
+        (("head",), "the classifier is trained in full"),
         (("depthwise",), "neither grouped convolutions"),
         (("attention.*",), "inside torch's MultiheadAttention"),
     ],

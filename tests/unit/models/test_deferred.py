@@ -85,7 +85,7 @@ ODD: dict[str, Callable[[nn.Linear], object]] = {
     "asks": lambda layer: None if layer.weight.is_meta else nn.init.ones_(layer.weight),
     "uses what torch leaves out on its meta device": lambda layer: nn.init.orthogonal_(layer.weight),
     "leaves it": lambda layer: setattr(layer, "weight", nn.Parameter(torch.empty(3, 3))),
-    "has a generator of its own": lambda layer: setattr(layer, "weight", own_draw()),
+    "has its own generator": lambda layer: setattr(layer, "weight", own_draw()),
 }
 
 

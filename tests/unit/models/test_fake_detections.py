@@ -133,6 +133,6 @@ def test_what_depends_on_other_numbers_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "mine", module)
     with (
         fake_step(recipe_of("mine:detector")) as step,
-        pytest.raises(ModelError, match=r"mine:detector cannot be run without its numbers.*in backbone"),
+        pytest.raises(ModelError, match=r"mine:detector cannot be run without values.*in backbone"),
     ):
         step.forward()

@@ -152,7 +152,7 @@ def test_attention_is_kept_unless_it_drops_out(kind: str) -> None:
 def test_networks_without_blocks_and_statistics_of_other_norms_are_named() -> None:
     with pytest.raises(ModelError, match="mine has no repeated blocks"):
         recompute_blocks(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)), "full", name="mine")
-    with pytest.raises(ModelError, match=r"stages.0 has BatchNorm2d, .* a compiled block would take in twice"):
+    with pytest.raises(ModelError, match=r"stages.0 has BatchNorm2d, .* a compiled block would update twice"):
         recompute_blocks(made("own"), "selective", name="own", compiled=True)
 
     class Odd(nn.Module):

@@ -55,7 +55,7 @@ def test_the_signs_do_not_depend_on_the_linear_algebra(monkeypatch: pytest.Monke
 
 def test_images_without_patches_or_numbers_are_refused() -> None:
     assert whitening_filters(torch.ones(4, 3, 8, 8), 2).isfinite().all()  # all alike they will do
-    with pytest.raises(ModelError, match="has no patches to begin from in 4 images of 1 x 1"):
+    with pytest.raises(ModelError, match="finds no patches for its initialisation in 4 images of 1 x 1"):
         whitening_filters(torch.zeros(4, 3, 1, 1), 2)
     with pytest.raises(ModelError, match="not finite"):
         whitening_filters(torch.full((4, 3, 8, 8), torch.nan), 2)

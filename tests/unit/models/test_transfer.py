@@ -28,8 +28,8 @@ def test_what_fits_is_taken_and_the_rest_is_named() -> None:
     assert torch.equal(target[0].weight, source[0].weight)
     assert torch.equal(target[1].running_var, source[1].running_var)
     assert torch.equal(target[3].weight, own)
-    assert "7 of 9 tensors come from old.safetensors; 3.weight, 3.bias begin anew" in said
-    assert "3.weight, 3.bias, extra of it are not used" in said
+    assert "7 of 9 tensors come from old.safetensors; 3.weight, 3.bias are newly initialised" in said
+    assert "3.weight, 3.bias, extra of the source are not used" in said
     with pytest.raises(ModelError, match="no parameter of x fits this network"):
         load_fitting(net(), {"body.weight": torch.zeros(3)}, source="x")
 
@@ -67,7 +67,7 @@ def test_a_run_begins_from_weights_for_other_classes(train_tiny: Any, tiny_task:
     weights = tmp_path / "first.safetensors"
     save_file(read_weights(first.run_dir).state, weights)  # a file of someone else's: without a word about itself
     asked = {"model.initialize_from": str(weights), "train.ema": "off", "optimizer.lr": 1e-30}
-    with pytest.raises(CheckpointError, match="take what fits"):
+    with pytest.raises(CheckpointError, match="load only what fits"):
         train_tiny("strict", asked, task=tiny_task(classes=2))
     second = train_tiny("second", {**asked, "model.initialize_partly": True}, task=tiny_task(classes=2))
     old, new = read_weights(first.run_dir).state, read_weights(second.run_dir).state

@@ -67,7 +67,7 @@ def test_a_window_shorter_than_a_row_would_be_lost_to_a_mask() -> None:
 
 
 def test_a_switch_that_lets_tokens_see_ahead_is_found_out() -> None:
-    with pytest.raises(ModelError, match="its answers depend on tokens that come later"):
+    with pytest.raises(ModelError, match="its outputs depend on later tokens"):
         built("bert", **TINY, intermediate_size=16, is_decoder=False)
 
 
@@ -102,7 +102,7 @@ def test_recomputed_blocks_are_its_layers() -> None:
     ("kind", "options", "said"),
     [
         ("gptt2", {}, r"Did you mean.*gpt2"),
-        ("gpt2", {"n_leyer": 3}, r"n_leyer is no key.*n_layer"),
+        ("gpt2", {"n_leyer": 3}, r"n_leyer is not a key.*n_layer"),
         ("gpt2", {"n_layer": "three"}, "do not fit gpt2"),
         ("gpt2", {"vocab_size": 7}, "vocabulary of 7 tokens"),
         ("gpt2", {"n_positions": 8}, r"8 positions \(n_positions\)"),
@@ -118,5 +118,5 @@ def test_folders_of_no_language_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
         built(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_own", "auto_map": {"AutoConfig": "code.Own"}}))
-    with pytest.raises(ModelError, match="'my_own' is no causal language model"):
+    with pytest.raises(ModelError, match="'my_own' is not a causal language model"):
         built(str(tmp_path))

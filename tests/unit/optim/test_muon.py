@@ -123,8 +123,8 @@ def test_a_network_without_filters_is_refused_and_one_of_filters_alone_is_not() 
         ({"name": "sgd", "rest": None, "unit_filters": True}, "optimizer.unit_filters"),
         ({"betas": [0.9, 0.9]}, "they are for rest=adamw"),
         ({"options": {"ns_steps": 3}}, "they are for the class of rest=adamw"),
-        ({"nesterov": True, "rest_momentum": 0}, "Nesterov's form needs both above 0"),
-        ({"nesterov": True, "momentum": 0}, "Nesterov's form needs both above 0"),
+        ({"nesterov": True, "rest_momentum": 0}, "Nesterov momentum needs both above 0"),
+        ({"nesterov": True, "momentum": 0}, "Nesterov momentum needs both above 0"),
     ],
 )
 def test_what_has_no_effect_is_refused(asked: dict[str, Any], said: str) -> None:

@@ -223,8 +223,8 @@ MISTAKES = {
     "which is 0": {"schedule.weight_decay": {"name": "linear", "end": 0.1}},
     "a momentum is below 1": {"schedule.momentum": {"name": "linear", "end": 1.5}},
     "longer than the run's 9": {"train.until": "10 steps"},
-    "needs a momentum above 0": {"optimizer.momentum": 0, "optimizer.nesterov": True},
-    "clipped in one way": {"optimizer.clip_norm": 1, "optimizer.clip_value": 1},
+    "Nesterov momentum must be above 0": {"optimizer.momentum": 0, "optimizer.nesterov": True},
+    "clipped in only one way": {"optimizer.clip_norm": 1, "optimizer.clip_value": 1},
     "only name=one_cycle": {"schedule.momentum.name": "opposite"},
 }
 

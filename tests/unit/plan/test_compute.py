@@ -103,7 +103,7 @@ def test_cuda_graphs_are_refused_where_they_are_not(
 
 def test_kernels_chosen_by_the_clock_are_refused_where_sums_must_repeat() -> None:
     message = refusal(COMPILE, "model.compile_mode=max-autotune-no-cudagraphs", "train.deterministic=true")
-    assert "train.deterministic=true wants the same sums each time" in message
+    assert "train.deterministic=true requires the same sums each time" in message
 
 
 def test_a_mode_without_compiling_has_no_effect() -> None:

@@ -37,7 +37,7 @@ def test_nothing_is_asked_where_no_log_is() -> None:
 
 @pytest.mark.parametrize("key", ["org", "platform", "division", "status"])
 def test_who_and_where_must_be_stated(key: str) -> None:
-    with pytest.raises(RecipeError, match=rf"nothing is said of telemetry\.submission\.{key}; state them"):
+    with pytest.raises(RecipeError, match=rf"these are not set: telemetry\.submission\.{key}; set them"):
         check({f"telemetry.submission.{key}": None})
 
 
@@ -59,7 +59,7 @@ def test_who_and_where_must_be_stated(key: str) -> None:
     ],
 )
 def test_what_it_does_not_is_refused_and_the_open_division_takes_it(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=r"division=closed: MLPerf Training 4\.0 asks of resnet") as refused:
+    with pytest.raises(RecipeError, match=r"division=closed: MLPerf Training 4\.0 requires for resnet") as refused:
         check(changes)
     assert told in str(refused.value)
     check({**changes, "telemetry.submission.division": "open"})

@@ -81,7 +81,7 @@ def test_logical_ranks_say_the_same_the_other_way_round() -> None:
     contradiction = refusal("batch.global_size=64", "parallel.logical_ranks=4", "batch.micro_size=8")
     assert "batch.micro_size=8 times parallel.logical_ranks=4 is 32, but batch.global_size=64" in contradiction
     assert "divides it, for example 8" in refusal("batch.global_size=64", "parallel.logical_ranks=9")
-    assert "is no whole number of parallel.logical_ranks=4" in refusal("parallel.logical_ranks=4", world_size=8)
+    assert "is not a multiple of parallel.logical_ranks=4" in refusal("parallel.logical_ranks=4", world_size=8)
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(64, 8), (12, 6), (63, 7), (61, 1)])
@@ -90,7 +90,7 @@ def test_an_exact_run_has_as_many_logical_ranks_in_any_world(batch: int, ranks: 
         made = plan("parallel.exact=true", f"batch.global_size={batch}", world_size=world)
         assert (made.strategy, made.logical_ranks, made.threads_per_process) == ("exact", ranks, 1)
         assert made.accumulation_steps == ranks // world
-        assert "with the same bits" in made.reasons["parallel.logical_ranks"]
+        assert "with bit-identical results" in made.reasons["parallel.logical_ranks"]
     refused = refusal("parallel.exact=true", f"batch.global_size={batch}", world_size=5)
     assert "the global batch is never changed" in refused
     assert plan("parallel.exact=true", "parallel.threads=4").threads_per_process == 4
@@ -131,7 +131,7 @@ IMPOSSIBLE = [
     (["batch.global_size=100", "batch.micro_size=30"], 1, "choose a micro_size that divides it, for example 25."),
     (["parallel.strategy=single"], 2, "use ddp, fsdp, auto, or one process."),
     (["parallel.strategy=ddp"], 1, "has no effect with one process; use auto, or --processes 2 or more."),
-    (["train.duration=0 steps"], 1, "train.duration='0 steps' comes to no step at all; give at least '1 steps'."),
+    (["train.duration=0 steps"], 1, "train.duration='0 steps' is less than one step; give at least '1 steps'."),
     (["train.duration=10%"], 1, "cannot be a percentage; give epochs, steps or samples."),
     (["train.duration=1e400 steps"], 1, "train.duration"),
     (["train.duration=5 steps", "schedule.warmup=6 steps"], 1, "schedule.warmup='6 steps' is 6 steps, longer than"),
@@ -145,7 +145,7 @@ IMPOSSIBLE = [
     (
         ["batch.growth={2: 96}", "parallel.logical_ranks=1", *SIXTY_FOUR],
         1,
-        "batch.growth.2=96 is no whole number of the",
+        "batch.growth.2=96 is not a whole number of the",
     ),
     (["batch.growth={2: 64}", *SIXTY_FOUR], 1, "found growth={2: 64}, but each must change the batch's size"),
     (

@@ -1,4 +1,4 @@
-"""Which strategy the memory of a replica leads to, and what does not go with weights that are spread."""
+"""Which strategy the memory of a replica leads to, and what does not work with weights that are spread."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_replica_that_leaves_no_room_is_spread() -> None:
     made = plan(asked, large)
     assert made.strategy == "fsdp"
     assert "take 104 GiB, more than 70% of the 80 GiB" in made.reasons["parallel.strategy"]
-    assert "spread over the processes it is 13 GiB each" in made.reasons["parallel.strategy"]
+    assert "sharded over the processes it is 13 GiB each" in made.reasons["parallel.strategy"]
     assert "parallel.bucket_cap_mb" in made.unused
     assert "parallel.shard_size" not in made.unused
 
@@ -90,13 +90,13 @@ def test_what_was_asked_for_stays() -> None:
         (["optimizer.name=adafactor"], "optimizer.name=adafactor needs whole matrices"),
         (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
         (["optimizer.clip_adaptive=0.01"], "optimizer.clip_adaptive=0.01 compares whole rows"),
-        (["train.precision=fp16"], "train.precision=fp16 scales the loss by what one process finds"),
-        (["parallel.unused_parameters=allow"], "parallel.unused_parameters=allow does not go with"),
-        (["model.compile=true"], "model.compile=true does not go with parallel.strategy=fsdp yet"),
-        (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze does not go with"),
-        (['model.freeze_after={"stem.*": "1 epochs"}'], "model.freeze_after does not go with"),
+        (["train.precision=fp16"], "train.precision=fp16 scales the loss by the gradients of one process"),
+        (["parallel.unused_parameters=allow"], "parallel.unused_parameters=allow does not work with"),
+        (["model.compile=true"], "model.compile=true does not work with parallel.strategy=fsdp yet"),
+        (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze does not work with"),
+        (['model.freeze_after={"stem.*": "1 epochs"}'], "model.freeze_after does not work with"),
         (["optimizer.name=muon", "optimizer.rest=sgd"], "optimizer.name=muon needs whole matrices"),
-        (["model.adapters.rank=4"], "model.adapters does not go with parallel.strategy=fsdp yet"),
+        (["model.adapters.rank=4"], "model.adapters does not work with parallel.strategy=fsdp yet"),
         (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype=bf16 computes in bf16"),
     ],
 )
@@ -128,7 +128,7 @@ def test_one_process_has_nobody_to_share_with() -> None:
 def test_keys_of_what_is_not_done() -> None:
     asked = recipe("parallel.shard_size=2")
     made = plan(asked, BILLION)
-    assert made.unused["parallel.shard_size"] == "parallel.strategy=auto came to ddp, which spreads nothing"
+    assert made.unused["parallel.shard_size"] == "parallel.strategy=auto chose ddp, which shards nothing"
     assert "parallel.bucket_cap_mb" not in made.unused
     spread = recipe("parallel.strategy=fsdp", "parallel.bucket_cap_mb=50")
     assert plan(spread, BILLION).unused["parallel.bucket_cap_mb"] == "fsdp has no buckets"

@@ -46,7 +46,7 @@ def test_without_decay_they_scale_nothing_and_that_is_said(name: str) -> None:
     plain = {"lars": "sgd", "lamb": "adamw"}[name]
     own = {"eps": 1e-6} if name == "lamb" else {}
     assert torch.allclose(moved(name=name, lr=0.1), moved(name=plain, lr=0.1, **own))
-    assert f"it moves like {plain}" in told(name=name)["optimizer.name"]
+    assert f"it acts like {plain}" in told(name=name)["optimizer.name"]
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
@@ -60,5 +60,7 @@ def test_with_something_to_scale_nothing_is_said(name: str, more: dict[str, Any]
 
 def test_an_override_that_means_nothing_is_refused() -> None:
     loaded = load_recipe("digits", {"optimizer": None, "optimizer.name": "lars"})
-    with pytest.raises(RecipeError, match=r"optimizer.name=lars' has no effect: lars scales the steps of what decays"):
+    with pytest.raises(
+        RecipeError, match=r"optimizer.name=lars' has no effect: lars scales the steps of decaying parameters"
+    ):
         loaded.checked(unused(loaded.recipe))

@@ -135,8 +135,8 @@ WRONG = [
     (["seed=1.5"], "seed: found 1.5, but it must be a whole number"),
     ([f"seed={2**63}"], f"seed: found {2**63}, but it must be less than {2**63}"),
     (["batch.micro_size=some"], "batch.micro_size: found 'some', but it must be 'auto' or a whole number"),
-    (["train.duration=5"], "train.duration: found 5, but a duration is a number with its unit: '3 epochs'"),
-    (["evaluate.every=on"], "evaluate.every: found on, but a duration is a number with its unit"),
+    (["train.duration=5"], "train.duration: found 5, but a duration is a number with a unit: '3 epochs'"),
+    (["evaluate.every=on"], "evaluate.every: found on, but a duration is a number with a unit"),
     (["train.precision=fp64"], "train.precision: found 'fp64', but it must be 'auto', 'fp32', 'bf16', 'fp16' or 'fp8'"),
     (["evaluate.metric=true"], "evaluate.metric: found True, but it must be a valid string"),
     (["data.channels=2"], "data.channels: found 2, but it must be 'auto' or 1 or 3"),
@@ -229,12 +229,12 @@ def test_a_key_without_effect_is_refused(overrides: list[str], key: str, needs: 
 
 
 def test_a_tracker_is_named_once() -> None:
-    assert "but each tracker is named once" in refusal("telemetry.trackers=[csv, mlflow, csv]")
+    assert "but each tracker may be named only once" in refusal("telemetry.trackers=[csv, mlflow, csv]")
 
 
 def test_keys_of_a_misspelt_data_set_are_left_to_who_opens_it() -> None:
     loaded = load_recipe("digits", overrides=["data.dataset=imagefolder", "data.path=photos"])
-    with pytest.raises(DataError, match=r"data.dataset is 'imagefolder', .* Did you mean 'image_folder'"):
+    with pytest.raises(DataError, match=r"data.dataset is 'imagefolder'; .* Did you mean 'image_folder'"):
         open_dataset(loaded.recipe.data)
     assert "'data.samples' has no effect" in refusal("data.dataset=digits", "data.samples=4")
 
@@ -376,7 +376,7 @@ def test_a_base_that_cannot_be(base: str, text: str, said: str, tmp_path: Path) 
         ("nowhere/mine.yaml", "there is no file 'nowhere/mine.yaml'. Correct the path, "),
         ("data.path=a/b", "no recipe 'data.path=a/b': it is neither "),
         ("digitz", "no recipe 'digitz'. Did you mean 'digits'? "),
-        ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor a file or run directory "),
+        ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor an existing file or run directory"),
     ],
 )
 def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str, said: str) -> None:

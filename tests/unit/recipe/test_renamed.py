@@ -45,7 +45,7 @@ def test_a_renamed_key_keeps_its_old_name(old: str, new: str, also: list[str], t
 def test_a_key_under_its_old_and_new_name_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "both.yaml"
     file.write_text("data: {dataset: shapes, boxes: {flip: 0}, detection: {flip: 1}}\n")
-    with pytest.raises(RecipeError, match="the old and the new name of one key"):
+    with pytest.raises(RecipeError, match="the old and the new name of the same key"):
         load_recipe(file)
 
 

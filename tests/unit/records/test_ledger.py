@@ -185,7 +185,7 @@ def test_a_ledger_of_other_data_or_of_two_runs_is_refused(tmp_path: Path) -> Non
     with pytest.raises(RunDirectoryError, match=r"holds sample 5, but the training set has 5 samples"):
         count_epochs(tmp_path, 5)
     write(ledger_path(tmp_path, 0), [(1, 0, [0], [])])
-    with pytest.raises(RunDirectoryError, match=r"goes back to epoch 0 at step 1, after epoch 1"):
+    with pytest.raises(RunDirectoryError, match=r"returns to epoch 0 at step 1, after epoch 1"):
         count_epochs(tmp_path, 6)
 
 

@@ -34,7 +34,7 @@ def test_where_no_run_is_found_the_reason_is_told(tmp_path: Path) -> None:
     run.recipe.write_text("task: x\n", encoding="utf-8")
     assert existing_run(run.root) == run
     (tmp_path / "empty").mkdir()
-    asked = "; give the directory of a run that was started, its --run-dir."
+    asked = "; give the directory of a started run, its --run-dir."
     for path, said in (
         (tmp_path / "absent", f"there is no run directory '{tmp_path / 'absent'}'{asked}"),
         (tmp_path / "empty", f"'{tmp_path / 'empty'}' holds no run (no recipe.yaml){asked}"),

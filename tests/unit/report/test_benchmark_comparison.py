@@ -75,7 +75,7 @@ def test_verdicts(tmp_path: Path) -> None:
     assert "A only" in found.lines[5].note
     assert (found.regressed, bool(found.undecided)) == (True, True)
     assert found.differences == {"cpu.model": ("one", "other")}
-    assert "one launch" in found.notes[0]
+    assert "single launch" in found.notes[0]
     json.dumps(found.to_json())
 
 
@@ -105,7 +105,12 @@ def test_two_runs_are_compared_by_their_step_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "holds no result"), ("{", "cannot be read"), ("{}", "no result"), ('{"kind": "latency"}', "no result")],
+    [
+        (None, "holds no benchmark result"),
+        ("{", "cannot be read"),
+        ("{}", "not a benchmark result"),
+        ('{"kind": "latency"}', "not a benchmark result"),
+    ],
 )
 def test_what_is_no_result_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
     good = result(tmp_path / "good", {1: [[1.0, 1.0]]})
@@ -117,7 +122,7 @@ def test_what_is_no_result_is_refused(tmp_path: Path, content: str | None, said:
 
 def test_what_has_nothing_in_common_is_refused(tmp_path: Path) -> None:
     a, b = result(tmp_path / "a", {1: [[1.0, 1.0]]}), result(tmp_path / "b", {2: [[1.0, 1.0]]})
-    with pytest.raises(RunDirectoryError, match="nothing in common"):
+    with pytest.raises(RunDirectoryError, match="no measurement in common"):
         compare(a, b)
     with pytest.raises(RunDirectoryError, match="same kind"):
         compare(a, result(tmp_path / "c", {}, kind="time_to_target"))

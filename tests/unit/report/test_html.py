@@ -125,7 +125,7 @@ def test_a_resumed_run_shows_where(tmp_path: Path, story: Any, write: Any, figur
     told.tell("resume", 10, checkpoint="step-00000010", resumes=1, world_size=1).start(10).record(15).finish(15)
     found = figures(page(write(tmp_path / "run", told)))
     assert [shape["x0"] for shape in found["Loss"]["layout"]["shapes"]] == [10]
-    launches = found["The run by the clock"]["data"][0]
+    launches = found["The run over time"]["data"][0]
     assert len(launches["x"]) == 2
     assert launches["x"] == [3000, 4500]  # ms: what lies between them is no launch
 

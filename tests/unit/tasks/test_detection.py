@@ -270,8 +270,8 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Make, c
         ({"train.label_smoothing": 0.1}, "its own losses"),
         ({"data.image_size": 64}, "data.detection"),
         ({"evaluate.augment": "flip"}, "no effect"),
-        ({"parallel.strategy": "fsdp"}, "does not go with task=detection"),
-        ({"data.detection.short_sides": "off", "data.detection.long_side": 70}, "stay as large as they are"),
+        ({"parallel.strategy": "fsdp"}, "does not work with task=detection"),
+        ({"data.detection.short_sides": "off", "data.detection.long_side": 70}, "pictures keep their size"),
         ({"model.compile": True}, "model.compile=true has no effect with task=detection"),
     ],
 )

@@ -112,7 +112,7 @@ def test_the_teacher_is_no_part_of_the_run(taught: Callable[..., Any], runs: Pat
         (
             ("data={dataset: synthetic, classes: 10, samples: 512, validation_fraction: null, augment: null}",),
             DataError,
-            "a teacher must know the same classes",
+            "a teacher must have the same classes",
         ),
         (("distillation.temperature=2", "distillation.kind=hard"), RecipeError, "it needs distillation.kind=soft"),
     ],
@@ -138,6 +138,6 @@ def test_another_teacher_is_noticed_when_a_run_goes_on(taught: Callable[..., Any
     shutil.copy(mine, moved)
     other = paceline.train("digits", overrides=[*DIGITS, "train.duration=2 steps"], run_dir=runs / "other", quiet=True)
     shutil.copy(read_weights(other.run_dir).path, mine)
-    with pytest.raises(RunDirectoryError, match="began with another teacher"):
+    with pytest.raises(RunDirectoryError, match="started with another teacher"):
         taught("run", source=mine)
     assert taught("run", source=moved).summary.step == 4

@@ -82,7 +82,7 @@ def test_a_cell_of_names_has_any_number_of_them(tmp_path: Path) -> None:
     assert opened(image_table(tmp_path, [*rows, "cat,val"], "image,label,split")).validation.labels.tolist() == [
         [0, 1, 0]
     ]
-    with pytest.raises(DataError, match="held-out images of the class 'cow', and none to train on"):
+    with pytest.raises(DataError, match="held-out images of the class 'cow', but none to train on"):
         opened(image_table(tmp_path, [*rows, "cow,val"], "image,label,split"))
     with pytest.raises(DataError, match="no label in any row"):
         opened(image_table(tmp_path, [",train", ";,train"], "image,label,split"))
@@ -112,22 +112,22 @@ def test_parquet_tables_are_read_alike(tmp_path: Path, kind: str) -> None:
         ({"data.mix.cutmix": 1.0}, "data.mix.cutmix=1 .*use data.mix.mixup"),
         ({"train.loss": "cross_entropy"}, "train.loss=cross_entropy is not a loss of task=image_multilabel; use bce"),
         ({"train.loss": "focal"}, "train.loss=focal is not a loss of task=image_multilabel"),
-        ({"task": "image_classification"}, "figures has any number of labels for an image: use task=image_multilabel"),
+        ({"task": "image_classification"}, "figures has any number of labels per image: use task=image_multilabel"),
         ({"data.dataset": "digits", "data.samples": None}, "data.dataset=digits has one for each"),
         ({"evaluate.thresholds": {"sqare": 0.5}}, "names 'sqare', .*Did you mean 'square'"),
         ({"evaluate.thresholds": 1}, "evaluate.thresholds: found 1, but it must be less than 1"),
         ({"train.loss": "asl", "train.loss_options": {"clip": 1}}, "found clip=1, but it must be a number from 0 to"),
         (
             {"train.label_smoothing": 0.1},
-            "train.label_smoothing=.* has no effect: .* gives an image any number of labels",
+            "train.label_smoothing=.* has no effect: .* assigns any number of labels",
         ),
         (
             {"train.class_weights": "balanced"},
-            "train.class_weights=.* has no effect: .* gives an image any number of labels",
+            "train.class_weights=.* has no effect: .* assigns any number of labels",
         ),
         ({"data.sampling": "balanced"}, "data.sampling=.* has no effect"),
         ({"evaluate.augment": "flip"}, "evaluate.augment=flip has no effect"),
-        ({"evaluate.top_k": 3}, "evaluate.top_k=.* has no effect: .* gives an image any number of labels"),
+        ({"evaluate.top_k": 3}, "evaluate.top_k=.* has no effect: .* assigns any number of labels"),
     ],
 )
 def test_what_it_does_not_do_is_refused(change: dict[str, Any], error: str) -> None:

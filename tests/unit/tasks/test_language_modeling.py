@@ -168,14 +168,14 @@ def test_the_plan_says_of_what_has_no_effect_that_it_is_not_used(recipe: Path) -
         assert {"data.image_size", "data.evaluation_shape", "model.channels_last"} <= set(plan.reasons)
         for key in filter(plan.reasons.__contains__, plan.unused):
             assert key == "schedule.warmup_from" or plan.reasons[key].startswith("not used: "), key
-    assert plan.reasons["data.path"] == "not used: generated samples lie in no file"
+    assert plan.reasons["data.path"] == "not used: generated samples are not in a file"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"model.name": "bert"}, r"bert sees what comes after.* choose model.name=gpt, or the other objective"),
-        ({"data.text.objective": "masked"}, r"gpt sees only what comes before.* choose model.name=bert"),
+        ({"model.name": "bert"}, r"bert sees later tokens.* choose model.name=gpt, or the other objective"),
+        ({"data.text.objective": "masked"}, r"gpt sees only earlier tokens.* choose model.name=bert"),
     ],
 )
 def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides: dict[str, Any], message: str) -> None:
@@ -196,7 +196,7 @@ def test_what_it_writes_follows_from_seed_and_prompt(train: Make, tmp_path: Path
     assert list(
         TextPredictor(read_weights(lone), torch.device("cpu")).write("the ", Sampling(tokens=40, seed=1))
     ) == written(seed=1)
-    with pytest.raises(PacelineError, match="finds no hidden tokens"):
+    with pytest.raises(PacelineError, match="does not fill in masked tokens"):
         predictor.fill("th[MASK]")
 
 
@@ -206,11 +206,11 @@ def test_it_fills_in_what_is_hidden(train: Make) -> None:
     assert len(filled.guesses) == 2
     assert len(filled.guesses[0].texts) == 2
     assert filled.guesses[0].probabilities[0] >= filled.guesses[0].probabilities[1]
-    with pytest.raises(PacelineError, match="the prompt hides nothing"):
+    with pytest.raises(PacelineError, match="the prompt has no mask"):
         predictor.fill("the")
-    with pytest.raises(PacelineError, match="the prompt has 21 tokens, and the model looks at 16"):
+    with pytest.raises(PacelineError, match="the prompt has 21 tokens, but the model takes at most 16"):
         predictor.fill("[MASK]" + 20 * "a")
-    with pytest.raises(PacelineError, match="finds hidden tokens and writes none"):
+    with pytest.raises(PacelineError, match="fills in masked tokens and does not generate text"):
         list(predictor.write("the", Sampling()))
 
 

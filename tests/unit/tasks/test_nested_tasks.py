@@ -258,7 +258,7 @@ def test_what_has_no_meaning_for_it_is_refused_by_name(name: str) -> None:
     train(name, "run", train__duration="2 steps")
     for words, said in (
         (("predict", "run", f"{name}.yaml", "--trust-code"), "no class names"),
-        (("bench", f"{name}.yaml", "--inference"), "asks networks for images"),
+        (("bench", f"{name}.yaml", "--inference"), "measures image networks"),
         (("check-data", f"{name}.yaml"), "of its own"),
         (("evaluate", "run", "--trust-code", "--sizes", "8,9", "--on", "validation"), "--sizes has no effect"),
     ):
@@ -283,5 +283,5 @@ def test_lists_are_not_compiled_for() -> None:
 def test_a_landscape_needs_a_mean_loss_first(nested: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     train("Boxes", "run", train__duration="2 steps")
     monkeypatch.setattr(nested.Boxes, "metrics", nested.Boxes.metrics[::-1])
-    with pytest.raises(PacelineError, match="median_error, is collected and no mean"), trusting_code():
+    with pytest.raises(PacelineError, match="median_error, is not a mean"), trusting_code():
         open_run(Path("run"), Landscape(runs=("run",)), World())

@@ -67,7 +67,7 @@ def test_the_public_names_are_there() -> None:
     [
         ("image_clasification", "unknown task 'image_clasification'. Did you mean 'image_classification'? Known: "),
         ("my_tasks:Halfed", "'my_tasks:Halfed': module 'my_tasks' has no 'Halfed'. Did you mean 'Halved'?"),
-        ("my_tsaks:Halved", "'my_tsaks:Halved': there is no module 'my_tsaks'; it must be importable or lie in "),
+        ("my_tsaks:Halved", "'my_tsaks:Halved': there is no module 'my_tsaks'; it must be importable or be in "),
         ("my_tasks:no_task", "task 'my_tasks:no_task' gave a str, not a paceline.Task."),
     ],
 )
@@ -171,7 +171,9 @@ def test_a_metric_that_is_not_measured_is_refused(tmp_path: Path) -> None:
             self.metrics = self.metrics[:1]
             return facts
 
-    with pytest.raises(PacelineError, match=r"evaluate\.metric=top1_accuracy is not measured; choose one of: loss"):
+    with pytest.raises(
+        PacelineError, match=r"evaluate\.metric=top1_accuracy is not a metric of this task; choose one of: loss"
+    ):
         paceline.train(
             "digits", overrides=["evaluate.metric=top1_accuracy"], task=Lossy, run_dir=tmp_path / "run", quiet=True
         )

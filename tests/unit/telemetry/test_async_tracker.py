@@ -121,7 +121,7 @@ def test_what_finds_no_room_is_counted_but_the_end_always_does(hang: Any) -> Non
     tracker = AsyncTracker("wandb", lambda: Scripted(make=hang), capacity=5)
     said = [tracker.write(step(number)) for number in range(100)]
     (message,) = filter(None, said)
-    assert "5 records wait" in message
+    assert "5 records are waiting" in message
     assert tracker.write(FINISH) == ""
     assert "did not take 101 of 101 records" in tracker.close(0.1)
     assert tracker._queue.qsize() == 5 + 2

@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_behind_the_steps_says_so(train_tiny: Any, events: An
     done = train_tiny("run", PROFILED)
     assert not (done.run_dir / "profile").exists()
     messages = [each["message"] for each in events(done.run_dir, "incident")]
-    assert messages == ["steps 3 to 5 were not profiled: they lie before this launch, which begins with step 7."]
+    assert messages == ["steps 3 to 5 were not profiled: they are before this launch, which begins with step 7."]
 
 
 @pytest.mark.parametrize("stop", ["2 steps", "6 steps"])
@@ -129,7 +129,7 @@ def test_a_place_that_cannot_be_written_does_not_end_the_run(train_tiny: Any, ru
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"telemetry.profile.after": "0 steps"}, "no step to warm up in"),
+        ({"telemetry.profile.after": "0 steps"}, "no warm-up step"),
         ({"telemetry.profile.after": "6 steps"}, "steps 7 to 9, beyond the run's 8"),
         ({"telemetry.profile.tool": "nsys"}, "this run is on cpu; use telemetry.profile.tool=torch"),
         ({"telemetry.profile.steps": "off", "telemetry.profile.memory": True}, "nothing is profiled"),

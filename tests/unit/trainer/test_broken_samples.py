@@ -270,7 +270,7 @@ def test_skipped_they_are_in_the_records_and_the_same_over_a_resume(
     pieces = train_photos("pieces", overrides)
     assert pieces.summary.weights_sha256 == whole.summary.weights_sha256
     (photos / "train/cat/00.png").write_bytes((photos / "train/cat/01.png").read_bytes())
-    with pytest.raises(RunDirectoryError, match="train_samples=23, but here it comes to 24"):
+    with pytest.raises(RunDirectoryError, match="train_samples=23, but here it would be 24"):
         train_photos("pieces", {**overrides, "train.duration": "12 steps"})
 
 
@@ -281,6 +281,6 @@ def test_a_run_that_met_a_broken_image_goes_on_without_it(train_photos: Make, ph
     plan = json.loads((runs / "run" / "plan.json").read_text())
     del plan["data"]["content_digest"]  # as of a set that is too large for it
     (runs / "run" / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(DataError, match=r"data\.max_broken=1 goes on without them"):
+    with pytest.raises(DataError, match=r"data\.max_broken=1 continues without them"):
         train_photos("run", {})
     assert train_photos("run", {"data.max_broken": 1}).status == "completed"

@@ -181,7 +181,7 @@ def test_a_compiler_that_computes_something_else_is_found_before_the_first_step(
     train_tiny: Make, runs: Path, backend: str, precision: str
 ) -> None:
     wrong = {"model.compile": True, "model.compile_backend": backend, "train.precision": precision}
-    with pytest.raises(ModelError, match=r"gradient of \S+ is not the network's own: .* set model.compile=false"):
+    with pytest.raises(ModelError, match=r"gradient of \S+ is wrong: .* set model.compile=false"):
         train_tiny("wrong", {**ALL, **wrong})
     assert not list((runs / "wrong" / "checkpoints").glob("step-*"))
 

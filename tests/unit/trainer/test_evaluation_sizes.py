@@ -140,7 +140,7 @@ def test_other_data_have_nothing_that_is_known_to_be_held_out(trained: Trained, 
         for path in sorted((photos / "train" / name).iterdir())[:8]:
             (tmp_path / "train" / name / path.name).write_bytes(path.read_bytes())
     request = EvaluationRequest(target=trained(0.2), on="holdout", overrides=[f"data.path={tmp_path}"])
-    with pytest.raises(PacelineError, match=r"data differ from those .* nobody knows which of them were held out"):
+    with pytest.raises(PacelineError, match=r"data differ from those .* so the held-out part is unknown"):
         sweep_sizes(request, (16, 20))
     with pytest.raises(PacelineError, match="names a size twice"):
         sweep_sizes(EvaluationRequest(target=trained(0.2), on="holdout"), (16, 20, 16))

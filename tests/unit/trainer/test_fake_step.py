@@ -225,7 +225,7 @@ class _Drawn(nn.Linear):
 
 def test_a_network_that_needs_its_numbers_is_refused_in_one_sentence(own_code: Any) -> None:
     recipe = own_code(net=_Counting)
-    wanted = r"mine:net cannot be run without its numbers: Data.*find-batch"
+    wanted = r"mine:net cannot be run without values: Data.*find-batch"
     with fake_step(recipe) as step, pytest.raises(ModelError, match=wanted):
         step.forward()
 

@@ -154,7 +154,7 @@ def test_what_is_damaged_is_no_reason_to_begin_anew_over_it(
 def test_without_initial_weights_nothing_is_begun() -> None:
     begins = ResumeDecision(choice=Choice(None, 0))
     recipe = load_recipe("digits", {"model.initialize_from": "x.safetensors"}).recipe
-    with pytest.raises(CheckpointError, match="initial weights were left out"):
+    with pytest.raises(CheckpointError, match="initial weights were not loaded"):
         mirroring.check_resumed(True, recipe, begins)
     mirroring.check_resumed(False, recipe, begins)
     mirroring.check_resumed(True, load_recipe("digits", {}).recipe, begins)

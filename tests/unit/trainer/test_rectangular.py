@@ -216,7 +216,7 @@ def test_what_cannot_be_done_is_found_by_the_plan(
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({}, "every held-out image comes to a square"),
+        ({}, "every held-out image becomes a square"),
         ({"data.dataset": "image_folder", "data.validation_fraction": 0, "data.channels": 3}, "no images are held out"),
     ],
 )

@@ -25,9 +25,9 @@ RESTARTED = {
 @pytest.mark.parametrize(
     ("resume", "in_a_directory", "said"),
     [
-        ("auto", False, "would begin a new run each time; name a directory with --run-dir"),
-        ("never", True, "each time they would do what --resume never says"),
-        ("r/checkpoints/step-00000004", True, "each time they would do what --resume r/checkpoints/step-00000004 says"),
+        ("auto", False, "would start a new run each time; name a directory with --run-dir"),
+        ("never", True, "each time they would apply --resume never;"),
+        ("r/checkpoints/step-00000004", True, "each time they would apply --resume r/checkpoints/step-00000004;"),
     ],
 )
 def test_a_launch_that_would_lose_what_was_done_is_refused(

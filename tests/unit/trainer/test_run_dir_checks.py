@@ -118,8 +118,8 @@ def test_a_failed_run_says_so_and_goes_on(train_tiny: Make, runs: Path) -> None:
         ({"train.ema": 0.9}, "train.ema was off and is now 0.9"),
         ({"model.options.width": 8}, "model.options.width was 4 and is now 8"),
         ({"data.augment.flip": 0.5}, "data.augment.flip was 0.0 and is now 0.5"),
-        ({"train.precision": "bf16"}, "precision=fp32, but here it comes to bf16"),
-        ({"model.channels_last": True}, "channels_last=False, but here it comes to True"),
+        ({"train.precision": "bf16"}, "precision=fp32, but here it would be bf16"),
+        ({"model.channels_last": True}, "channels_last=False, but here it would be True"),
     ],
 )
 def test_another_recipe_is_refused(overrides: dict[str, Any], said: str, train_tiny: Make, runs: Path) -> None:
@@ -152,9 +152,9 @@ def test_what_changes_no_step_may_change(train_tiny: Make, runs: Path) -> None:
 
 def test_other_data_is_refused(train_tiny: Make) -> None:
     train_tiny("run", {"train.duration": "1 steps"})
-    with pytest.raises(RunDirectoryError, match="train_samples=52, but here it comes to 53"):
+    with pytest.raises(RunDirectoryError, match="train_samples=52, but here it would be 53"):
         train_tiny("run", train_images=53)
-    with pytest.raises(RunDirectoryError, match=r"the data of the run in .* has changed since it began"):
+    with pytest.raises(RunDirectoryError, match=r"the data of the run in .* has changed since it started"):
         train_tiny("run", evaluation_images=22)
 
 
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_run_is_refused(train_tiny: Make, runs: Path) ->
     other = train_tiny("other")
     train_tiny("run", {"train.duration": "2 steps"})
     for wanted in (other.run_dir / "checkpoints/step-00000004", runs / "run", "latest", runs / "run/checkpoints/x"):
-        with pytest.raises(RunDirectoryError, match="is no checkpoint of the run in"):
+        with pytest.raises(RunDirectoryError, match="is not a checkpoint of the run in"):
             train_tiny("run", resume=str(wanted))
 
 
@@ -269,7 +269,7 @@ def test_with_no_whole_checkpoint_nothing_is_begun_again(train_tiny: Make) -> No
     for name in checkpoints(run):
         damage(run / "checkpoints" / name)
     before = fingerprint(run)
-    with pytest.raises(CheckpointError, match="To begin again, start in another run directory"):
+    with pytest.raises(CheckpointError, match="To start again, use another run directory"):
         train_tiny("run", {"train.duration": "12 steps"})
     assert fingerprint(run) == before
 

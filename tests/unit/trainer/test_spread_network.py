@@ -75,7 +75,7 @@ def test_first_weights_that_are_made_of_the_data_are_made_also_where_they_are_sp
         world = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
         found[strategy] = prepare(recipe, Whitened(recipe), world)
     assert found["fsdp"].first_values is None
-    assert any("made of the training data" in each for each in found["fsdp"].notices)
+    assert any("computed from the training data" in each for each in found["fsdp"].notices)
     filters = found["fsdp"].network.state_dict()["0.weight"]
     assert torch.equal(filters[4:], -filters[:4])
     assert torch.equal(filters, found["ddp"].network.state_dict()["0.weight"])

@@ -14,7 +14,7 @@ from paceline.errors import ModelError, RecipeError
 
 Make = Callable[..., Any]
 
-SAID = r"2 parameter\(s\) took no part in the loss: spare.weight, spare.bias; freeze them \(model.frozen\)"
+SAID = r"2 parameter\(s\) did not contribute to the loss: spare.weight, spare.bias; freeze them \(model.frozen\)"
 
 
 class Spare(nn.Module):
@@ -59,5 +59,5 @@ def test_a_frozen_one_is_none(train_tiny: Make) -> None:
 
 
 def test_an_exact_run_cannot_allow_it(train_tiny: Make) -> None:
-    with pytest.raises(RecipeError, match=r"does not go with parallel\.exact=true"):
+    with pytest.raises(RecipeError, match=r"does not work with parallel\.exact=true"):
         train_tiny("run", {"parallel.exact": True, "parallel.unused_parameters": "allow"})

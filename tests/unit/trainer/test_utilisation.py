@@ -137,6 +137,6 @@ def test_a_network_that_is_kept_is_left_alone(known_cpu: Device, train_tiny: Mak
     kept = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     result = train_tiny("kept", SENSITIVE, make_network=lambda: kept)
     (said,) = events(result.run_dir, "measurement")
-    assert "kept by what builds it" in said["message"]
+    assert "returns the same network again" in said["message"]
     assert result.summary.status == "completed"
     assert not any(each.is_meta for each in kept.parameters())

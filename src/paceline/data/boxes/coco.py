@@ -1,4 +1,4 @@
-"""COCO's annotations, read from JSON into arrays; nothing is run, and what is malformed is named.
+"""COCO's annotations, read from JSON into arrays; no code is run, and malformed entries are named.
 
 The format is COCO's own (Lin et al. 2014): `images`, `categories` and `annotations`, whose boxes are left, top, width
 and height, and whose masks are polygons or run lengths, as lists or compressed strings.
@@ -45,7 +45,7 @@ def outline_fault(outline: Any, height: int, width: int) -> str | None:
 
 
 def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
-    """Draw a segmentation that has no fault, uint8 [H, W] of 0 and 1."""
+    """Draw a valid segmentation, uint8 [H, W] of 0 and 1."""
     if isinstance(outline, dict):
         counts = _counts(outline["counts"])
         assert counts is not None
@@ -84,7 +84,7 @@ def _runs_fault(runs: dict[str, Any], height: int, width: int) -> str | None:
         return f"its run lengths have the size {runs.get('size')}, but the picture has {[height, width]}"
     counts = _counts(runs.get("counts"))
     if counts is None:
-        return "its counts are neither a list of numbers from 0 on nor a compressed string"
+        return "its counts are neither a list of non-negative numbers nor a compressed string"
     filled = int(counts.sum())
     if filled != height * width:
         return f"its run lengths fill {filled:,} pixels, but the picture has {height * width:,}"
@@ -135,7 +135,7 @@ class Annotations:
         boxes: Edges, float64 [M, 4].
         labels: Class indices, int64 [M].
         crowd: bool [M].
-        outlines: Polygons or run lengths of each object, as the file has them; None if they were not asked for.
+        outlines: Polygons or run lengths of each object, as the file has them; None if not requested.
     """
 
     names: list[str]
@@ -161,11 +161,11 @@ class CocoSource:
         return len(self._samples)
 
     def image(self, sample: int) -> Image:
-        """Decode it as it lies, since boxes and sizes are of the pixels as stored; raises BrokenImageError."""
+        """Decode it as stored, since boxes and sizes are of the pixels as stored; raises BrokenImageError."""
         return decode(self.path(sample), 3, turned=False)
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """What the annotations say of it."""
+        """Its annotations."""
         found, at = self._found, int(self._samples[sample])
         rows = slice(int(found.bounds[at]), int(found.bounds[at + 1]))
         drawn = None
@@ -187,17 +187,17 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
 
     Args:
         path: The recipe's ``data.path``.
-        masks: Whether masks will be asked for.
+        masks: Whether masks will be needed.
         keep_empty: Whether training has pictures without an object to learn.
 
     Raises:
-        DataError: If they are not there, or the annotations are malformed; in one sentence.
+        DataError: If they are missing, or the annotations are malformed; in one sentence.
     """
     if path is None:
         raise DataError("data.dataset=coco needs data.path: the folder that holds annotations/ and train2017/.")
     root = Path(path)
     if not root.is_dir():
-        raise DataError(f"data.path={path} is no folder; give the one that holds annotations/ and train2017/.")
+        raise DataError(f"data.path={path} is not a folder; give the one that holds annotations/ and train2017/.")
     if masks:
         try:
             # Where masks are drawn, in the middle of training, it would be too late to find out.
@@ -298,7 +298,7 @@ def _images(entries: list[Any], faults: list[str]) -> dict[int, tuple[str, int, 
         elif os.path.normpath(name) in names:
             faults.append(f"images[{position}] (id {number}) has the file_name {name!r}, which another one has")
         elif Path(name).is_absolute() or ".." in Path(name).parts:
-            faults.append(f"images[{position}] lies outside the folder of pictures: {name!r}")
+            faults.append(f"images[{position}] is outside the folder of pictures: {name!r}")
         found[number] = (name, sides[0], sides[1])
         names.add(os.path.normpath(name))
     return dict(sorted(found.items()))
@@ -399,7 +399,7 @@ def _to_learn_from(file: Path, found: Annotations, *, keep_empty: bool) -> tuple
     samples = every if keep_empty else np.unique(owner[is_drawn & ~found.crowd])
     if not len(samples):
         kept = "; data.detection.keep_empty=true trains on pictures without one" * (len(every) > 0)
-        raise DataError(f"{file}: none of its {len(every):,} pictures has an object that can be learned{kept}.")
+        raise DataError(f"{file}: none of its {len(every):,} pictures has an object to learn from{kept}.")
     left_out = {
         "pictures_without_objects_left_out": len(every) - len(samples),
         "boxes_without_extent_left_out": int((~has_extent & ~found.crowd).sum()),

@@ -170,8 +170,8 @@ REFERENCE = f"{__name__}:stand_in"
 COCO_CLASSES, LONG, SHORT, OBJECTS = 80, 640, 480, 7
 """COCO's classes, its usual picture in pixels, and as many objects in each as there are on average."""
 SAID = (
-    f"data.path is not set: as for COCO, {COCO_CLASSES} classes and pictures of {LONG} by {SHORT} pixels, upright or "
-    f"lying, with {OBJECTS} objects each are assumed"
+    f"data.path is not set: as for COCO, {COCO_CLASSES} classes and pictures of {LONG} by {SHORT} pixels, portrait or "
+    f"landscape, with {OBJECTS} objects each are assumed"
 )
 _TRAIN, _VALIDATION = 117_266, 5_000
 _UPRIGHT = 4  # one picture of so many

@@ -82,7 +82,7 @@ def resized(image: Tensor, target: Target, size: tuple[int, int]) -> tuple[Tenso
 
 
 def with_something(batch: Batch, device: torch.device) -> Batch:
-    """In the place of samples that were all broken: a picture without objects, which weighs nothing."""
+    """Replaces a batch of broken samples: a picture without objects and with zero weight."""
     if len(batch.ids):
         return batch
     target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
@@ -98,9 +98,9 @@ class BoxPipeline(SimplePipeline):
         dataset: The pictures.
         boxes: How they are shown.
         masks: Whether masks are read.
-        seed: Keys what is drawn for each sample.
+        seed: Seed of each sample's random draws.
         placement: Where batches end up.
-        threads: Threads that read; 0 reads when a batch is asked for.
+        threads: Threads that read; 0 reads on request.
         prefetch: Micro-batches that are read ahead for each thread.
     """
 
@@ -190,7 +190,7 @@ def read_whole(
 
 
 def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
-    """A decoded picture [H, W, 3] as a tensor of its own, uint8 [3, H, W]."""
+    """A decoded picture [H, W, 3] as a new tensor, uint8 [3, H, W]."""
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
@@ -216,9 +216,9 @@ class Objects:
     Attributes:
         boxes: Left, top, right and bottom edge in pixels from the picture's corner, float64 [M, 4].
         labels: Class indices, int64 [M].
-        crowd: Which of them stand for a crowd (COCO's ``iscrowd``), bool [M]. These are neither learned nor asked for:
+        crowd: Which of them stand for a crowd (COCO's ``iscrowd``), bool [M]. These are neither learned nor expected:
             in evaluation, what is found inside one is neither right nor wrong.
-        masks: Which pixels are theirs, 0 or 1, uint8 [M, H, W]; None where they were not asked for.
+        masks: Which pixels are theirs, 0 or 1, uint8 [M, H, W]; None if not requested.
     """
 
     boxes: NDArray[np.float64]
@@ -255,7 +255,7 @@ class BoxSource(Protocol):
         ...
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """What is in it, and where asked for, whose each pixel is.
+        """Its objects and, if requested, their masks.
 
         Raises:
             BrokenImageError: If a mask cannot be drawn.
@@ -310,8 +310,8 @@ class BoxDataset:
         validation: Held-out pictures.
         classes: The classes' names, by index.
         digest: Says which data they are.
-        facts: What else a reader of the plan should know.
-        left_out: What is there and not used, a sentence for each kind.
+        facts: Further facts for the plan.
+        left_out: Data that is not used, one sentence per kind.
     """
 
     name: str

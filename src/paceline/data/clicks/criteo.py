@@ -59,7 +59,7 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 @dataclass(frozen=True)
 class WrongLine:
-    """A line that is none of Criteo's.
+    """A line that is not in Criteo's format.
 
     Attributes:
         path: Its file.
@@ -149,7 +149,7 @@ def _fault(fields: list[bytes]) -> str:
         return f"found the label {_shown(fields[0])}, but it must be 0 or 1"
     for each in fields[1 : 1 + DENSE]:
         if not re.fullmatch(_NUMBER, each):
-            return f"found {_shown(each)} among the {DENSE} numbers, but each must be a whole one of up to 18 digits"
+            return f"found {_shown(each)} among the {DENSE} numbers, but each must be a whole number of up to 18 digits"
     field = next(field for field in fields[1 + DENSE :] if not re.fullmatch(_CATEGORY, field))
     return f"found {_shown(field)} among the {CATEGORIES} categories, but each must be up to 8 hexadecimal digits"
 
@@ -304,7 +304,8 @@ def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
     except OSError as error:
         raise DataError(
             f"the binary copy of the data cannot be written to '{folder.parent}' ({error}); it takes "
-            f"{ROW.itemsize} bytes for each line: make room, or set data.recommendation.cache to a folder that has it."
+            f"{ROW.itemsize} bytes for each line: free some space, or set data.recommendation.cache to a folder with "
+            f"enough."
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -415,7 +416,7 @@ class ClickSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ClickDataset:
-    """Samples that were clicked on or not, in two splits.
+    """Clicked and unclicked samples, in two splits.
 
     Attributes:
         name: What the recipe calls it.
@@ -424,9 +425,9 @@ class ClickDataset:
         dense_features: Numbers of each sample.
         tables: Rows of each categorical feature's table.
         digest: Says whether two runs saw the same data.
-        facts: What else a reader of the plan should know.
+        facts: Further facts for the plan.
         reasons: Why a value that the recipe left open is what it is, by its dotted key.
-        left_out: What is there and not used, a sentence for each kind.
+        left_out: Data that is not used, one sentence per kind.
     """
 
     name: str
@@ -468,7 +469,7 @@ class HeldRows:
 
 
 def held(source: ClickSource) -> ClickSource:
-    """The source itself, or its rows in memory where that takes at most 1 GiB."""
+    """The source itself, or its rows in memory if they take at most 1 GiB."""
     if isinstance(source, HeldRows) or len(source) == 0:
         return source
     one = source.read(np.zeros(1, dtype=np.int64))
@@ -487,7 +488,7 @@ class ClickPipeline(SimplePipeline):
         super().__init__(self._rows, evaluation_samples=len(evaluation), placement=placement, prefetch=1)
 
     def load(self, report: Progress) -> None:
-        """Bring both splits to memory, where there is room."""
+        """Load both splits into memory, if they fit."""
         for training, source in self._sources.items():
             self._sources[training] = held(source)
             report(len(source), len(source))

@@ -64,7 +64,7 @@ class SyntheticClicks:
         return ClickRows(dense.astype(np.float32), categories, (drawn < wanted).astype(np.uint8))
 
     def probabilities(self, ids: SampleIds) -> Numbers:
-        """With which probability samples are clicked on, [N]: no answer can be better."""
+        """Click probabilities of the samples, [N]: the best possible prediction."""
         wanted: Numbers = self._all_drawn(ids)[2]
         return wanted
 
@@ -209,7 +209,7 @@ def open_criteo(data: Data) -> ClickDataset:
     else:
         for entry in visible(root):
             if entry.name not in ("train", "val"):
-                left_out.add("files and folders beside train/ and val/", entry.name)
+                left_out.add("files and folders other than train/ and val/", entry.name)
     splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.most_broken) for each in parts]
     train, val = splits[0], splits[-1]
     tables, reasons = criteo_tables(data.recommendation, train.distinct)
@@ -217,7 +217,7 @@ def open_criteo(data: Data) -> ClickDataset:
     if train is val:
         kept = first = kept - round(kept * data.validation_fraction)
     else:
-        reasons["data.validation_fraction"] = "the data have a split of their own"
+        reasons["data.validation_fraction"] = "the data have their own split"
     if kept == 0:
         raise DataError(f"'{parts[0]}' leaves no line to train on, of {len(train.rows)}.")
     wrong = [each for split in splits for each in split.wrong]

@@ -1,7 +1,7 @@
 """Random flips, shifts and crops of training images: draws keyed by (seed, epoch, sample), and their geometry.
 
-Every back-end takes its draws from here, so that the same sample is varied alike whoever reads it, in
-whatever batch, worker or rank. The columns of a sample's row of uniform numbers are fixed:
+Every back-end takes its draws from here, so that a sample is varied the same way in any batch, worker or rank. The
+columns of a sample's row of uniform numbers are fixed:
 
     0        flip
     1, 2     vertical and horizontal shift
@@ -41,7 +41,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Draws:
-    """What was drawn for some samples; rows follow the ids asked for.
+    """Draws for some samples; rows follow the requested ids.
 
     Attributes:
         flip: Whether to mirror left and right, bool [N].
@@ -116,7 +116,7 @@ def random_resized_box(
 def shrinkage(box: Box, target: int) -> int:
     """How much smaller a file may be decoded for a box that is resized to a square of ``target`` pixels: 1, 2, 4 or 8.
 
-    As much as leaves the box at least twice as large as the target, so that resizing still has the last word.
+    As much as leaves the box at least twice as large as the target, so that the result still comes from resizing.
     """
     return next((each for each in (8, 4, 2) if min(box.height, box.width) >= 2 * each * target), 1)
 

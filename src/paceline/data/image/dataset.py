@@ -132,12 +132,11 @@ BAD = {
 
 
 class Bad(NamedTuple):
-    """A file or folder that a run cannot use, and can do without.
+    """A file or folder that a run cannot use, but can skip.
 
     Attributes:
         kind: A key of ``BAD``.
-        path: Where it lies.
-        detail: What more there is to say.
+        path: Its path. detail: Further detail.
     """
 
     kind: str
@@ -146,7 +145,7 @@ class Bad(NamedTuple):
 
 
 class Problems:
-    """Collects what is wrong with a source, so that all of it is reported at once.
+    """Collects the problems of a source, to report all at once.
 
     Attributes:
         bad: Files and folders that can be left out.
@@ -183,13 +182,13 @@ class Problems:
             yield from (sentence.format(*filled) for filled in found)
 
     def left_out(self, root: Path, *, skips: bool) -> tuple[str, ...]:
-        """Say what is left out, a sentence for each kind; broken images only where they are skipped."""
+        """Report what is left out, one sentence per kind; broken images only if they are skipped."""
         rows = starmap(_all_of_a_kind, self._rows.items())
         bad = [each for each in self.bad if skips or each.kind != "broken_images"]
         return (*_counted(bad, root).told(), *(f"left out: {each}" for each in rows))
 
     def refuse(self, request: DatasetRequest) -> None:
-        """Refuse what the recipe does not let be left out.
+        """Refuse problems that the recipe does not allow to skip.
 
         Raises:
             DataError: With the number and the first of each kind, and what to do.
@@ -206,7 +205,7 @@ class Problems:
             lines.append(f"{str(request.path)!r} has {format_count(len(bad))} files or folders that a run cannot use:")
             lines += [f"  {line}" for line in _counted(bad, request.path).listed()]
         if bad or (sentences and not self._stopping):
-            lines.append("To go on without them, add data.on_bad=skip.")
+            lines.append("To train without them, add data.on_bad=skip.")
         if bad and data.dataset == "image_folder":
             command = f"paceline check-data {shlex.quote(str(request.path))} --quarantine DIR"
             lines.append(f"To move them out of the folder: {command}")
@@ -237,7 +236,7 @@ class DatasetRequest:
     Attributes:
         data: The recipe's section.
         problems: Collects the defects of the layout, the files and the rows; what it takes is left out.
-        tolerant: Whether the rest is wanted whatever is wrong.
+        tolerant: Whether the rest is wanted despite problems.
         tries_files: Whether files are tried for whether they can be opened; who reads all of them anyway does not.
         in_any_order: Whether images will be read in any order; packing reads them in theirs.
         score_all: Whether all images of a folder without a split of its own are to be scored, and none trained on.
@@ -254,18 +253,18 @@ class DatasetRequest:
 
     @property
     def path(self) -> Path:
-        """Where the data lies.
+        """Path of the data.
 
         Raises:
             DataError: If the recipe does not say.
         """
         if self.data.path is None:
-            raise DataError(f"data.dataset={self.data.dataset} needs to know where the data lies: set data.path.")
+            raise DataError(f"data.dataset={self.data.dataset} needs data.path: set it to where the data is.")
         return Path(self.data.path).expanduser()
 
     @property
     def validation_fraction(self) -> float:
-        """Share of each class held out where the data has no split of its own."""
+        """Share of each class held out if the data has no split."""
         return self.data.validation_fraction
 
     @property
@@ -281,7 +280,7 @@ class DatasetRequest:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the heads of some images say.
+    """Facts from the headers of some images.
 
     Attributes:
         count: Images looked at.
@@ -317,7 +316,7 @@ class StoredImages:
         probe: What some of the training images look like.
         statistics: Known mean and standard deviation; None for those that pretrained models expect.
         listing: How the images were found, or what reading them costs, for people.
-        left_out: What is there and not used, a sentence for each kind.
+        left_out: Data that is not used, one sentence per kind.
         left_out_counts: How much of what a run cannot use was skipped, by its name in plans.
     """
 
@@ -449,7 +448,7 @@ def pixel_images(
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """Labelled images in two splits, and how they are to be shown.
+    """Labelled images in two splits, and their preprocessing.
 
     Attributes:
         name: What the recipe calls it.
@@ -471,7 +470,7 @@ class ImageDataset:
         reasons: Why a value that the recipe left open is what it is, by its name in the recipe; under
             ``validation`` where the held-out images come from; and why ``validation_fraction`` has no effect, if it
             has none.
-        left_out: What is there and not used, a sentence for each kind.
+        left_out: Data that is not used, one sentence per kind.
     """
 
     name: str

@@ -162,7 +162,7 @@ def open_stored(request: DatasetRequest) -> StoredImages:
     if entry is None:
         known = dataset_names()
         raise DataError(
-            f"data.dataset is {data.dataset!r}, but known are {', '.join(sorted(known))} and "
+            f"data.dataset is {data.dataset!r}; known are {', '.join(sorted(known))} and "
             f"'package.module:factory'.{did_you_mean(data.dataset, known)}"
         )
     try:
@@ -202,7 +202,7 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
     if stored.split:
         reasons["validation"] = stored.split
     if stored.split and not stored.is_split_off:
-        reasons["validation_fraction"] = f"the data has a split of its own, {stored.split}"
+        reasons["validation_fraction"] = f"the data has its own split, {stored.split}"
     if stored.train.labels.ndim == 1 and (notes := _odd_names(stored.classes)):
         reasons["classes"] = "; ".join(notes)
     return ImageDataset(

@@ -1,12 +1,12 @@
 """Decode image files to pixels: one way for every format, mode and orientation, or a reason why not.
 
 The result is what a person would see: the first frame, turned the way EXIF says, transparency laid over
-white, and greyscale of 12 or 16 bits scaled down instead of clipped. It is left as it lies where annotations speak of
-the pixels as they are stored.
+white, and greyscale of 12 or 16 bits scaled down instead of clipped. Orientation is left as stored if annotations refer
+to stored pixels.
 
 Pillow reads everything and says what is broken. Plain JPEG files are read by faster decoders, to the same bits;
-whatever these find odd is Pillow's to judge. `jpeg_region` is compiled where a compiler and libjpeg-turbo are there
-when Paceline is installed. It decodes only the part that is asked for, without the interpreter's lock. Where it was not
+Pillow handles whatever these reject. `jpeg_region` is compiled where a compiler and libjpeg-turbo are there
+when Paceline is installed. It decodes only the requested part, without the interpreter's lock. Where it was not
 built, simplejpeg decodes whole files, if it is installed.
 """
 
@@ -194,7 +194,7 @@ class BrokenImageError(Exception):
 
 
 class Picture:
-    """The content of an image file: its size is known at once, its pixels are decoded when they are asked for.
+    """The content of an image file: its size is known at once, its pixels are decoded on request.
 
     Attributes:
         size: Height and width of the picture as a person would see it.
@@ -261,7 +261,7 @@ class Picture:
     def resized_part(
         self, box: Box | None, shrink: int, size: tuple[int, int], *, bicubic: bool, flip: bool
     ) -> Pixels | None:
-        """Decode as :meth:`part` does, and resize in the same breath; None where that cannot be done so.
+        """Decode as :meth:`part` does and resize in one step; None if that is not possible.
 
         Args:
             box: As for :meth:`part`.
@@ -497,7 +497,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "no such file"
     if isinstance(error, UnidentifiedImageError):
-        return "not an image in any format that can be read"
+        return "not an image in a supported format"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

@@ -1,6 +1,6 @@
-"""The number of loader processes that feed a model best on this machine, measured once and remembered.
+"""The best number of loader processes for a model on this machine, measured once and cached.
 
-The measuring is the trainer's (``trainer/feeding.py``); here is what it found, for whoever makes the plan.
+The trainer measures (``trainer/feeding.py``); this module stores the result for planning.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Images inside larger files, read as slices of mapped memory: no file is opened for an image.
 
-Where each image lies stands in a few numpy arrays, which loader processes share; so do the mapped files, whose pages
+Image positions are stored in a few numpy arrays, which loader processes share; so do the mapped files, whose pages
 are the system's own copy of the disk. No Python object is kept per image.
 """
 
@@ -31,8 +31,7 @@ class MappedFile(NamedTuple):
     """A file as it was when it was opened.
 
     Attributes:
-        path: Where it lies.
-        size: Its length in bytes.
+        path: Its path. size: Its length in bytes.
         changed: Its inode, and when it was written last, in nanoseconds: another file of this name is not taken for
             it.
     """
@@ -50,7 +49,7 @@ class MappedFile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where each of N images lies.
+    """Positions of N images.
 
     Attributes:
         file: Number of its file, integers [N].
@@ -83,7 +82,7 @@ class MappedBytes:
         return memoryview(_mapped(self._files[places.file[index]]))[begin : begin + int(places.length[index])]
 
     def will_read(self, indices: Ids) -> None:
-        """Have these parts fetched from the disk, all at once and beside what goes on here."""
+        """Prefetch these parts from the disk, all at once in the background."""
         for index in indices.tolist():
             begin, length = int(self._places.begin[index]), int(self._places.length[index])
             page = begin - begin % mmap.PAGESIZE
@@ -100,7 +99,7 @@ class MappedBytes:
         return [file.path for file in self._files]
 
     def file_of(self, index: int) -> str:
-        """Path of the file that part ``index`` lies in."""
+        """Path of the file with part ``index``."""
         return self._files[int(self._places.file[index])].path
 
 
@@ -111,7 +110,7 @@ def _mapped(file: MappedFile) -> mmap.mmap:
         found = os.fstat(opened.fileno())
         if (found.st_size, (found.st_ino, found.st_mtime_ns)) != (file.size, file.changed):
             # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
-            raise OSError(0, "it has changed since the run began")
+            raise OSError(0, "it has changed since the run started")
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -129,7 +128,7 @@ class EncodedImages:
         raise NotImplementedError
 
     def path(self, sample: int) -> str:
-        """Return the sample's name, and where it lies."""
+        """Return the sample's name and position."""
         raise NotImplementedError
 
     def read(self, sample: int) -> Image:
@@ -177,11 +176,11 @@ class MappedSource(EncodedImages):
         return self._content.paths
 
     def will_read(self, samples: Ids) -> None:
-        """Have the images fetched from the disk before they are asked for one by one."""
+        """Prefetch the images from the disk before they are read one by one."""
         self._content.will_read(samples)
 
     def path(self, sample: int) -> str:
-        """Return the sample's name, and the file that it lies in."""
+        """Return the sample's name and its file."""
         return f"{self.names.text(sample)} in {self._content.file_of(sample)}"
 
 

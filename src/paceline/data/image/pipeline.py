@@ -1,8 +1,8 @@
-"""Choose the back-end that reads the images and its workers, refuse what it cannot do, and open its batches.
+"""Choose the image back-end and its workers, refuse what it does not support, and open its batches.
 
 With ``data.evaluation_shape=rectangular`` the shape at which an image is evaluated is a function of the image and the
-recipe alone, never of the images it shares a batch with: batches are made of images of one shape. So a sample is scored
-alike in any batch (fastai's rectangular validation, Howard 2018, which shapes a batch by its mean ratio, does not
+recipe alone, never of the images it shares a batch with: batches are made of images of one shape. So a sample gets the
+same score in any batch (fastai's rectangular validation, Howard 2018, which shapes a batch by its mean ratio, does not
 promise that).
 """
 
@@ -60,12 +60,12 @@ def measure(source: SampleSource, *, size: int, multiple: int) -> SampleShapes:
     An image whose head cannot be read counts as square: reading it will say what is wrong with it.
 
     Raises:
-        RecipeError: If the source is one's own and does not tell sizes.
+        RecipeError: If it is a user's source that does not give sizes.
     """
     if not _is_measured(source):
         raise RecipeError(
             "data.evaluation_shape=rectangular needs to know every image's size before it is read, and this data set's "
-            "source does not tell: give it a method size(sample) that returns (height, width), or use square."
+            "source does not provide it: add a method size(sample) that returns (height, width), or use square."
         )
     shapes = np.full((len(source), 2), size, dtype=np.int64)
 
@@ -124,7 +124,7 @@ def available_backends() -> dict[str, str]:
 
 
 def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tuple[str, str]:
-    """Return the back-end's name and why it is the one.
+    """Return the back-end's name and the reason for it.
 
     Args:
         data: The recipe's section.
@@ -139,7 +139,7 @@ def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tup
         return data.backend, "as the recipe says"
     if data.dataset == "synthetic":
         _refuse(replace(data, backend="synthetic"), dataset, processes)
-        return "synthetic", "noise is read from nowhere"
+        return "synthetic", "noise needs no reading"
     if data.workers not in ("auto", 0):
         return "pytorch", f"data.workers={data.workers} asks for loader processes"
     if reason := _need_of_workers(data):
@@ -161,7 +161,7 @@ def _need_of_workers(data: Data) -> str:
     if data.evaluation_shape != "square":
         return f"data.evaluation_shape={data.evaluation_shape} shows images in several shapes"
     if asks_for_variation(data.augment):
-        return "data.augment asks for operations done image by image, which loader processes do side by side"
+        return "data.augment asks for operations on single images, which loader processes run in parallel"
     return ""
 
 
@@ -171,7 +171,7 @@ def evaluation_size(data: Data, dataset: ImageDataset) -> int:
 
 
 def choose_workers(data: Data, backend: str, world: World, measured: Feeding | None = None) -> tuple[int, str]:
-    """Return the loader processes, or DALI's threads, per rank and why so many.
+    """Return the loader processes, or DALI's threads, per rank and the reason.
 
     What was measured of loader processes decides; where nothing was, one core of each rank's share is for training.
 
@@ -182,7 +182,7 @@ def choose_workers(data: Data, backend: str, world: World, measured: Feeding | N
         return 0, f"the {backend} back-end has none"
     if backend == "dali" and data.workers == 0:
         raise RecipeError(
-            "data.workers=0, but the dali back-end decodes in threads of its own: give at least 1, or leave it out."
+            "data.workers=0, but the dali back-end decodes in its own threads: give at least 1, or leave it out."
         )
     if data.workers != "auto":
         return data.workers, "as the recipe says"
@@ -194,7 +194,7 @@ def choose_workers(data: Data, backend: str, world: World, measured: Feeding | N
     workers = max(1, min(cores // world.local_world_size - 1, most))
     processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
     limit = f", and no more than {most}, as the GPU does most of the work" if gpu_decodes else ""
-    return workers, f"{cores} cores for {processes}, one of each share left to training{limit}"
+    return workers, f"{cores} cores for {processes}, one of each share reserved for training{limit}"
 
 
 def open_backend(
@@ -290,7 +290,7 @@ def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
     if data.backend not in ("pytorch", "dali") and data.evaluation_shape != "square":
         raise RecipeError(
             f"data.evaluation_shape={data.evaluation_shape} asks for images of several shapes, and the {data.backend} "
-            "back-end holds them in one: use data.backend=pytorch with files, or leave it out."
+            "back-end stores only one: use data.backend=pytorch with files, or leave it out."
         )
     if data.backend != "memory":
         return
@@ -317,7 +317,7 @@ def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
     if any(encoded_source(source) is None for source in (dataset.train, dataset.validation)):
         raise RecipeError(
             f"data.backend is dali, which decodes image files, and data.dataset={data.dataset} has none: use another "
-            "data.backend; a data set of your own needs a source with a method encoded(sample) that returns the file."
+            "data.backend; your own data set needs a source with a method encoded(sample) that returns the file."
         )
     if reason := why_unavailable():
         raise RecipeError(
@@ -342,7 +342,7 @@ def _refuse_synthetic(data: Data) -> None:
     if data.progressive.start_size is not None:
         raise RecipeError(
             f"data.progressive.start_size={data.progressive.start_size} asks for images of several sizes, and the "
-            "synthetic back-end holds them in one: use a data set of images, or leave it out."
+            "synthetic back-end has only one: use a data set of images, or leave it out."
         )
 
 
@@ -359,7 +359,7 @@ def _too_large(data: Data, dataset: ImageDataset, processes: int) -> str:
         return ""
     _, text = _decoded(dataset)
     each = "" if processes == 1 else f" in each of {processes} processes"
-    return f"{text}, {format_bytes(held)} as they are held{each}, and this machine has {format_bytes(memory)}"
+    return f"{text}, {format_bytes(held)} in memory{each}, and this machine has {format_bytes(memory)}"
 
 
 def _decoded(dataset: ImageDataset) -> tuple[int, str]:
@@ -387,8 +387,7 @@ class ImagePipeline:
     """Training and evaluation batches of an image dataset.
 
     Back-ends with loader processes open in :meth:`start`, others when they are first needed: those that decode a
-    whole set would do it in vain for a run that turns out to be complete. What :meth:`start` was not asked for is not
-    loaded either.
+    whole set would do it in vain for a run that turns out to be complete. Only what :meth:`start` requested is loaded.
     """
 
     def __init__(
@@ -418,7 +417,7 @@ class ImagePipeline:
                 self._backend(training=split)
 
     def load(self, report: Progress) -> None:
-        """Read now what is held in memory, and report how far it is."""
+        """Load what is held in memory now, and report progress."""
         for split, is_wanted in self._wanted.items():
             if is_wanted and len(self._splits[split].source):
                 self._backend(report, training=split)
@@ -448,7 +447,7 @@ class ImagePipeline:
         return self._splits[training].source.path(sample_id)
 
     def reading(self, *, training: bool) -> str:
-        """Which sample is being read, or was read last; empty where nothing is read while training goes on."""
+        """Which sample is being read, or was read last; empty if nothing is read during training."""
         backend = self._opened.get(training)
         return backend.reading() if isinstance(backend, PytorchBackend | DaliBackend) else ""
 

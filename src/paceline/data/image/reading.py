@@ -1,7 +1,7 @@
-"""Read a slice into a batch, sample by sample; the same in a worker as in the run's process.
+"""Read a slice into a batch, sample by sample, in a worker or in the run's process.
 
-Of a file only what is needed is decoded: its head says how large the picture is, the sample's draws say which part of
-it the model sees, and that part is decoded, resized, and written into the batch.
+Only the needed part of a file is decoded: its header gives the picture's size, the sample's draws choose the part, and
+that part is decoded, resized, and written into the batch.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _new_shared(size: int) -> torch.UntypedStorage:
             raise
         forget_shared_memory_of(os.getpid())
         message = (
-            f"a loader process found no room in shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
+            f"a loader process found too little shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
             "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "
             "data.workers, data.prefetch or batch.micro_size."
         )

@@ -1,4 +1,4 @@
-"""Parts of a data set: classes, a subset of the training images, and which images are held out.
+"""Parts of a data set: classes, a subset of the training images, and held-out images.
 
 One mechanism for every kind of data set. What is taken depends on the images' names and labels alone, and goes into the
 digest by which runs know their data. A split file keeps the names of held-out images, so that no image changes sides
@@ -68,23 +68,23 @@ def _kept_split(
     new = np.array([each is None for each in known], dtype=bool)
     if len(names) and new.all():
         raise DataError(
-            f"the split file {str(path)!r} knows none of the {len(names):,} images, the first of which is "
-            f"{names[0].decode()!r}: it is another data set's; name another file in data.saved_split, which is "
-            "then written."
+            f"the split file {str(path)!r} lists none of the {len(names):,} images, such as "
+            f"{names[0].decode()!r}: it belongs to another data set; name a new file in data.saved_split, which will "
+            "be written."
         )
     held_out = np.array([bool(each) for each in known], dtype=bool)
     held_out[new] = hashes[new] < np.uint64(min(fraction * 2.0**64, 2.0**64 - 2048))
     for side, is_empty in (("training", held_out.all()), ("held-out", any(sides.values()) and not held_out.any())):
         if is_empty:
             raise DataError(
-                f"no image that is left is a {side} one by the split file {str(path)!r} (data.saved_split): "
-                "restore the images, or name another file, which is then written."
+                f"none of the remaining images is a {side} one in the split file {str(path)!r} (data.saved_split): "
+                "restore the images, or name a new file, which will be written."
             )
     gone = len(sides) - int((~new).sum())
     keeps = "keeps it from now on, written now" if is_new else "keeps it"
     parts = [f"as {str(path)!r} {keeps}: {int(held_out.sum()):,} of {len(names):,} images are held out"]
-    parts += [f"{int(new.sum()):,} that it does not know are placed by their names"] if new.any() else []
-    parts += [f"{gone:,} that it knows are gone"] if gone else []
+    parts += [f"{int(new.sum()):,} that it does not list are placed by their names"] if new.any() else []
+    parts += [f"{gone:,} that it lists are gone"] if gone else []
     return held_out, "; ".join(parts), sha256
 
 
@@ -103,12 +103,12 @@ def _read(path: Path) -> tuple[dict[bytes, bool], float, str]:
     except (ValueError, LookupError, TypeError):
         is_ours = False
     if not is_ours:
-        raise DataError(f"{str(path)!r} is no split file of Paceline's: name another file in data.saved_split.")
+        raise DataError(f"{str(path)!r} is not a Paceline split file: name another file in data.saved_split.")
     found = hashlib.sha256(rest).hexdigest()
     if found != said:
         raise DataError(
-            f"the split file {str(path)!r} has been changed since it was written (its lines have the digest "
-            f"{found[:12]}…, and its first line says {said[:12]}…): restore it, or name another file in "
+            f"the split file {str(path)!r} has been changed since it was written (its lines' digest is "
+            f"{found[:12]}…, but its first line has {said[:12]}…): restore it, or name another file in "
             "data.saved_split."
         )
     sides = (line.partition(b"\t") for line in rest.splitlines())
@@ -132,7 +132,7 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
         if not path.parent.is_dir():
             # A slip in the path would become a folder, and a split of its own.
             raise DataError(
-                f"there is no folder {str(path.parent)!r} for the split file (data.saved_split): make it, or correct "
+                f"there is no folder {str(path.parent)!r} for the split file (data.saved_split): create it, or correct "
                 "the path."
             )
         # Not tempfile's, which only its owner may read: whoever reads the data reads this.
@@ -148,8 +148,8 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
             os.unlink(partial)
     except OSError as error:
         raise DataError(
-            f"the split file {str(path)!r} cannot be written ({error.strerror}): name one in a folder that can be "
-            "written to (data.saved_split)."
+            f"the split file {str(path)!r} cannot be written ({error.strerror}): name one in a writable folder "
+            "(data.saved_split)."
         ) from None
 
 
@@ -168,7 +168,7 @@ _LIKE_A_NUMBER = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F_]+|0[bB][01_]+|0[oO][0-7_
 
 
 def select(data: Data, dataset: ImageDataset) -> ImageDataset:
-    """Take what the recipe asks for of an opened data set.
+    """Select the requested part of an opened data set.
 
     The order matters: who is held out does not depend on the classes and the number of images that are taken.
 
@@ -223,7 +223,7 @@ def relabelled(dataset: ImageDataset, labels: Callable[[Ids], NDArray[Any]]) -> 
 
 
 def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str = "data.only_classes") -> list[int]:
-    """The numbers of the classes that are asked for by name or number, in the data's order.
+    """The numbers of the classes requested by name or number, in the data's order.
 
     A number stands for the class of that name, if there is one, else for the class at that place, from 0. Where names
     look like numbers, as 01, it stands for no place: who wrote 01 would get the second class.
@@ -238,7 +238,8 @@ def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str 
         number = numbers.get(str(each), each)
         if numeric is not None and isinstance(each, int) and str(each) not in numbers:
             raise RecipeError(
-                f"{key} names the number {each}, but classes have names like {numeric!r}, and none is {str(each)!r}: "
+                f"{key} names the number {each}, but classes have names like {numeric!r}, and none is called "
+                f"{str(each)!r}: "
                 f"write names in quotes, ['{numeric}', …]."
             )
         if not isinstance(number, int) or number >= len(classes):
@@ -258,7 +259,7 @@ def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str 
 
 
 def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset") -> SubsetSource:
-    """So many images, or such a share of them, of each class alike; in the order that they have in the source.
+    """A number or share of the images, stratified by class, in source order.
 
     Raises:
         RecipeError: If there are fewer images, or a class would be left empty.
@@ -278,7 +279,7 @@ def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset"
 
 
 def digest_of(base: str, *parts: object) -> str:
-    """The digest of a data set of which a part was taken."""
+    """The digest of a part of a data set."""
     told = [hashlib.sha256(each.tobytes()).hexdigest() if isinstance(each, np.ndarray) else each for each in parts]
     return hashlib.sha256(json.dumps([base, *told]).encode()).hexdigest()
 
@@ -286,7 +287,7 @@ def digest_of(base: str, *parts: object) -> str:
 def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
     """Draw again who is held out, where the recipe asks for more than the draw by order."""
     if not dataset.is_split_off:
-        why = dataset.reasons.get("validation_fraction", "the data has a split of its own")
+        why = dataset.reasons.get("validation_fraction", "the data has its own split")
         return replace(dataset, reasons={**dataset.reasons, "split_by": why, "saved_split": why})
     if data.split_by == "order" and data.saved_split is None:
         return dataset
@@ -325,7 +326,7 @@ def take_classes(
         asked: Names or numbers of the classes.
         classes: All that the data has.
         splits: The images by what they are called to people, training images first.
-        key: Where the classes are asked for, for the message.
+        key: The recipe key, for the message.
 
     Raises:
         RecipeError: If there is no such class, or a split that had images, or a class to train on, would be left empty.
@@ -343,7 +344,7 @@ def take_classes(
             raise RecipeError(f"{key}={list(asked)} leaves no {name} images: none is of these classes; take others.")
     train = next(iter(parts.values()))
     if empty := sorted(set(range(len(chosen))) - set(train.labels.tolist())):
-        raise RecipeError(f"{key} names {names[empty[0]]!r}, of which there is no training image: leave it out.")
+        raise RecipeError(f"{key} names {names[empty[0]]!r}, which has no training image: leave it out.")
     return names, parts
 
 
@@ -367,10 +368,10 @@ def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDat
 
 
 def among_classes(dataset: ImageDataset, known: Sequence[str]) -> ImageDataset:
-    """The same images, numbered by the classes that weights know, of which the data set has only some."""
+    """The same images, numbered by the classes of the weights, of which the data set has only some."""
     numbers = np.array([known.index(name) for name in dataset.classes])
     missing = [name for name in known if name not in dataset.classes]
     named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
-    note = f"of {len(missing)} of the {len(known)} classes that the weights know, there are no images: {named}"
+    note = f"{len(missing)} of the {len(known)} classes of the weights have no images: {named}"
     found = relabelled(dataset, lambda labels: numbers[labels])
     return replace(found, classes=tuple(known), left_out=(*dataset.left_out, note))

@@ -91,10 +91,10 @@ class SampleSource(Protocol):
 
 @runtime_checkable
 class MeasuredSource(SampleSource, Protocol):
-    """A source that knows how large its images are without decoding them; only rectangular evaluation asks for it."""
+    """A source that knows image sizes without decoding; only rectangular evaluation needs it."""
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of the image that :meth:`read` would give; None if there is no telling."""
+        """Return (height, width) of the image that :meth:`read` would return; None if unknown."""
         ...
 
 
@@ -138,7 +138,7 @@ def leaves_of(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
 
 
 def announce(source: SampleSource, samples: Ids) -> None:
-    """Tell a source which samples are going to be read, if that is of use to it."""
+    """Tell a source which samples will be read, if it can use that."""
     for part, ids in leaves_of(source, samples):
         if hasattr(part, "will_read"):
             part.will_read(np.unique(ids))
@@ -153,7 +153,7 @@ def files_of(source: SampleSource, samples: Ids) -> list[str] | None:
 
 
 class ArraySource:
-    """Images that are in memory already."""
+    """Images already in memory."""
 
     def __init__(self, images: Image, labels: Ids, name: str) -> None:
         """Take ``images`` uint8 [N, H, W, C] and ``labels`` int64 [N]; ``name`` leads every sample's path."""
@@ -220,7 +220,7 @@ class FileSource:
         return [self.path(sample) for sample in samples.tolist()]
 
     def without(self, samples: Sequence[int]) -> FileSource:
-        """Return the source without some of its files; the others are numbered anew."""
+        """Return the source without some of its files; the others are renumbered."""
         kept = np.delete(np.arange(len(self)), samples)
         names = [self._names[sample] for sample in kept.tolist()]
         return FileSource(Path(self._root), names, self.labels[kept], self.channels)
@@ -232,7 +232,7 @@ class FileSource:
 
 
 class SubsetSource:
-    """Some samples of another source, numbered anew in the order given."""
+    """Some samples of another source, renumbered in the given order."""
 
     def __init__(self, base: SampleSource, ids: Ids, labels: Ids | None = None) -> None:
         """Take sample ``ids[i]`` of ``base`` as sample ``i``, of the base's class unless ``labels`` says another."""
@@ -322,7 +322,7 @@ class RepeatedSource(SubsetSource):
 
 
 def repeated(source: SampleSource, repeats: int) -> SampleSource:
-    """A source with each sample so many times."""
+    """A source that repeats each sample."""
     return source if repeats == 1 else RepeatedSource(source, repeats)
 
 
@@ -386,7 +386,7 @@ Hashes = NDArray[np.uint64]
 def sample_names(source: SampleSource) -> list[bytes]:
     """The name of every sample as UTF-8, without the place the data set lies at.
 
-    Of images that share a name, the second is told from the first by ``#2`` after it, and so on.
+    Of images that share a name, the second gets the suffix ``#2``, and so on.
     """
     found = [_name(source, sample) for sample in range(len(source))]
     if len(set(found)) == len(found):

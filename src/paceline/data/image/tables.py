@@ -42,7 +42,7 @@ def require_pyarrow() -> ModuleType:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
-            "Packing, parquet tables and datasets of Hugging Face's need pyarrow, which "
+            "Packing, parquet tables and Hugging Face datasets need pyarrow, which "
             f"cannot be imported ({error}): run `pip install 'paceline[pack]'`."
         ) from error
     found: ModuleType = pa
@@ -61,7 +61,7 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, LookupError, TypeError, require_pyarrow().ArrowException) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{str(path)!r} cannot be read ({reason}): download or make it again.") from error
+        raise DataError(f"{str(path)!r} cannot be read ({reason}): download or write it again.") from error
 
 
 _LARGEST_LABEL = 2**20
@@ -114,7 +114,7 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
         classes = tuple(sorted(map(str, set(parts[0]))))
         number = {name: index for index, name in enumerate(classes)}
         if unknown := sorted(map(str, written - number.keys())):
-            raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, and none to train on.")
+            raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, but none to train on.")
     if len(classes) < 2:
         raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
@@ -129,11 +129,11 @@ def _are_numbers(written: set[int | str], path: str) -> bool:
     if len(texts) < len(written):
         one = next(label for label in written if isinstance(label, int))
         raise DataError(
-            f"{path!r} has labels that are numbers ({one}) and labels that are names ({names[0]!r}): make them all one "
-            "or the other."
+            f"{path!r} has labels that are numbers ({one}) and labels that are names ({names[0]!r}): use one kind for "
+            "all."
         )
     if all(map(_NUMBER.fullmatch, texts)) and (odd := [text for text in names if not text.isdecimal()]):
-        raise DataError(f"{path!r} has the label {odd[0]}, but labels are whole numbers from 0 on, or names.")
+        raise DataError(f"{path!r} has the label {odd[0]}, but labels are whole numbers from 0, or names.")
     return False
 
 
@@ -148,8 +148,8 @@ def number_rows(
 
     Args:
         values: What the column of labels holds, one for each row.
-        parts: Rows of the training images, and of the held-out ones if there are any.
-        name: Names a row for people.
+        parts: Rows of the training images, and of any held-out ones.
+        name: Names a row in messages.
         path: The table, for the message.
         feature: What Hugging Face's library says of the column; it may name the classes.
 
@@ -174,7 +174,7 @@ def number_rows(
     classes = tuple(named) if isinstance(named, list) else ()
     numbers: dict[int | str, int] = {utf8(str(name)): number for number, name in enumerate(classes)}
     if not classes or tuple(numbers) != classes:
-        raise DataError(f"{path!r} names its classes {str(named)[:80]!r}, but they are a list of different texts.")
+        raise DataError(f"{path!r} names its classes {str(named)[:80]!r}, but they must be a list of distinct strings.")
     numbered = []
     for part in found:
         # A class may be written by its name; other text is never a number.
@@ -182,8 +182,8 @@ def number_rows(
         odd = next((each for each in said if isinstance(each, str) or each >= len(classes)), None)
         if odd is not None:
             raise DataError(
-                f"{path!r} has the label {odd!r}, but its classes are 0 … {len(classes) - 1}, or their names: make the "
-                "table again."
+                f"{path!r} has the label {odd!r}, but its classes are 0 … {len(classes) - 1}, or their names: write "
+                "the table again."
             )
         numbered.append(np.array(said, dtype=np.int64))
     return classes, numbered
@@ -201,7 +201,7 @@ def read_numbers(
     Args:
         values: What the columns hold, a tuple for each row.
         rows: Those to read.
-        name: Names a row for people.
+        name: Names a row in messages.
         request: Says what the columns are called, and whether they hold labels: 0, 1, false or true.
         problem: Takes each row with a cell that is none of these, or no finite number: a sentence, what it is about.
     """
@@ -244,7 +244,7 @@ def name_rows(
     if not classes:
         raise DataError(f"{path!r} has no label in any row to train on: name another column in data.label_column.")
     if unknown := sorted(set().union(*(each for part in found for each in part)).difference(classes)):
-        raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, and none to train on.")
+        raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, but none to train on.")
     return classes, [np.array([[each in row for each in classes] for row in part], dtype=np.float32) for part in found]
 
 
@@ -323,8 +323,8 @@ def find_columns(
     if image is None or label is None:
         what = "image" if image is None else "label"
         raise DataError(
-            f"{where} has the columns {', '.join(columns)}, and none has a usual name of a column of "
-            f"{what}s ({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column."
+            f"{where} has the columns {', '.join(columns)}, and none has a usual name for a column of {what}s "
+            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column."
         )
     labels = data.target_columns or (label,)
     if image in labels:
@@ -371,8 +371,8 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
         if word not in known:
             row = int(np.flatnonzero(words == word)[0])
             raise DataError(
-                f"{where} says {word!r} of the split of an image (the {row + 1:,}. row), but a split is train, val or "
-                f"test: correct it, or set data.split_column=off.{did_you_mean(word, known)}"
+                f"{where} has the split {word!r} in row {row + 1:,}, but a split is train, val or test: correct it, "
+                f"or set data.split_column=off.{did_you_mean(word, known)}"
             )
     train, validation, test = (np.flatnonzero(np.isin(words, names)) for names in WORDS.values())
     if len(train) == 0:
@@ -412,8 +412,8 @@ def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
         hub = _OF_THE_HUB.fullmatch(path.name)
         if split is None and hub is None:
             raise DataError(
-                f"{str(path)!r} lies beside files that are called train, and its name says no split (train, val or "
-                "test): rename it, or take it out of the folder."
+                f"{str(path)!r} is next to files called train, but its own name gives no split (train, val or "
+                f"test): rename it, or take it out of the folder."
             )
         found.append(split or (hub[1] if hub else TRAIN))
     return found
@@ -440,7 +440,7 @@ def open_paths(
         paths: One for each row.
         labels: As written. Labels in several columns, and numbers, are one tuple per row.
         parts: Which rows belong to which split.
-        where: Names a row for people.
+        where: Names a row in messages.
         table: The table's path, for messages.
         request: Its ``problems`` take each row that names no file, or one that another row names.
 
@@ -458,7 +458,7 @@ def open_paths(
     request.refuse_problems()
     splits = [rows[sizes[rows] >= 0] for rows in splits]
     if not all(map(len, splits)):
-        raise DataError(f"{table!r} names no image that can be used: correct the rows in it.")
+        raise DataError(f"{table!r} names no usable image: correct its rows.")
     classes, numbered = data.target_columns, list[NDArray[Any]]()
     if numbers is not None:
         numbered += [numbers[rows] for rows in splits]
@@ -501,7 +501,7 @@ def _sizes(
         elif _ADDRESS.match(path):
             # Not repeated: an address may hold a password.
             sentence = (
-                "{} names an address, and a table names files: copy the images here, and give paths from the table on."
+                "{} names a URL, but a table names files: copy the images here, and give paths relative to the table."
             )
             more = ()
         elif whole in seen:

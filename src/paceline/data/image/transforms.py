@@ -1,4 +1,4 @@
-"""Turn images of any size into what the model sees: resizing, torchvision's operations, mixup and CutMix.
+"""Turn images of any size into the model's input: resizing, torchvision's operations, mixup and CutMix.
 
 Resizing is bilinear or bicubic with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
 its time. Training and evaluation differ only in the part of the image they keep.
@@ -44,15 +44,15 @@ _MOST_KEPT = 4  # times the memory of a result
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How a back-end shows the images of one split.
+    """How a back-end prepares the images of one split.
 
     Attributes:
-        image_size: Height and width of what the model sees, in pixels.
+        image_size: Height and width of the model's input, in pixels.
         channels: 1 or 3.
         evaluation_crop: Share of the resized image's side that the centre crop keeps, in (0, 1].
         augment: How training images are varied; None for evaluation.
         seed: The run's seed, which keys the variation.
-        mean: Of each channel, in [0, 1]: what is put where an image has nothing.
+        mean: Of each channel, in [0, 1]: the fill value outside an image.
         interpolation: How images are resized, ``bilinear`` or ``bicubic``.
         progressive: How they grow from epoch to epoch.
     """
@@ -352,7 +352,7 @@ def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor
     try:
         vary = make(**augment.policy_options)
     except (AssertionError, TypeError, ValueError) as error:
-        fix = "Name a factory: called with them, it gives what is called with an image."
+        fix = "Name a factory that takes them and returns a function of an image."
         if augment.policy == "timm":
             fix = "Give what timm's --aa takes: data.augment.policy_options={config: rand-m9-mstd0.5-inc1}."
         raise RecipeError(
@@ -494,5 +494,5 @@ def first_images(source: SampleSource, view: View, count: int) -> torch.Tensor:
             image = source.read(sample)
             found.append(evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation))
     if not found:
-        raise DataError(f"none of {len(ids)} training images could be read, from which the network was to begin.")
+        raise DataError(f"none of {len(ids)} training images from which to initialise the network could be read.")
     return torch.stack(found)

@@ -1,4 +1,4 @@
-"""Check a set of images for what would break or spoil a run; everything is read, and nothing changed."""
+"""Check a set of images for anything that would break or spoil a run; everything is read, nothing is changed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class DataReport:
     Attributes:
         source: What the user named.
         dataset: The recipe's name for it.
-        root: Where it lies, if it lies anywhere.
+        root: Its path, if it has one.
         splits: By split: ``samples`` in it, how many were ``checked``, and how many of these are ``broken``.
         validation: Where the held-out images come from.
-        findings: Everything there is to report, the worst first.
+        findings: All findings, the worst first.
         learned: What is learned of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
         classes: Figures about the classes or labels.
         sizes: Figures about heights, widths and bytes.
@@ -46,7 +46,7 @@ class DataReport:
         cost: Figures about decoding; empty where images lie in memory.
         workers: Processes that read.
         seconds: How long it took.
-        quarantine: What was moved away, if that was asked for.
+        quarantine: What was moved away, if requested.
         unusable: Why what was left in place cannot be trained on; empty if it can, and if nothing was moved.
     """
 
@@ -123,7 +123,7 @@ def check_data(
     quarantine: Path | None = None,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> DataReport:
-    """Look at the images, and say what would break or spoil a run.
+    """Check the images for anything that would break or spoil a run.
 
     Args:
         source: A folder, an archive, a recipe's name or file.

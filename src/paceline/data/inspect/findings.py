@@ -153,7 +153,7 @@ def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
 
 
 def pixel_figures(subject: Subject, gathered: Gathered, read: Ids) -> dict[str, Any]:
-    """Mean and deviation of each channel in [0, 1] over the training images, beside those that a run subtracts."""
+    """Mean and deviation of each channel in [0, 1] over the training images, and those that a run uses."""
     in_train = gathered.samples.part_numbers[gathered.numbers[read]] == 0
     rows = gathered.rows[read[in_train]]
     if len(rows) == 0:
@@ -203,7 +203,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that was found.
+    """A finding.
 
     Attributes:
         kind: What.
@@ -217,7 +217,7 @@ class Finding:
 
 
 def find_all(subject: Subject, gathered: Gathered, *, workers: int, progress: Progress) -> tuple[Finding, ...]:
-    """Everything there is to report, the worst first."""
+    """All findings, the worst first."""
     found = [
         *_of_folder(subject),
         *_of_samples(gathered),

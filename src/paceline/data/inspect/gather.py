@@ -51,7 +51,7 @@ class Subject:
         learned: What is learned of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
         splits: Its images by split; ``test`` are those of a folder that a run does not read.
         problems: What a run refuses about a folder or a table.
-        unread: What lies in a folder beside images.
+        unread: Files in a folder other than images.
         root: The folder or file that paths begin with, if there is one.
         is_folder: Whether that is a folder of class folders.
     """
@@ -74,7 +74,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     recipe = _recipe(source, overrides)
     data = recipe.data
     if data.dataset == "synthetic":
-        raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), and there is nothing in it to check.")
+        raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), so there is nothing to check.")
     problems = Problems()
     try:
         dataset = open_dataset(data, problems, several_labels=recipe.task == "image_multilabel")
@@ -115,7 +115,7 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):
             raise RecipeError(
-                f"override '{key}' has no effect: check-data looks at the images as they are, and at nothing else of a "
+                f"override '{key}' has no effect: check-data looks only at the stored images, not at the rest of a "
                 "recipe. Remove it."
             )
     return recipe
@@ -132,18 +132,18 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
         if path.is_dir():  # of which some may not be read: that is what is checked
             return load_recipe("image_folder", [f"data.path={source}", *overrides]).recipe
         raise DataError(
-            f"{source!r} is no folder or archive of images, no recipe file and no shipped recipe ({error})"
+            f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})"
         ) from None
     base = "cifar10" if kind == "cifar10" else "image_folder"
     return load_recipe(base, [f"data.dataset={kind}", f"data.path={source}", *overrides]).recipe
 
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""Called with the current activity, the amount done, and the total."""
 
 MOST_NAMED = 10_000
 _PARTS = 32
-_KILLED = "killed, as the system does when memory is short"
+_KILLED = "killed, as the system does when memory runs out"
 
 
 @dataclass(frozen=True)

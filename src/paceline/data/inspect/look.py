@@ -25,9 +25,9 @@ Severity = Literal["breaks", "spoils", "costs", "notice"]
 
 SEVERITIES: dict[Severity, str] = {
     "breaks": "a run stops at it, or leaves it out as broken",
-    "spoils": "a run goes on, but what it learns or scores is not what it seems",
+    "spoils": "a run continues, but learns or scores something else than it seems to",
     "costs": "the same pictures could be read in less time, or trained on in fewer steps",
-    "notice": "handled, and perhaps not meant",
+    "notice": "handled, but perhaps not intended",
 }
 
 # Against the square that the model sees.
@@ -40,7 +40,7 @@ FEW = 10
 
 @dataclass(frozen=True)
 class Kind:
-    """One thing that can be found.
+    """A kind of finding.
 
     Attributes:
         name: What it is called in JSON.
@@ -59,22 +59,22 @@ _AGAIN = "copy or download it again, or remove it"
 
 # What one sample can be; the order is that of the bits in a row's traits, and of the report.
 OF_SAMPLES = (
-    Kind("broken_link", "breaks", "it leads to a file that is not there", "restore what it points to, or remove it"),
+    Kind("broken_link", "breaks", "its target does not exist", "restore what it points to, or remove it"),
     Kind("not_permitted", "breaks", "this user may not read it", "allow it (chmod a+r), or train as its owner"),
     Kind("empty_file", "breaks", "it has no content", _AGAIN),
-    Kind("not_an_image", "breaks", "no image in a format that can be read", "convert or remove it"),
+    Kind("not_an_image", "breaks", "not an image in a supported format", "convert or remove it"),
     Kind("truncated", "breaks", "it ends before its last pixel", _AGAIN),
-    Kind("corrupt", "breaks", "it is damaged inside", _AGAIN),
+    Kind("corrupt", "breaks", "its content is damaged", _AGAIN),
     Kind("too_large", "breaks", f"it has more than {LARGEST_PIXELS:,} pixels", "shrink it"),
     Kind("no_fixed_range", "breaks", "32-bit or signed numbers, whose range is unknown", "store unsigned 8 or 16 bits"),
     Kind("unreadable", "breaks", "it cannot be read for another reason", "repair or remove it"),
     Kind("reader_died", "breaks", "the process that read it ended", "remove it, and tell us: a decoder crashed"),
-    Kind("unfinished", "spoils", "a JPEG without an end, whose last part is made up", _AGAIN),
+    Kind("unfinished", "spoils", "a JPEG without an end, whose last part the decoder fills in", _AGAIN),
     Kind(
         "large",
         "costs",
         f"over {LARGE} times the pixels that the model sees",
-        "shrink it once: most of the decoding is for pixels that nobody sees",
+        "shrink it once: most decoded pixels are thrown away",
     ),
     Kind("progressive", "costs", "a JPEG in several scans, which decodes slowly", "encode it as a baseline JPEG once"),
     Kind(
@@ -87,33 +87,48 @@ OF_SAMPLES = (
         "tiny",
         "notice",
         f"a side is under 1/{SMALL} of what the model sees",
-        "see whether it is a thumbnail or an icon; a smaller data.image_size costs less",
+        "check whether it is a thumbnail or an icon; a smaller data.image_size costs less",
     ),
     Kind("flat_end", "notice", "its lower part is one flat colour, as of a damaged file", f"look at it; {_AGAIN}"),
-    Kind("wrong_extension", "notice", "its name says another format; it is read all the same", "rename it"),
-    Kind("cmyk", "notice", "stored for print; converted without a colour profile", "convert it, if colours matter"),
+    Kind("wrong_extension", "notice", "its extension is of another format; it is read anyway", "rename it"),
+    Kind(
+        "cmyk", "notice", "stored for print (CMYK); converted without a colour profile", "convert it, if colours matter"
+    ),
     Kind(
         "sixteen_bit", "notice", "16 bits per channel; the upper 8 are used", "scale it, if it uses the lower ones only"
     ),
     Kind(
-        "transparent", "notice", "partly transparent; laid over white", "lay it over another colour, if that is better"
+        "transparent",
+        "notice",
+        "partly transparent; placed on white",
+        "use another background colour, if that is better",
     ),
-    Kind("palette", "notice", "at most 256 colours", "take a better original, if there is one"),
-    Kind("several_frames", "notice", "the first frame is used", "extract the frames, if others matter"),
-    Kind("turned", "notice", "turned or mirrored as its EXIF data say", "see whether all programs that wrote it agree"),
-    Kind("grey_among_colour", "notice", "without colour, and others are not", "see whether grey tells the class"),
-    Kind("colour_among_grey", "notice", "in colour, and seen in grey", "set data.channels=3, if colour matters"),
+    Kind("palette", "notice", "at most 256 colours", "use a better original, if there is one"),
+    Kind("several_frames", "notice", "the first frame is used", "extract the other frames, if they matter"),
+    Kind(
+        "turned",
+        "notice",
+        "rotated or mirrored as its EXIF data says",
+        "check that all programs that wrote the images agree",
+    ),
+    Kind(
+        "grey_among_colour",
+        "notice",
+        "greyscale, while others have colour",
+        "check whether being grey predicts the class",
+    ),
+    Kind("colour_among_grey", "notice", "in colour, but read as greyscale", "set data.channels=3, if colour matters"),
 )
 
 OF_SETS = (
-    Kind("layout", "breaks", "a run refuses the folder", "do what each sentence says"),
+    Kind("layout", "breaks", "a run refuses the folder", "follow the advice in each message"),
     Kind("other_file", "breaks", "not an image, and in a class folder", "convert it, or move it away"),
     Kind("heic_image", "breaks", "pillow-heif reads it", "pip install 'paceline[heic]', or convert it"),
-    Kind("special_file", "breaks", "neither a file nor a link to one: reading it may wait for ever", "remove it"),
+    Kind("special_file", "breaks", "neither a file nor a link to one: reading it may block for ever", "remove it"),
     Kind("nested_folder", "breaks", "in a class folder, where only images are read", "move its images up, or it away"),
     Kind("empty_folder", "breaks", "a class folder without an image", "put images there, or remove it"),
     Kind("unread_folder", "breaks", "next to train/, and neither val/ nor test/", "rename it, or move it away"),
-    Kind("leak", "spoils", "it is in another split too: a score on it says nothing", "move it away (--quarantine DIR)"),
+    Kind("leak", "spoils", "it is in another split too: its score means nothing", "move it away (--quarantine DIR)"),
     Kind(
         "near_leak",
         "spoils",
@@ -126,18 +141,18 @@ OF_SETS = (
         "imbalance",
         "notice",
         f"the largest class has over {IMBALANCED} times the images of the smallest",
-        "look at the score of each class, not of all together",
+        "look at the score of each class, not the overall score",
     ),
     Kind("small_class", "notice", f"fewer than {FEW} training images", "collect more, or merge classes"),
     Kind(
         "no_held_out",
         "notice",
-        "no held-out image of the class, which is not scored",
+        "no held-out image of the class, so it is not scored",
         "add held-out images, or training images to hold some out of",
     ),
     Kind("listed_names", "notice", "a class whose name is a list", "set task=image_multilabel, if these are labels"),
-    Kind("alike_names", "notice", "classes whose names differ by case or space only", "merge them, if they are one"),
-    Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it was meant to be read"),
+    Kind("alike_names", "notice", "classes whose names differ only in case or spaces", "merge them, if they are one"),
+    Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )
 
 KINDS = {kind.name: kind for kind in (*OF_SAMPLES, *OF_SETS)}
@@ -305,7 +320,7 @@ _FLAT = 8  # of 255: between the darkest and the brightest of 72 parts
 
 @dataclass(frozen=True)
 class Viewer:
-    """What a sample is held against.
+    """What a sample is checked against.
 
     Attributes:
         image_size: Height and width that the model sees.

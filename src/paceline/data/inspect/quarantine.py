@@ -57,7 +57,7 @@ def check_place(root: Path, folder: Path) -> None:
     inside, outside = folder.resolve(), root.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
         raise DataError(
-            f"--quarantine {folder}: it and the data ({root}) must not lie in one another; give a folder next to the "
+            f"--quarantine {folder}: it and the data ({root}) must not contain each other; give a folder next to the "
             "data."
         )
     there = inside
@@ -67,8 +67,8 @@ def check_place(root: Path, folder: Path) -> None:
         raise DataError(f"--quarantine {folder}: {str(there)!r} is a file; give a folder, which need not exist.")
     if there.stat().st_dev != outside.stat().st_dev:
         raise DataError(
-            f"--quarantine {folder}: it is on another file system than the data, and files are only renamed, which "
-            "cannot lose them; give a folder next to the data."
+            f"--quarantine {folder}: it is on another file system than the data, and files are only moved by renaming, "
+            "which cannot lose them; give a folder next to the data."
         )
 
 
@@ -100,7 +100,7 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
     if taken := [str(target) for _, target in moves if os.path.lexists(target)]:
         raise DataError(
             f"--quarantine {folder}: {taken[0]!r} is there already (and {len(taken) - 1:,} more of the names), and "
-            "nothing is written over; nothing was moved: give another folder."
+            "nothing is overwritten; nothing was moved: give another folder."
         )
     if moves:
         _write_undo(folder, moves)
@@ -110,8 +110,8 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
             os.rename(source, target)
         except OSError as error:
             raise DataError(
-                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; what was moved before it is "
-                f"moved back by: sh {shlex.quote(str(folder / UNDO))}"
+                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; to undo the earlier moves, "
+                f"run: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
     whole = frozenset(each.kind.name for each in moving if each.count == len(each.entries))
     return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=whole)

@@ -1,7 +1,7 @@
 """The back-end that decodes, crops and resizes with NVIDIA's DALI, on threads of this process or on the GPU.
 
-DALI orders nothing and draws nothing here. It is fed each image's file, and the box, size and flip that every back-end
-computes alike, so that the same sample is shown alike whoever reads it, and there is no state of DALI's to save. Only
+DALI neither orders nor draws samples here. It gets each image's file, and the box, size and flip that every back-end
+computes the same way, so a sample looks the same in any back-end, and DALI has no state to save. Only
 plain JPEG files go to DALI: their markers say that every decoder makes the same picture of them (ISO/IEC 10918-1, annex
 B). Other files (turned by EXIF, CMYK, arithmetic coding, several pictures, damaged, other formats), and those that DALI
 cannot decode, are read as by the other back-ends, which also decide whether a file is broken.
@@ -149,7 +149,7 @@ def how_to_install() -> str:
 
 
 class Asked(NamedTuple):
-    """What DALI is asked to make of one file.
+    """DALI's request for one file.
 
     Attributes:
         content: The file.
@@ -169,7 +169,7 @@ class Asked(NamedTuple):
 
 
 class Graph:
-    """Batches of at most so many images, taken in the order in which they were asked for."""
+    """Batches of limited size, taken in request order."""
 
     def __init__(self, most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> None:
         """Build the graph, and run it on blank pictures.
@@ -205,7 +205,7 @@ class Graph:
             ) from error
 
     def ask(self, batch: Sequence[Asked]) -> None:
-        """Begin a batch; it is worked on beside this thread."""
+        """Begin a batch; it is processed in the background."""
         self._feed(batch)
         self._pipeline.schedule_run()
 
@@ -326,7 +326,7 @@ class _Work:
 
     @property
     def asked(self) -> list[Asked]:
-        """The rows that are DALI's."""
+        """The rows for DALI."""
         return [row for row in self.rows if isinstance(row, Asked)]
 
 
@@ -385,10 +385,10 @@ class DaliBackend:
     def reading(self) -> str:
         """Which file was begun last; for people."""
         last = self._last_read
-        return f"the last file begun is sample {last} ({self._source.path(last)})" if last >= 0 else ""
+        return f"the last file started is sample {last} ({self._source.path(last)})" if last >= 0 else ""
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         if self._stream is not None and inspect.getgeneratorstate(self._stream) != inspect.GEN_RUNNING:
             self._stream.close()
         self._stream = self._graph = None

@@ -57,8 +57,8 @@ class MemoryBackend:
         augment = view.augment
         if augment is not None and augment.crop == "random_resized":
             raise RecipeError(
-                "data.augment.crop is random_resized, which the memory back-end does not do, because it "
-                "keeps images at the size the model sees: use data.backend=pytorch, or crop=pad."
+                "data.augment.crop is random_resized, which the memory back-end does not support, because it keeps "
+                "images at the model's input size: use data.backend=pytorch, or crop=pad."
             )
         self._view = view
         self._one_by_one = augment is not None and asks_for_variation(augment)
@@ -133,7 +133,8 @@ class MemoryBackend:
 def hold_images(
     source: SampleSource, view: View, shape: StoreShape, device: torch.device, progress: Progress | None = None
 ) -> tuple[ImageStore, dict[int, BrokenSample]]:
-    """Decode a whole source into a store, or take its array for one; broken images stay black, and are told by id."""
+    """Decode a whole source into a store, or take its array for one; broken images stay black, and are reported by
+    id."""
     size, count = view.image_size, len(source)
     array = as_array(source) if device.type == "cpu" else None
     if array is not None and (held := ImageStore.over(shape, device, array)) is not None:

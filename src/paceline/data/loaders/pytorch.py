@@ -1,7 +1,7 @@
 """The back-end for image files: torch's DataLoader, whose workers decode a whole micro-batch at a time.
 
 A worker is sent the slice itself, so that ids, epoch and thereby every random draw arrive with the order: no
-state lives in workers, and their number changes nothing. Workers ignore the signals that ask a run to stop,
+state lives in workers, and their number has no effect. Workers ignore the signals that ask a run to stop,
 which reach its whole process group; they leave when the run closes them, or when its process is gone.
 
 Workers are forked when the back-end is made. Make it before the process has threads that hold locks (a process
@@ -247,7 +247,7 @@ class _WorkerState:
             _check_socket_path(multiprocessing.util.get_temp_dir())
 
     def enter(self, worker: int) -> None:
-        """Settle in as worker number ``worker``; runs in its process."""
+        """Set up worker number ``worker``; runs in its process."""
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -280,13 +280,13 @@ class _WorkerState:
         said = re.split(r"\. |\.$", reason.strip(), maxsplit=1)[0]
         why = ""
         if said.endswith("Bus error"):
-            why = " It found no shared memory left: give it more, or lower data.workers or data.prefetch."
+            why = " It ran out of shared memory: give it more, or lower data.workers or data.prefetch."
         elif said.endswith(("Killed", "exited unexpectedly")):
-            why = " If it was killed for want of memory, lower data.workers or data.prefetch."
+            why = " If it was killed because memory ran out, lower data.workers or data.prefetch."
         return f"{said}{where}.{why}"
 
     def explain_place(self) -> str:
-        """Say what each worker was last reading, or this process if there are none."""
+        """Report what each worker was last reading, or this process if there are none."""
         last = [f"worker {k} (pid {pid}) {self._last_read(k)}" for k, pid in enumerate(self._pids) if pid]
         if not last and self._reading[0] >= 0:
             return f"the run's own process {self._last_read(0)}"
@@ -298,7 +298,9 @@ class _WorkerState:
 
     def _last_read(self, worker: int) -> str:
         sample = self._reading[worker]
-        return "had begun nothing" if sample < 0 else f"was last at sample {sample} ({self._source.path(sample)})"
+        return (
+            "had not started a sample" if sample < 0 else f"was last at sample {sample} ({self._source.path(sample)})"
+        )
 
     def kill_survivors(self) -> None:
         """End workers that torch could not: they ignore its SIGTERM, and delay the interpreter's end."""

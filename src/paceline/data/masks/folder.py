@@ -142,11 +142,11 @@ def open_masks(data: Data) -> MaskDataset:
         raise DataError(f"{str(root)!r} has no image with a mask to train on: put NAME.png into masks/ for each image.")
     missing = [name for number, name in enumerate(names) if not held[kept[0], number].any()]
     if len(names) - len(missing) < 2:
-        why = f", and {IGNORED}, which means 'ignored': write the pixels of a class as its index, from 0 on"
+        why = f", and {IGNORED}, which means 'ignored': store each pixel's class index, from 0"
         raise DataError(
             f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(held[:, IGNORED].any())}."
         )
-    empty = f"of {len(missing)} of {len(names)} classes, no training mask has a pixel: {', '.join(missing[:_SHOWN])}"
+    empty = f"{len(missing)} of {len(names)} classes have no pixel in any training mask: {', '.join(missing[:_SHOWN])}"
     digest = hashlib.sha256(repr(names).encode())
     for at in sorted(at for part in kept for at in part):
         for path in (images[at], masks[at]):
@@ -183,9 +183,9 @@ def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
         for name in files_below(folder / kind, left_out):
             stem, path = os.path.splitext(name)[0], os.path.join(folder, kind, name)
             if not has_ending(name, endings):
-                left_out.add(f"files in {kind}/ with other endings", path)
+                left_out.add(f"files in {kind}/ with other extensions", path)
             elif stem in by_stem[kind]:
-                left_out.add(f"{kind} that are called as another one", path)
+                left_out.add(f"{kind} with the same name as another one", path)
             else:
                 by_stem[kind][stem] = path
     images, masks = by_stem["images"], by_stem["masks"]

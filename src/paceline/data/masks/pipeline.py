@@ -61,11 +61,10 @@ class MaskDataset:
         train: Training images.
         validation: Held-out images.
         classes: The classes' names, by index.
-        digest: Says which data they are.
-        files: Paths of all files; empty if the images are drawn.
+        digest: Identifies the data. files: Paths of all files; empty if the images are drawn.
         split: Where the held-out images come from, for people.
         is_split_off: Whether they were split off the training images.
-        left_out: What is there and not used, a sentence for each kind.
+        left_out: Data that is not used, one sentence per kind.
     """
 
     name: str
@@ -197,7 +196,7 @@ class MaskPipeline(SimplePipeline):
         views: How they are shown in training (True) and in evaluation (False).
         normalize: Makes of uint8 images what the network sees.
         placement: Where batches end up.
-        threads: Threads that read; 0 reads when a batch is asked for.
+        threads: Threads that read; 0 reads on request.
         prefetch: Micro-batches that are read ahead for each thread.
     """
 

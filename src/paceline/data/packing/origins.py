@@ -1,4 +1,4 @@
-"""Sources to be packed: their kind is seen from their files, and their images are opened in their order."""
+"""Sources to pack: detect their kind from their files, and open their images in order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OpenedOrigin:
         classes: Class names.
         channels: What its images would be decoded to for training, 1 or 3.
         splits: ``train``, and ``validation`` if it has such images of its own.
-        left_out: What is there and not used, a sentence for each kind.
+        left_out: Data that is not used, one sentence per kind.
     """
 
     origin: Origin
@@ -99,7 +99,7 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
     entry = find_dataset(kind)
     for name in ("image_column", "label_column", "split_column"):
         if getattr(part, name) != "auto" and (entry is None or name not in entry.keys):
-            raise DataError(f"--{name.replace('_', '-')} has no effect on a source of the kind {kind}: leave it out.")
+            raise DataError(f"--{name.replace('_', '-')} has no effect with --kind {kind}: leave it out.")
     data = replace(part, dataset=kind, path=path, validation_fraction=0)
     stored = open_stored(DatasetRequest(data=data, in_any_order=False, tries_files=False))
     sources: dict[str, SampleSource] = {"train": stored.train, "validation": stored.validation}
@@ -155,7 +155,7 @@ def detect(path: str) -> str:
         return _kind_of_folder(root)
     except PermissionError as error:
         raise DataError(
-            f"{error.filename!r} cannot be read ({error.strerror}): give the right to, or name the kind."
+            f"{error.filename!r} cannot be read ({error.strerror}): give this user read permission, or name the kind."
         ) from None
 
 
@@ -171,7 +171,9 @@ def _kind_of_folder(root: Path) -> str:
     if (".json" in suffixes or ".parquet" in suffixes) and (tables := _kind_of_tables(root)) is not None:
         return tables
     if suffixes & _COMPRESSED and ".tar" not in suffixes and not any(each.is_dir() for each in root.iterdir()):
-        raise DataError(f"{str(root)!r} holds compressed files: uncompress them, for tars are read where images lie.")
+        raise DataError(
+            f"{str(root)!r} holds compressed files: decompress them, because images are read in place from tars."
+        )
     return "webdataset" if ".tar" in suffixes else "image_folder"
 
 
@@ -187,7 +189,7 @@ def _kind_of_file(path: Path) -> str:
     if ending == ".parquet" and (found := _kind_of_tables(path)) is not None:
         return found
     raise DataError(
-        f"{str(path)!r} is a file, and none that can be packed by its name (a .tar of WebDataset, a .parquet, a .csv "
+        f"{str(path)!r} is a file whose name does not tell how to pack it (a .tar of WebDataset, a .parquet, a .csv "
         "or .tsv of paths and labels, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or tell `pack` what it "
         "is with --kind."
     )

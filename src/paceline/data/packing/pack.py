@@ -89,7 +89,7 @@ def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Sha
     for table, shard in zip(tables, shards, strict=True):
         samples[shard.split] += table.num_rows
     if not samples.get("train"):
-        raise DataError("not a single training image of the source can be read: is it what you meant?")
+        raise DataError("no training image of the source can be read: check that it is the right one.")
     index, columns = _write_index(root, tables, shards)
     rows = _index_arrays(root / INDEX, columns)
     heights, widths = rows["height"], rows["width"]
@@ -227,7 +227,7 @@ _TRIED, _WEIGHED = 8, 1024  # images whose length is found out by making them, a
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be packed, and how.
+    """What to pack, and how.
 
     Attributes:
         source: A file, a folder, or a pattern of tars.
@@ -237,7 +237,7 @@ class Request:
         max_side: Longest side in pixels, of ``jpeg`` and ``raw``.
         quality: Of ``jpeg``.
         size: Side of the squares that ``raw`` images are cropped to.
-        shard_bytes: About how long a shard is to be; None for one to suit.
+        shard_bytes: Approximate size of a shard; None for automatic.
         workers: Threads that make shards.
         skip_broken: Whether images that cannot be read are left out.
         part: What of the source, and which columns of a table hold it, as a recipe says it; None for all.
@@ -257,7 +257,7 @@ class Request:
 
 
 def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tuple[Manifest, int]:
-    """Pack a source, or go on with it.
+    """Pack a source, or resume packing it.
 
     Args:
         request: What to pack, and how.
@@ -269,12 +269,12 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
 
     Raises:
         DataError: If the source cannot be packed like this, or the destination holds something else.
-        PackingError: If the disk refuses; the same command goes on.
+        PackingError: If the disk fails; the same command resumes.
     """
     require_pyarrow()
     root, source = request.destination, Path(request.source).expanduser().resolve()
     if root.resolve() == source or (source.is_dir() and source in root.resolve().parents):
-        raise DataError(f"DEST {str(root)!r} lies in SOURCE, which is only read: choose a directory elsewhere.")
+        raise DataError(f"DEST {str(root)!r} is inside SOURCE, which is only read: choose a directory elsewhere.")
     opened = open_origin(request.source, request.kind, request.part)
     form = _choose_form(request, opened)
     say(_described(request, opened, form))
@@ -287,7 +287,7 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
         raise DataError(f"DEST {str(root)!r} is a file: choose a directory that is empty or new.")
     if root.is_dir() and not (root / UNFINISHED).is_dir() and any(root.iterdir()):
         raise DataError(
-            f"DEST {str(root)!r} is not empty and holds no packed dataset: choose a directory that is empty or new."
+            f"DEST {str(root)!r} is not empty and is not a packed dataset: choose a directory that is empty or new."
         )
     with reporting_disk_errors(root):
         (root / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def _choose_form(request: Request, opened: OpenedOrigin) -> Form:
     if mode == "original" and not opened.has_files:
         raise DataError(
             f"--mode original keeps image files as they are, but {opened.origin.kind} holds pixels: use --mode raw, "
-            "which loses nothing there, or jpeg."
+            "which is lossless there, or jpeg."
         )
     for option, value, modes in (
         ("--max-side", request.max_side, ("jpeg", "raw")),
@@ -385,7 +385,7 @@ def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
     manifest = open_packed(root).manifest
     if manifest.form != form or manifest.origin != opened.origin or manifest.classes != opened.classes:
         raise DataError(
-            f"{str(root)!r} holds another packed dataset (mode {manifest.form.mode}, from a source of the kind "
+            f"{str(root)!r} holds another packed dataset (mode {manifest.form.mode}, from a source of kind "
             f"{manifest.origin.kind}), or the source has changed since: choose another DEST, or remove it."
         )
     shutil.rmtree(root / UNFINISHED, ignore_errors=True)  # what was needed on the way is only space by now
@@ -431,8 +431,8 @@ def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]
     elif before != plan:
         other = " and ".join(what for what in plan if before.get(what) != plan[what])
         raise DataError(
-            f"{str(root)!r} holds the beginning of another packed dataset ({other}: not as when it was begun): repeat "
-            "the command as it was, or remove the directory."
+            f"{str(root)!r} holds an unfinished packed dataset ({other}: not as when it was started): repeat the "
+            "original command, or remove the directory."
         )
     for leftover in [*root.glob(".*.partial"), *(root / UNFINISHED).glob(".*.partial")]:
         leftover.unlink()

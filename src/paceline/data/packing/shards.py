@@ -96,7 +96,7 @@ Progress = Callable[[int, int], None]
 
 
 class PackingError(PacelineError):
-    """The disk refused; what is finished stays, and the same command goes on."""
+    """The disk failed; finished parts are kept, and the same command resumes."""
 
     exit_code = 1
 
@@ -294,7 +294,7 @@ def file_digest(path: Path) -> str:
 
 @contextmanager
 def reporting_disk_errors(path: Path) -> Iterator[None]:
-    """Turn what the disk says into a sentence.
+    """Turn a disk error into a sentence.
 
     Raises:
         PackingError: With the original error as its cause.
@@ -306,5 +306,5 @@ def reporting_disk_errors(path: Path) -> Iterator[None]:
         advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the disk"
         raise PackingError(
             f"cannot write {str(path)!r}: {error.strerror or error} ({code}); {advice}, and run the same command "
-            "again: what is finished stays."
+            "again: finished parts are kept."
         ) from error

@@ -1,8 +1,8 @@
-"""Documents as tokens: one array in memory or in a file, and where in it each document ends.
+"""Documents as tokens: one array in memory or in a file, and the end of each document in it.
 
 A packed folder holds ``tokens.json`` and three files for each split: ``SPLIT.bin``, the tokens of all documents one
 after the other, two bytes each or four, little-endian; ``SPLIT.lengths.npy``, tokens of each document; and
-``SPLIT.names.txt``, a name in each line. The folder appears whole, or not at all. Its files are mapped, not read.
+``SPLIT.names.txt``, a name in each line. The folder appears complete, or not at all. Its files are mapped, not read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StoredCorpus:
         return self.tokens[first + begin : first + end].astype(np.int64)
 
     def name(self, document: int) -> str:
-        """The name it came with."""
+        """Its name."""
         return self.names[document]
 
 
@@ -64,7 +64,7 @@ class TextDataset:
         tokenizer: What made tokens of them.
         digest: Says whether two runs saw the same data.
         reason: Where the held-out documents come from, where ``validation_fraction`` has no say in it.
-        left_out: What is there and not used, a sentence for each kind.
+        left_out: Data that is not used, one sentence per kind.
     """
 
     name: str
@@ -119,19 +119,20 @@ def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination
     hidden = destination.parent / f".{destination.name}.{os.getpid()}"
     try:
         if destination.exists():
-            raise DataError(f"'{destination}' exists; give another folder, or take it away first.")
+            raise DataError(f"'{destination}' exists; give another folder, or remove it first.")
         hidden.mkdir(parents=True)
         corpora = {split: encoded(documents, tokenizer) for split, documents in splits.items()}
         packed = _write_all(corpora, tokenizer, hidden)
         for split, corpus in corpora.items():
             read = _open_split(hidden, split, len(corpus.tokens), corpus.tokens.dtype)
             if not np.array_equal(read.tokens, corpus.tokens):
-                raise DataError(f"{hidden}: '{split}' was not read back as it was written: try another disk.")
+                raise DataError(f"{hidden}: '{split}' differs from what was written when read back: try another disk.")
         hidden.rename(destination)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise DataError(
-            f"'{destination}' cannot be written: {error.strerror or error}{where}; give another folder, or make room."
+            f"'{destination}' cannot be written: {error.strerror or error}{where}; give another folder, or free some "
+            f"space."
         ) from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -184,10 +185,10 @@ def open_tokens(root: Path) -> TextDataset:
     except FileNotFoundError:
         raise DataError(f"{root} holds no {MANIFEST}; write it with `paceline pack --text SOURCE {root}`.") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); write the folder anew.") from error
+        raise DataError(f"{path} cannot be read ({error}); write the folder again.") from error
     needed = {"version", "tokenizer", "bytes_per_token", "tokens", "files", "digest"}
     if not isinstance(tree, dict) or not needed <= tree.keys() or tree["version"] != _VERSION:
-        raise DataError(f"{path} is none that this version of Paceline reads; write the folder anew.")
+        raise DataError(f"{path} has a format that this version of Paceline cannot read; write the folder again.")
     kind = np.dtype(f"<u{tree['bytes_per_token']}")
     corpora = {split: _open_split(root, split, count, kind) for split, count in tree["tokens"].items()}
     return TextDataset(
@@ -206,11 +207,13 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
         names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
         held = path.stat().st_size
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{root}: the files of the split '{split}' cannot be read ({error}); write it anew.") from error
+        raise DataError(
+            f"{root}: the files of the split '{split}' cannot be read ({error}); write it again."
+        ) from error
     if held != count * kind.itemsize or int(lengths.sum()) != count:
         raise DataError(
             f"{path} has {held:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the file, "
-            "or write the folder anew."
+            "or write the folder again."
         )
     # An empty file cannot be mapped.
     tokens = np.memmap(path, dtype=kind, mode="r") if count else np.empty(0, dtype=kind)

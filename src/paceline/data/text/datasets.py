@@ -32,7 +32,7 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
     Args:
         path: A folder that ``save_to_disk`` wrote, or parquet files.
         column: Which column is the text; each row is a document.
-        left_out: Told of what is there and not read.
+        left_out: Receives what is not read.
 
     Raises:
         DataError: If there is no such dataset, or it has no such column.
@@ -40,8 +40,8 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
     files = find_files(path, left_out)
     if files is None:
         raise DataError(
-            f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder that save_to_disk "
-            "wrote, or parquet files. One from the hub is saved with "
+            f"{str(path)!r} is not a local Hugging Face dataset: expected a folder that save_to_disk wrote, or parquet "
+            "files. One from the hub is saved with "
             "`datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
         )
     train, held_out, why = choose_splits(files)
@@ -84,7 +84,7 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
         )
     kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-        raise DataError(f"{file}: the column {column!r} holds {kind}, and no text; name another (data.text.column).")
+        raise DataError(f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).")
 
 
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
@@ -110,7 +110,7 @@ def python_documentation() -> Documents:
     except ImportError as error:
         raise DataError(
             f"data.dataset=docs is the documentation that Python's help() shows, and this Python came without it "
-            f"({error}); install one with its standard library whole, or choose another data.dataset."
+            f"({error}); install one with its complete standard library, or choose another data.dataset."
         ) from error
     return sorted(topics.items())
 
@@ -149,7 +149,7 @@ def from_documents(
 
 
 def check_some_text(source: str, train: Documents, validation: Documents) -> None:
-    """See that there is text to learn from, and say where it went if there is none.
+    """Check that there is text to learn from, and explain if there is none.
 
     Args:
         source: What was opened, for people.
@@ -207,13 +207,13 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
     Args:
         root: The folder.
         fraction: Share of the documents that is held out, where the folder has no split of its own.
-        left_out: Told of what is there and not read.
+        left_out: Receives what is not read.
 
     Raises:
         DataError: If there are none, or one is not UTF-8.
     """
     if not root.is_dir():
-        raise DataError(f"data.path={root} is no folder; give one with .txt files, or with train and val in it.")
+        raise DataError(f"data.path={root} is not a folder; give one with .txt files, or with train and val in it.")
     if (root / MANIFEST).is_file():
         raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
@@ -226,7 +226,7 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
     train = _texts(root / "train", left_out)
     if found is None:
         return (*split_by_name(train, fraction), None)
-    return train, _texts(root / found, left_out), f"the folder has a split of its own: {found}"
+    return train, _texts(root / found, left_out), f"the folder has its own split: {found}"
 
 
 def _texts(root: Path, left_out: LeftOut) -> Documents:
@@ -247,10 +247,10 @@ def _text_of(path: Path) -> str:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or take it away.") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or remove it.") from error
     for mark, encoding in _OTHER_MARKS.items():
         if content.startswith(mark):
-            raise DataError(f"{path} is in {encoding}, by its byte order mark: convert it to UTF-8, or take it away.")
+            raise DataError(f"{path} is in {encoding}, by its byte order mark: convert it to UTF-8, or remove it.")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -265,8 +265,8 @@ def _open_packed(data: Data) -> TextDataset:
         raise DataError("data.dataset=tokens needs data.path: a folder that `paceline pack --text` wrote.")
     if data.text.tokenizer != Text().tokenizer:
         raise DataError(
-            f"data.text.tokenizer={data.text.tokenizer} has no effect with data.dataset=tokens, which come with "
-            "their own; leave it out."
+            f"data.text.tokenizer={data.text.tokenizer} has no effect with data.dataset=tokens, which has its own; "
+            "leave it out."
         )
     return open_tokens(Path(data.path))
 

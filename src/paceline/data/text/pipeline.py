@@ -1,8 +1,8 @@
-"""Batches of rows of tokens, and the tokens that are hidden in them.
+"""Batches of token rows, and their masked tokens.
 
-Masking is BERT's (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018): of what is asked for,
-80 % is hidden, 10 % replaced by any token, and 10 % left as it is. How many tokens are asked for is a function of the
-sample's length alone, so that every process knows what a whole global step asks for; the places are keyed by the
+Masking is BERT's (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018): of the tokens to
+predict, 80 % are masked, 10 % replaced by any token, and 10 % left unchanged. The number of tokens to predict depends
+only on the sample's length, so every process knows it for a whole global step; the places are keyed by the
 sample.
 
 A row table says of each row what it holds, so that its size is known before a token is read. Whole documents are packed
@@ -36,18 +36,18 @@ _HIDDEN, _REPLACED = 0.8, 0.9
 
 
 def masked_count(tokens: NDArray[np.int64], fraction: float) -> NDArray[np.int64]:
-    """How many tokens are asked for in samples of so many, int64 [samples]: the share, rounded, and at least one."""
+    """Number of tokens to predict in samples of given lengths, int64 [samples]: the rounded share, at least one."""
     counts: NDArray[np.int64] = np.maximum(1, np.floor(tokens * fraction + 0.5)).astype(np.int64)
     return counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Hides tokens of a sample.
+    """Masks tokens of a sample.
 
     Attributes:
         seed: Keys the draws.
-        fraction: Share of the tokens that are asked for.
+        fraction: Share of the tokens to predict.
         mask: The id that hides one.
         vocabulary: Ids that may replace one.
         context: Most tokens of a sample.
@@ -83,7 +83,7 @@ class TextSplit:
 
     Attributes:
         lengths: How long each sample is, and how far it is padded.
-        masking: Hides tokens, if hidden ones are asked for; else each token is asked for the next.
+        masking: Masks tokens for a masked objective; else each token predicts the next.
     """
 
     corpus: StoredCorpus
@@ -105,7 +105,7 @@ class TextPipeline(SimplePipeline):
     A batch's inputs are ``tokens``, int64 [N, T]; where documents in a row know nothing of one another, or rows are
     padded that are read in both directions, also ``positions`` and ``documents``, int64 [N, T], with -1 for padding;
     and in evaluation ``bytes``, int64 [N], the bytes that the targets stand for. Its targets are int64 [N, T], -100
-    where nothing is asked.
+    where nothing is predicted.
     """
 
     def __init__(self, *, train: TextSplit, evaluation: TextSplit, tokenizer: Tokenizer, placement: Placement) -> None:
@@ -195,7 +195,7 @@ class RowTable:
         )
 
     def next_piece(self, row: int) -> tuple[int, int] | None:
-        """Where the stream goes on after a row: document and token; None at its end."""
+        """Where the stream continues after a row: document and token; None at its end."""
         index = self.starts[row + 1]
         return None if index == len(self.documents) else (int(self.documents[index]), int(self.begins[index]))
 
@@ -255,7 +255,7 @@ class Row(NamedTuple):
 
 
 NOTHING = -100
-"""A target that is not asked for, as torch's cross-entropy knows it."""
+"""Target value that torch's cross-entropy ignores."""
 
 
 def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:

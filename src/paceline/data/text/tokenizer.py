@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes, or a tokenizer.json of Hugging Face's `tokenizers`.
+"""Text to token ids and back: bytes, or a tokenizer.json of Hugging Face `tokenizers`.
 
 A tokenizer describes itself as JSON (`to_tree`), which is all that a weights file carries of it. Of a tokenizer.json
-that is the whole file, compressed: the weights are of use to nobody without it.
+that is the whole file, compressed: weights are useless without it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """The text that ids stand for; special ones for none; replacement characters for bytes that are none."""
+        """The text of ids; special ones give none; invalid bytes give replacement characters."""
         known = np.asarray(ids, dtype=np.int64)
         return known[known < self.end].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -85,8 +85,8 @@ def open_tokenizer(name: str) -> Tokenizer:
         if "added_tokens" in tree:
             return _open_huggingface(path)
         raise DataError(
-            f"data.text.tokenizer={name} holds no tokenizer: neither one that Paceline wrote, nor a tokenizer.json of "
-            "Hugging Face's `tokenizers`; give another file."
+            f"data.text.tokenizer={name} is not a tokenizer: neither one that Paceline wrote nor a tokenizer.json of "
+            "Hugging Face `tokenizers`; give another file."
         )
     return tokenizer_from(tree, where=name)
 
@@ -102,7 +102,7 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
         return ByteTokenizer()
     if kind == "huggingface":
         return HuggingFaceTokenizer.from_tree(tree, where)
-    raise DataError(f"{where}: found a tokenizer of kind {kind!r}, but known are 'bytes' and 'huggingface'.")
+    raise DataError(f"{where}: found a tokenizer of kind {kind!r}; known are 'bytes' and 'huggingface'.")
 
 
 def text_digest(*parts: bytes) -> str:
@@ -125,7 +125,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of Hugging Face's library.
+    """A Hugging Face tokenizer.
 
     Args:
         content: The JSON of its file.
@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
         try:
             self._library = Library.from_str(content)
         except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"{where} holds no tokenizer that can be read ({error}).") from error
+            raise DataError(f"{where} is not a readable tokenizer ({error}).") from error
         self._content, self._special = content, dict(special)
         # The text is all there is: its length is for rows to cut, and what looks like a special token in it is text.
         self._library.no_truncation()
@@ -157,7 +157,7 @@ class HuggingFaceTokenizer:
         end = _find(vocabulary, special.get("end"), _ENDS, where)
         if end is None:
             raise DataError(
-                f"{where} has no token that could stand at the end of a document ({', '.join(_ENDS)}); name it as "
+                f"{where} has no end-of-document token ({', '.join(_ENDS)}); name it as "
                 f"eos_token in {_BESIDE[0]} beside it."
             )
         self.end: int = end
@@ -269,6 +269,6 @@ def _said_beside(folder: Path) -> dict[str, str]:
 def _find(vocabulary: Mapping[str, int], said: str | None, usual: Sequence[str], where: str) -> int | None:
     if said is not None:
         if said not in vocabulary:
-            raise DataError(f"{where} has no token {said!r}, which is named beside it; correct one of them.")
+            raise DataError(f"{where} has no token {said!r}, which the file next to it names; correct one of them.")
         return vocabulary[said]
     return next((vocabulary[each] for each in usual if each in vocabulary), None)

@@ -31,7 +31,7 @@ class Workload:
     """A run on a Kubernetes cluster.
 
     Attributes:
-        name: Of the job, in letters of a host's name.
+        name: Name of the job, a valid host name.
         image: The container image, with Python, torch and Paceline.
         arguments: Of ``paceline``.
         run_dir: The run directory within the container, below ``mount``.
@@ -42,7 +42,7 @@ class Workload:
         gpus_per_node: GPUs of each pod.
         cpus_per_node: Cores of each pod; None asks for none in particular.
         shared_memory: Size of /dev/shm, through which loader processes hand over batches.
-        grace_seconds: From the request to stop until the kill; a step, an evaluation and a save must fit in.
+        grace_seconds: Time between the stop request and the kill; a step, an evaluation and a save must fit in.
     """
 
     name: str
@@ -67,7 +67,8 @@ def check(workload: Workload) -> None:
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", workload.name):
         raise LaunchError(
-            f"--job-name {workload.name} is no name for a Kubernetes job; use small letters, digits and hyphens, "
+            f"--job-name {workload.name} is not a valid name for a Kubernetes job; use small letters, digits and "
+            f"hyphens, "
             "a letter first, 52 at most."
         )
     if not workload.run_dir.is_relative_to(workload.mount):

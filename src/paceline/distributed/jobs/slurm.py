@@ -1,4 +1,4 @@
-"""The Slurm batch script that trains a run, stops it in time, and puts it back into the queue.
+"""The Slurm batch script that trains a run, stops it in time, and requeues it.
 
 The text, and its submission; nothing else is run here. The script rests on what Slurm was seen to do
 (docs/decisions/0008):
@@ -28,14 +28,14 @@ _EARLIER_SECONDS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a job asks of a cluster.
+    """Resources that a job requests.
 
     Attributes:
         gpus_per_task: 0 or 1: a task trains on one device.
         cpus_per_task: None leaves it to the cluster.
         time: Slurm's way to write it, such as ``04:00:00`` or ``1-12``; None leaves it to the partition.
         signal_before: Seconds before the time limit at which the run is asked to stop.
-        more: Options for sbatch as they are written, such as ``--mem=64G``.
+        more: Raw options for sbatch, such as ``--mem=64G``.
     """
 
     nodes: int
@@ -92,7 +92,7 @@ def time_limit_seconds(text: str) -> float | None:
     match = _TIME.fullmatch(text)
     if match is None:
         raise LaunchError(
-            f"--time {text} is no time limit of Slurm's; write minutes, HOURS:MINUTES:SECONDS, DAYS-HOURS or "
+            f"--time {text} is not a Slurm time limit; write minutes, HOURS:MINUTES:SECONDS, DAYS-HOURS or "
             "DAYS-HOURS:MINUTES."
         )
     numbers = [int(number) for number in match["clock"].split(":")]
@@ -105,7 +105,7 @@ def time_limit_seconds(text: str) -> float | None:
 
 
 def check_time(shape: Shape) -> None:
-    """Refuse a time limit that leaves no time to train: the job would be requeued for ever.
+    """Refuse a time limit that leaves no time to train: the job would be requeued forever.
 
     Raises:
         LaunchError: If it does.
@@ -131,7 +131,9 @@ def split_sweep(text: str) -> tuple[str, tuple[str, ...]]:
         raise LaunchError(f"--array {text} is not KEY=VALUE,VALUE,...; for example --array optimizer.lr=0.1,0.2,0.4")
     repeated = {value for value in values if values.count(value) > 1}
     if repeated:
-        raise LaunchError(f"--array {text}: {sorted(repeated)[0]} stands twice, and each value has one run; keep one.")
+        raise LaunchError(
+            f"--array {text}: {sorted(repeated)[0]} is given twice, and each value has one run; keep one."
+        )
     return key.strip(), values
 
 
@@ -200,16 +202,16 @@ def job_script(job: Job) -> str:
 
 
 def submit(script: Path) -> str:
-    """Hand a script over to Slurm; returns the number of the job.
+    """Submit a script to Slurm; returns the job id.
 
     Raises:
-        LaunchError: If Slurm is not here, or refuses it.
+        LaunchError: If Slurm is not installed here, or refuses it.
     """
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise LaunchError(
-            f"there is no sbatch here; submit {script} where Slurm is, or look at it with --dry-run."
+            f"sbatch is not installed here; submit {script} where Slurm is, or view it with --dry-run."
         ) from None
     if done.returncode:
         raise LaunchError(f"Slurm refuses {script}: {' '.join(done.stderr.split())}")
@@ -220,16 +222,16 @@ def _quoted(name: str, value: object) -> str:
     """A value in a line of options for sbatch, which knows double quotes and no other way to keep a space."""
     text = str(value)
     if re.search(r'["\\\n\r]', text):
-        raise LaunchError(f"{name} {text!r} has a quote, a backslash or a line's end, which sbatch cannot read there.")
+        raise LaunchError(f"{name} {text!r} has a quote, a backslash or a newline, which sbatch cannot read there.")
     return f'"{text}"' if re.search(r"[\s#]", text) else text
 
 
 # Variables of the script are written $$name, its own holes $name.
 _SCRIPT = Template(r"""#!/bin/bash
-# Written by `paceline launch slurm`. To go on with a run that has ended, submit it again: sbatch $script
+# Written by `paceline launch slurm`. To resume a run that has ended, submit it again: sbatch $script
 $options
 
-asked=''     # to stop now and go on later: the time limit is near, or another job comes first
+asked=''     # to stop now and resume later: the time limit is near, or another job comes first
 cancelled='' # to stop for good
 tasks=''     # the process number of srun
 told=''      # whether the tasks know; a second signal would have them end at once, without a checkpoint
@@ -246,7 +248,7 @@ tell_tasks() {
     # A job that is cancelled is no longer running, and Slurm tells its tasks itself.
     if [ -z "$$cancelled" ] || state | grep -q 'JobState=RUNNING'; then kill -USR1 "$$tasks" 2>/dev/null; fi
 }
-trap 'news=yes asked=yes; echo "slurm-job: asked to stop and go on later (SIGUSR1)"; tell_tasks' USR1
+trap 'news=yes asked=yes; echo "slurm-job: asked to stop and resume later (SIGUSR1)"; tell_tasks' USR1
 trap 'news=yes cancelled=yes; echo "slurm-job: asked to end for good (SIGTERM)"; tell_tasks' TERM
 
 $setup
@@ -273,11 +275,11 @@ fi
 if [ "$$code" -eq 75 ] || [ "$$code" -gt 128 ]; then
     # Where preemption is not announced to the script, it can be seen afterwards.
     if [ -z "$$cancelled" ] && { [ -n "$$asked" ] || state | grep -q 'PreemptTime=[0-9]'; }; then
-        echo "slurm-job: back into the queue, to go on from the newest checkpoint in $$run_dir"
+        echo "slurm-job: requeueing, to resume from the newest checkpoint in $$run_dir"
         trap '' TERM # which a requeue brings
         scontrol requeue "$$job" && exit 0
     fi
-    printf 'slurm-job: not complete; to go on from the newest checkpoint in %s: sbatch %s%q\n' \
+    printf 'slurm-job: not complete; to resume from the newest checkpoint in %s: sbatch %s%q\n' \
         "$$run_dir" "$$index" $script
 fi
 exit "$$code"

@@ -21,11 +21,11 @@ def torchrun_command(
         restarts: How often torchrun may start all processes again.
 
     Raises:
-        LaunchError: If several hosts do not know where to meet.
+        LaunchError: If several hosts have no endpoint.
     """
     if endpoint is None and nodes > 1:
         raise LaunchError(
-            f"{nodes} hosts must know where to meet; name one of them and a free port, the same on every host: "
+            f"{nodes} hosts need a rendezvous address; name one of them and a free port, the same on every host: "
             "--rdzv-endpoint HOST:29500."
         )
     if endpoint is not None and not endpoint.rpartition(":")[2].isdigit():

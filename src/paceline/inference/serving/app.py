@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 class ImageAnswer(BaseModel):
     """The answer for one image."""
 
-    name: str = Field(description="File name that the client gives.")
+    name: str = Field(description="File name given by the client.")
     labels: list[str] = Field(description="Class names, the most probable first.")
     probabilities: list[float] = Field(description="Of each label, from 0 to 1.")
     boxes: list[tuple[float, float, float, float]] | None = Field(
@@ -54,25 +54,25 @@ class ImageAnswer(BaseModel):
         description="Of a network that predicts numbers: each by its name, and no labels. Of one that gives any number "
         "of labels: the probability of every class. Of others null.",
     )
-    error: str | None = Field(description="Why there is no answer for this image; null if there is one.")
+    error: str | None = Field(description="Why this image has no prediction; null if it has one.")
 
 
 class Answers(BaseModel):
     """The answers for a request's images."""
 
-    model: str = Field(description="What is served.")
+    model: str = Field(description="Name of the served model.")
     weights_sha256: str = Field(description="SHA-256 of its weights.")
     predictions: list[ImageAnswer] = Field(description="One for each image, in the request's order.")
 
 
 class Problem(BaseModel):
-    """Why a request is not answered."""
+    """Why a request was refused."""
 
-    error: str = Field(description="What was found, and which rule it breaks.")
+    error: str = Field(description="What was found, and the rule it breaks.")
 
 
 class Health(BaseModel):
-    """The service is there, and takes requests."""
+    """The service is up and accepts requests."""
 
     live: bool
     ready: bool
@@ -83,13 +83,13 @@ class Health(BaseModel):
 _RETRY = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body is malformed, or has too many images."},
-    403: {"model": Problem, "description": "A page of another site has sent it."},
+    403: {"model": Problem, "description": "A page of another site sent it."},
     408: {"model": Problem, "description": "The request was not complete in time."},
     413: {"model": Problem, "description": "Too many bytes."},
     415: {"model": Problem, "description": "The body is not multipart/form-data."},
-    422: {"model": Problem, "description": "A parameter is wrong, or there is no image that can be read."},
+    422: {"model": Problem, "description": "A parameter is wrong, or no image can be read."},
     500: {"model": Problem, "description": "A defect of the service, or of its weights."},
-    503: {"model": Problem, "description": "Too busy; come back.", "headers": _RETRY},
+    503: {"model": Problem, "description": "Too busy; try again later.", "headers": _RETRY},
 }
 
 
@@ -138,7 +138,7 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
     form = {"type": "object", "required": [_FIELD], "properties": {_FIELD: images}, "additionalProperties": False}
     description = (
         f"At most {limits.images} images, {limits.request_bytes:,} bytes and {limits.pixels:,} pixels an image, within "
-        f"{limits.request_seconds:g} seconds. An image that cannot be read has an error; the others are answered."
+        f"{limits.request_seconds:g} seconds. An image that cannot be read gets an error; the others get predictions."
     )
 
     @app.post(
@@ -150,12 +150,12 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
     async def predict(
         request: Request,
         top_k: Annotated[
-            int | None, Query(ge=1, le=LARGEST_TOP_K, description="Most labels of an image; left out, what is usual.")
+            int | None, Query(ge=1, le=LARGEST_TOP_K, description="Maximum labels per image; default if omitted.")
         ] = None,
     ) -> Answers:
         if top_k is not None and service.predictor.number_names:
             raise HTTPException(
-                422, "top_k has no effect: an answer of these weights has all their numbers; leave it out"
+                422, "top_k has no effect: a prediction of these weights has all its numbers; leave it out"
             )
         most = top_k or service.predictor.usual_top_k
         uploads: list[tuple[str, bytes]] = []
@@ -181,12 +181,12 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of work, which is cancelled if the client goes away; HTTPException then."""
+    """Return the result of work, which is cancelled if the client disconnects; HTTPException then."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done() and leaving.result()["type"] == "http.disconnect":
-            raise HTTPException(400, "the client went away before it was answered")
+            raise HTTPException(400, "the client disconnected before the response")
         return await working
     finally:
         working.cancel()
@@ -212,7 +212,7 @@ class _Form(MultiPartParser):
     is_complete = False
 
     def on_end(self) -> None:
-        """Note the last boundary: a part that is cut off is not in the form."""
+        """Note the last boundary: a truncated part is not in the form."""
         self.is_complete = True
 
 
@@ -231,7 +231,7 @@ async def _uploads(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
     except MultiPartException as error:
         raise HTTPException(400, f"{error.message} Send files, at most {limits.images} images.") from error
     except ClientDisconnect:
-        raise HTTPException(400, "the client went away before its request was complete") from None
+        raise HTTPException(400, "the client disconnected before its request was complete") from None
     try:
         if not parser.is_complete:
             raise HTTPException(400, "the body is cut off: its last boundary is missing")
@@ -263,7 +263,7 @@ def _add_views(app: FastAPI, service: Service, model: str) -> None:
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.get("/", response_class=HTMLResponse, description="A page to send images from, and to see the answers.")
+    @app.get("/", response_class=HTMLResponse, description="A page for sending images and viewing predictions.")
     async def index() -> HTMLResponse:
         return HTMLResponse(shown, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
@@ -369,12 +369,13 @@ class SiteCheck:
         name = _name(host)
         if not self._is_known(name):
             return (
-                f"this service is not called {name[:_SHOWN]}; ask for it by its address, or start it with --allow-host"
+                f"this service does not accept the Host header {name[:_SHOWN]}; use its address, or start it with "
+                f"--allow-host"
             )
         if origin is not None and origin.partition("//")[2] != (host or None) and _name(origin) not in self._pages:
             return (
-                f"a page of {origin[:_SHOWN]} sent this request, and only this service's own page may; if that page "
-                "is meant to, start the service with --allow-host"
+                f"a page of {origin[:_SHOWN]} sent this request, and only this service's own page may; to allow that "
+                "page, start the service with --allow-host"
             )
         return ""
 

@@ -1,4 +1,4 @@
-"""The service's life: it listens, and stops on request after the requests under way are answered."""
+"""The service's life cycle: it listens, and stops on request after pending requests are answered."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Address:
 
     Attributes:
         socket: Bound; connections wait in it until the service is ready.
-        url: What to type into a browser.
-        is_loopback: Whether only programs of this machine reach it.
+        url: Its address in a browser. is_loopback: Whether only this machine can reach it.
         sites: Refuses requests of other sites' pages.
     """
 
@@ -41,16 +40,15 @@ class Address:
 
 
 def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
-    """Take a place to listen at.
+    """Bind an address to listen on.
 
     Args:
         host: A name or address of this machine.
         port: 0 for any that is free.
-        allowed: Further names it may be asked as, and sites whose pages may ask; without them, a place that others
-            reach may be asked as anything.
+        allowed: Further Host names to accept, and sites whose pages may send requests; without them, a non-loopback
+            address accepts any name.
 
-    Raises:
-        PacelineError: If it cannot be had.
+    Raises: PacelineError: If that fails.
     """
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(
@@ -61,7 +59,7 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
     except (OSError, UnicodeError, OverflowError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]  # Python names the address
         raise PacelineError(
-            f"--host={host} --port={port}: cannot be listened at: {reason}; give an address of this machine and a free "
+            f"--host={host} --port={port}: cannot listen: {reason}; give an address of this machine and a free "
             "port (0: any)."
         ) from error
     number = bound.getsockname()[1]
@@ -80,7 +78,7 @@ def serve(
     say: Callable[[str], None],
     ready: Callable[[], None],
 ) -> None:
-    """Answer until SIGTERM or SIGINT; then finish the requests under way, and return.
+    """Serve until SIGTERM or SIGINT; then finish pending requests, and return.
 
     Args:
         predictor: Answers.

@@ -1,4 +1,4 @@
-"""Answers to requests: images are decoded in threads and answered in batches, within limits."""
+"""Request handling: images are decoded in threads and predicted in batches, within limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Metrics:
-    """Counts since the service began, and the process's memory and time.
+    """Counts since the service started, and the process's memory and time.
 
     Args:
         model: What is served.
@@ -66,7 +66,7 @@ class Limits:
         images: Of one request.
         pixels: Of one image, before it is decoded.
         request_seconds: From a request's head to its answer, the upload included.
-        queue_images: Images that are decoded or wait for the network; beyond it, requests are told to come back.
+        queue_images: Images that are decoded or wait for the network; beyond it, requests are told to retry.
         batch_images: Answered at once.
         batch_wait_seconds: How long the first image of a batch waits for others.
     """
@@ -81,8 +81,8 @@ class Limits:
 
 
 def busy(sentence: str) -> HTTPException:
-    """Return the refusal that tells a client to come back."""
-    return HTTPException(503, f"{sentence}; come back in a second", {"Retry-After": "1"})
+    """Return the refusal that tells a client to retry."""
+    return HTTPException(503, f"{sentence}; try again in a second", {"Retry-After": "1"})
 
 
 class Service:
@@ -120,13 +120,13 @@ class Service:
         self._decoders.shutdown(cancel_futures=True)
 
     async def answers(self, images: Sequence[bytes], top_k: int) -> list[Answer]:
-        """Return one answer for each image, in order; each may have more labels than asked for.
+        """Return one answer for each image, in order; each may have more labels than requested.
 
         Raises:
             HTTPException: If too many images wait, none can be read, or an answer is not finite.
         """
         if self._queued + len(images) > self.limits.queue_images:
-            raise busy(f"{self._queued} images wait already")
+            raise busy(f"{self._queued} images are already waiting")
         self._queued += len(images)
         self.metrics.queue.set(self._queued)
         try:

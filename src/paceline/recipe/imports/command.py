@@ -25,7 +25,7 @@ _TREES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Source:
-    """What a conversion starts from.
+    """The source of a conversion.
 
     Attributes:
         title: What to call it, for the recipe's head: its program and what follows, without passwords in addresses.
@@ -76,7 +76,9 @@ def _split(text: str, where: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
     except ValueError as error:
-        raise RecipeError(f"{where} cannot be read as a shell would ({error}): look for a quote without end.") from None
+        raise RecipeError(
+            f"{where} cannot be parsed as a shell command ({error}): look for an unclosed quote."
+        ) from None
 
 
 def _only_command(path: Path, programs: Sequence[str]) -> list[str]:
@@ -107,7 +109,7 @@ def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) 
             words, end = words[1:], end - 1
         if not words or not words[0].startswith("-"):
             raise RecipeError(
-                f"found '{' '.join(words)[:80]}', which is no file, and no command that starts "
+                f"found '{' '.join(words)[:80]}', which is neither a file nor a command that starts "
                 f"{' or '.join(programs)}; give one of them."
             )
         return Source(_title(words[:end]), scripts[0], tuple(words[:end]), processes=1)

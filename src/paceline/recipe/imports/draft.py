@@ -1,4 +1,4 @@
-"""The recipe that another trainer's options become, and an account of every option."""
+"""The recipe converted from another trainer's options, and a report on every option."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST = ("seed", "model.name", "data.dataset", "data.path", "optimizer.name", "
 
 @dataclass(frozen=True)
 class Entry:
-    """One option that was given, and what became of it."""
+    """One given option, and its conversion."""
 
     option: str
     value: Any
@@ -155,11 +155,11 @@ class Conversion:
         self.put("train.duration", warmup, source)
 
     def differ(self, key: str, says: str) -> None:
-        """Say what is not identical to what an option does."""
+        """Note a difference from an option's original effect."""
         self.differences[self._options[key].shown, says] = None
 
     def refuse(self, key: str, says: str) -> None:
-        """Say that an option would change the result, and is unsupported."""
+        """Note that an option would change the result and is unsupported."""
         self._became[key] = ("refused", says)
 
     def finish(self) -> Conversion:
@@ -210,7 +210,7 @@ class Conversion:
 
     @property
     def refused(self) -> tuple[Entry, ...]:
-        """What would change the result and is unsupported."""
+        """Unsupported options that would change the result."""
         return tuple(each for each in self.entries if each.place == "refused")
 
     def _said(self, key: str) -> str:
@@ -220,7 +220,7 @@ class Conversion:
         return "default" if value in NONE else f"{option.shown} {shown_value(value)} (default)"
 
     def to_json(self) -> dict[str, Any]:
-        """The whole account."""
+        """The whole report."""
         entries: dict[str, list[dict[str, Any]]] = {place: [] for place in get_args(Place)}
         for each in self.entries:
             entries[each.place].append({"option": each.option, "value": each.value, "says": each.says})

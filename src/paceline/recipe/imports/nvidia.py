@@ -98,7 +98,7 @@ def convert_nvidia(
         skipped: Names of options to leave out.
 
     Raises:
-        RecipeError: If what the options come to is not a recipe.
+        RecipeError: If the converted options are not a valid recipe.
     """
     draft = Conversion(table, source, given, skipped, processes)
     draft.convert(_CONVERSIONS)

@@ -120,7 +120,7 @@ class Option:
             rule = "a whole number" if base == "int" else "a number"
             raise argparse.ArgumentTypeError(f"found {word}, but it takes {rule}")
         if number < self.least:
-            raise argparse.ArgumentTypeError(f"found {word}, but it is at least {self.least}")
+            raise argparse.ArgumentTypeError(f"found {word}, but it must be at least {self.least}")
         return int(number) if base == "int" else number
 
 
@@ -227,7 +227,7 @@ def read_yaml(path: Path, option: str = "") -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"{said}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{said}: found no names with values in it, but a file of arguments has one on each line.")
+        raise RecipeError(f"{said}: found no NAME: VALUE lines, but a file of arguments has one per line.")
     return tree
 
 

@@ -82,7 +82,7 @@ def convert_timm(
         skipped: Names of options to leave out.
 
     Raises:
-        RecipeError: If what the options come to is not a recipe.
+        RecipeError: If the converted options are not a valid recipe.
     """
     draft = Conversion(TIMM, source, given, skipped, processes)
     if not draft["interpolation"] and settings.interpolation not in _INTERPOLATIONS:
@@ -111,7 +111,7 @@ def _dataset(draft: Conversion, asked: str) -> Any:
     kind, _, name = asked.partition("/")
     ours = _DATASETS.get((name if kind == "torch" else kind).lower())
     if ours is None:
-        raise ValueError("use image_folder, cifar10, webdataset, huggingface or a data set of yours")
+        raise ValueError("use image_folder, cifar10, webdataset, huggingface or your own data set")
     if ours == "huggingface":
         draft.differ("dataset", "data.path must hold it, as `save_to_disk` writes it or as parquet")
     return {"data.dataset": ours} | ({"data.path": name} if ours == "huggingface" and name else {})

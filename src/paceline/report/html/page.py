@@ -54,7 +54,7 @@ _PAGE_START = b"<!doctype html>"
 
 
 def report_at_the_end(directory: RunDirectory) -> None:
-    """Write the report of a run that has just come to its end, unless a signal asked it to and it would take long.
+    """Write the report of a run that has just ended, unless a signal stopped it and writing would take long.
 
     Raises:
         RunDirectoryError: If it is not written, with what to do instead.
@@ -62,7 +62,7 @@ def report_at_the_end(directory: RunDirectory) -> None:
     is_hurried = directory.summary.is_file() and read_summary(directory).details.get("ending") == "signal"
     if is_hurried and directory.events.stat().st_size > _MOST_BYTES_IN_A_HURRY:
         raise RunDirectoryError(
-            f"a run that is told to stop may have little time, and its records are many; `paceline report "
+            f"a stopped run may have little time left, and its records are many; `paceline report "
             f"{directory.root}` writes it."
         )
     write_report([directory.root], directory.report)
@@ -96,7 +96,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
 
 
 def page_of(runs: Sequence[RunRecord]) -> Page:
-    """The page; a section that has nothing to tell is left out."""
+    """The page; empty sections are left out."""
     order = list(_SECTIONS)
     if len(runs) > 1:
         # What differs is why one compares, and curves compare better than the pictures of one run after another.
@@ -219,15 +219,15 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
 def _status(run: RunRecord, is_one_of_many: bool) -> Iterator[Block]:
     who = f"{run.name}: " if is_one_of_many else ""
     if run.status == "failed":
-        message = (run.finish or {}).get("message") or "the processes ended without saying why; see their output."
+        message = (run.finish or {}).get("message") or "the processes gave no reason; see their output."
         yield Text(f"{who}{message}", kind="bad")
     elif run.status == "stopped":
         stops = run.of("stop")
         why = f" ({stops[-1]['reason']})" if stops else ""
-        yield Text(f"{who}The run was stopped{why}; the same command goes on with it.", kind="warning")
+        yield Text(f"{who}The run was stopped{why}; the same command resumes it.", kind="warning")
     elif run.status == "unfinished":
         yield Text(
-            f"{who}No end is recorded: the run is under way, or was killed. The same command goes on with it.",
+            f"{who}No end is recorded: the run is in progress, or was killed. The same command resumes it.",
             kind="warning",
         )
     elif run.status == "not begun":
@@ -256,7 +256,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
                 f"{format_count(summary.throughput_samples_per_second)}/s · samples, over all processes"
             )
         if summary.throughput_tokens_per_second:
-            facts["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s · padding left out"
+            facts["tokens"] = f"{format_count(summary.throughput_tokens_per_second)}/s · without padding"
         if summary.data_wait_fraction is not None:
             facts["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} % · of the steps"
         if summary.mfu is not None:

@@ -75,12 +75,12 @@ class Happened:
 
     @property
     def headline(self) -> str:
-        """The metric that one looks at first."""
+        """The main metric."""
         # Plans did not say it at first; those runs were of images.
         return str(self.plan.get("headline", "top1_accuracy"))
 
     def higher_is_better(self, metric: str) -> bool | None:
-        """Which way a metric is better; None where nothing says so."""
+        """Which way a metric is better; None if unknown."""
         told: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
         return told.get(metric)
 
@@ -91,11 +91,11 @@ class RunRecord(Happened):
 
     Attributes:
         path: The run directory.
-        name: What it is called in the report; no other run in it is called so.
+        name: Its unique name in the report.
         recipe: By dotted key.
         environment: Empty where there is none.
         last_summary: The outcome of its last stop, which may be of an earlier launch.
-        complaints: What could not be read, a sentence each.
+        complaints: What could not be read, one sentence each.
     """
 
     path: Path
@@ -153,7 +153,7 @@ class RunRecord(Happened):
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs, each under a name of its own.
+    """Read runs, each under a unique name.
 
     Raises:
         RunDirectoryError: If one of them is no run, or its events cannot be read.

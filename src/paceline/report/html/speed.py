@@ -27,7 +27,7 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
         if run.attribution is not None and run.attribution.bottleneck:
             yield Text(f"{_whose(run, runs)}Bound by {run.attribution.bottleneck}")
         elif run.attribution is not None:
-            yield Text(f"{_whose(run, runs)}No single thing clearly holds the steps back.")
+            yield Text(f"{_whose(run, runs)}No single bottleneck stands out.")
     for key in ("throughput_samples_per_second", "throughput_tokens_per_second", "padding_fraction"):
         yield from _over_steps(runs, key)
     yield from _attribution(runs)
@@ -47,7 +47,7 @@ _OVER_STEPS = {
         False,
     ),
     "throughput_tokens_per_second": ("Tokens", "tokens per second", "Over all processes, without padding.", False),
-    "padding_fraction": ("Padding", "share of what is computed", "Places in the batches that hold no token.", True),
+    "padding_fraction": ("Padding", "share of what is computed", "Positions in the batches without a token.", True),
     "data_wait_fraction": ("Waiting for data", "share of a step", "Of the time of a step, on the first process.", True),
 }
 
@@ -164,7 +164,7 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
         for run in runs
     ]
     columns = ("run", "measured peak", "estimated", "of the device", "device")
-    yield Table(columns=columns, rows=rows, caption="Memory of the first process, at its most")
+    yield Table(columns=columns, rows=rows, caption="Peak memory of the first process")
     if any(run.plan.get("device") == "cpu" for run in runs):
         yield Text(
             "On a CPU both are of the whole process: what was measured is the most that it had in memory, and the "
@@ -182,11 +182,11 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
                 title=f"Estimated memory of a step by cause, {run.name}",
                 traces=[{**bars, "y": names, "x": sizes}],
                 layout={"xaxis": {"title": "MiB"}, "yaxis": {"autorange": "reversed", "type": "category"}},
-                description="As paceline estimate found it, without a step being run.",
+                description="From paceline estimate, without running a step.",
             )
         elif len(runs) == 1:
             yield Text(
-                f"There is no estimate beside it: `paceline estimate {run.path} --json > {run.path}/estimate.json` "
+                f"There is no estimate yet: `paceline estimate {run.path} --json > {run.path}/estimate.json` "
                 "makes one, and the next report shows it."
             )
 
@@ -240,7 +240,9 @@ def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
         )
         for size, rate, run in known
     ]
-    yield Text(f"Beside {known[0][2].name}, the run with the fewest processes. Runs of other recipes differ in more.")
+    yield Text(
+        f"Relative to {known[0][2].name}, the run with the fewest processes. Runs of other recipes differ in more."
+    )
     measured = {"x": [size for size, _, _ in known], "y": [rate for _, rate, _ in known], "name": "measured"}
     ideal = {"x": sorted(sizes), "y": [base * size / least for size in sorted(sizes)], "name": "in proportion"}
     axis = {"type": "log", "tickmode": "array", "tickvals": sorted(sizes)}

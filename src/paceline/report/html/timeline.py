@@ -68,14 +68,14 @@ def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
     ]
     if rows:
         columns = ("run", "epochs complete", "used twice", "missing", "broken", "each sample once per epoch")
-        caption = "Samples by the ledger, as counted when the run came to its end"
+        caption = "Samples in the ledger, counted when the run ended"
         yield Table(columns=columns, rows=rows, caption=caption)
     for name, each in counts:
         if each is None:
             yield Text(f"{name}: the ledger is counted when a run completes or is stopped, which it has not been.")
     which = runs[0].path if len(runs) == 1 else "RUN"
     yield Text(
-        f"`paceline audit {which}` counts it anew, and compares each step's samples with those that the recipe "
+        f"`paceline audit {which}` counts it again, and compares each step's samples with those that the recipe "
         "determines."
     )
 
@@ -87,8 +87,8 @@ def findings(runs: Sequence[RunRecord]) -> Iterator[Block]:
         whose = f"{run.name}: " if len(runs) > 1 else ""
         if diagnosis is None:
             yield Text(
-                f"{whose}The doctor was not asked: `paceline doctor {run.path} --json > {run.path}/doctor.json` has it "
-                "look, and the next report shows what it finds."
+                f"{whose}The doctor was not run: run `paceline doctor {run.path} --json > {run.path}/doctor.json`, and "
+                "the next report shows its findings."
             )
             continue
         found = [each for each in diagnosis.get("findings", ()) if isinstance(each, Mapping)]
@@ -119,7 +119,7 @@ def _words(event: Event) -> str:
         case "checkpoint":
             return str(event["checkpoint"])
         case "resume":
-            return f"went on from {event['checkpoint']}"
+            return f"resumed from {event['checkpoint']}"
         case "incident":
             return f"{event['incident']}: {event['message']}"
         case "stop":
@@ -165,7 +165,7 @@ def _timeline(run: RunRecord) -> Chart:
     rows = ["launch", *counts]
     counts = {"launch": len(launches), **counts}
     return Chart(
-        title="The run by the clock",
+        title="The run over time",
         traces=[bars, *marks],
         layout={
             "height": 110 + 34 * len(rows),
@@ -175,7 +175,7 @@ def _timeline(run: RunRecord) -> Chart:
             "xaxis": {"type": "date", "title": "time (UTC)"},
             "yaxis": {"type": "category", "categoryarray": rows[::-1], "ticks": "", "showline": False},
         },
-        description="Bars are launches; between two of them nothing trained.",
+        description="Bars are launches; nothing trained between them.",
         wide=True,
         table=Table(columns=("event", "times"), rows=[*counts.items()], caption="Figures of this chart", folded=True),
     )
@@ -201,6 +201,6 @@ def _date(seconds: float) -> str:
 
 
 def steps_in_words(run: RunRecord) -> str:
-    """How far a run is."""
+    """A run's progress."""
     total = run.total_steps
     return f"{format_count(run.step)}{f' of {format_count(total)}' if total else ''} steps"

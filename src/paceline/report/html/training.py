@@ -19,8 +19,8 @@ from paceline.units import metric_title, metric_unit
 _WEIGHTS = ("model", "ema")
 # The rest of a step record's keys are told elsewhere, or are no figures of training.
 _GRADIENT = {
-    "grad_norm": ("Gradient norm", "L2 norm", "Before clipping, of the step that was recorded."),
-    "grad_scale": ("Loss scale", "factor", "By which fp16 training keeps small gradients from vanishing."),
+    "grad_norm": ("Gradient norm", "L2 norm", "Of the recorded step, before clipping."),
+    "grad_scale": ("Loss scale", "factor", "Keeps small fp16 gradients from vanishing."),
     "noise_scale": ("Gradient noise scale", "", "Batches that count for much less than this waste few samples."),
 }
 
@@ -28,20 +28,20 @@ _GRADIENT = {
 def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """The section's blocks."""
     if not any(run.of("step") for run in runs):
-        yield Text("No step record was written yet: `telemetry.log_every` says how often there is one.", kind="warning")
+        yield Text("No step record was written yet: `telemetry.log_every` sets their interval.", kind="warning")
     elif len(runs) == 1 and (runs[0].of("resume") or runs[0].of("incident")):
         yield Text(
-            "A dashed vertical line marks a step from which the run was resumed, a dotted one a step at which "
-            "something went wrong; the section Events names them."
+            "A dashed vertical line marks a step from which the run was resumed, a dotted one an incident; the "
+            "section Events names them."
         )
     title = "Training loss" if len(runs) > 1 else "Loss"
     weighted = " or ".join(dict.fromkeys(run.weight_unit for run in runs))
     is_usual = all(run.headline == "top1_accuracy" for run in runs)
     unit = "nats per sample" if is_usual else f"mean over {weighted}"
-    lines, told = of_runs(runs, "loss", "training"), "In training, mean since the record before."
+    lines, told = of_runs(runs, "loss", "training"), "In training, mean since the previous record."
     if len(runs) == 1:
         lines += _evaluated(runs, "loss")
-        told = "Training: mean since the record before, with label smoothing if there is any. Held-out: without."
+        told = "Training: mean since the previous record, with label smoothing if there is any. Held-out: without."
     yield from curves(title, unit, lines, runs, told)
     for metric in dict.fromkeys(metric for run in runs for metric in run.metrics):
         if metric == "loss" and len(runs) == 1:
@@ -93,12 +93,14 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
     if rows:
         columns = (*["run"] * (len(runs) > 1), "metric, weights", "last", "best", "best after step")
         is_usual = all(run.headline == "top1_accuracy" for run in runs)
-        units = "accuracies in %, losses in nats" if is_usual else "accuracies in %, all else as the task gives it"
+        units = (
+            "accuracies in %, losses in nats" if is_usual else "accuracies in %, everything else as the task reports it"
+        )
         yield Table(columns=columns, rows=rows, caption=f"Evaluations, {units}")
     else:
         over = all(run.status in ("completed", "failed") for run in runs)
         when = "was not evaluated" if over else "was not evaluated yet"
-        yield Text(f"The run {when}, or has no held-out samples: `evaluate.every` says when it is.")
+        yield Text(f"The run {when}, or has no held-out samples: `evaluate.every` sets when it is.")
 
 
 # Of all lines of a chart together.
@@ -166,8 +168,8 @@ def curves(
     count = sum(len(line.x) for line in lines)
     if sum(len(trace["x"]) for trace in shown) < count:
         description += (
-            f" Of {count:,} points those are drawn that are the lowest or highest of their stretch, or its ends; "
-            "events.jsonl has all."
+            f" Of {count:,} points, only the lowest, highest, first and last of each interval are drawn; events.jsonl "
+            "has all."
         )
     yield Chart(title=title, traces=shown, layout=layout, description=description.strip())
 

@@ -13,7 +13,7 @@ from paceline_advisor.doctor.subject import Found, Subject, check, named
 _MANY_IN_A_ROW = 4
 
 
-@check(advice="take it out of what is trained with")
+@check(advice="remove it from the training code")
 def debugging(subject: Subject) -> Iterator[Found]:
     """Debugging aids that were left on."""
     for kind, place in subject.calls.debugging.items():
@@ -26,22 +26,22 @@ _AIDS: dict[str, dict[str, Any]] = {
     "anomaly": {
         "name": "anomaly_mode",
         "evidence": "autograd's anomaly detection is on",
-        "why": "Every operation keeps its Python stack, and every gradient is searched for NaN, for which the host "
-        "waits.",
+        "why": "Every operation keeps its Python stack, and every gradient is checked for NaN, which makes the host "
+        "wait.",
         "expected": "1.5 to 10 times as fast",
         "speedup": (2.0, 5.0),
     },
     "profiler": {
         "name": "profiler_on",
-        "evidence": "a profiler of torch's is on in every step",
-        "why": "Every operation is recorded. Paceline profiles a few steps where telemetry.profile asks for them.",
+        "evidence": "a torch profiler is on in every step",
+        "why": "Every operation is recorded. Paceline profiles a few steps if telemetry.profile asks for them.",
         "expected": "1.1 to 2 times as fast",
         "speedup": (1.1, 2.0),
     },
     "gradcheck": {
         "name": "gradcheck_on",
         "evidence": "torch.autograd.gradcheck is called in the step",
-        "why": "It computes a gradient for each input number by itself: a test, not a part of training.",
+        "why": "It computes a gradient for each input number separately: it is a test, not part of training.",
         "expected": "many times as fast",
         "speedup": (5.0, 100.0),
     },
@@ -49,29 +49,29 @@ _AIDS: dict[str, dict[str, Any]] = {
 
 
 @check(
-    why="The host waits until the device has computed it, and meanwhile prepares nothing.",
+    why="The host waits until the device has computed it, and prepares nothing meanwhile.",
     advice="keep it a tensor: sum it up on the device, let `score` report it, mask with torch.where, and read it where "
     "a log record is due",
     expected="1.05 to 2 times as fast on a GPU, most for small networks",
     speedup=(1.05, 2.0),
 )
 def synchronisation(subject: Subject) -> Found | None:
-    """Values of the device that the host asks for in each step."""
+    """Values that the host reads from the device in each step."""
     on_cpu = (" On a CPU it costs little; on a GPU each one empties its queue.", (1.0, 1.02))
-    return _counted(subject, "the host asks for a value of the device", subject.calls.reads, *on_cpu)
+    return _counted(subject, "the host reads a value from the device", subject.calls.reads, *on_cpu)
 
 
 @check(
-    why="It must be copied to the device, for which the host waits.",
-    advice="make it where it is used: torch.zeros(n, device=x.device), torch.zeros_like(x), or once, as a buffer "
+    why="It must be copied to the device, which makes the host wait.",
+    advice="create it where it is used: torch.zeros(n, device=x.device), torch.zeros_like(x), or once, as a buffer "
     "(register_buffer)",
     expected="1.02 to 1.5 times as fast on a GPU",
     speedup=(1.02, 1.5),
 )
 def host_tensors(subject: Subject) -> Found | None:
-    """Tensors that are made on the host in each step."""
+    """Tensors created on the host in each step."""
     on_cpu = (" On a CPU it costs nothing; the same code on a GPU copies, or stops.", (1.0, 1.01))
-    return _counted(subject, "a tensor is made on the host", subject.calls.made, *on_cpu)
+    return _counted(subject, "a tensor is created on the host", subject.calls.made, *on_cpu)
 
 
 def _counted(
@@ -90,7 +90,7 @@ def _counted(
 _SLOW_VARIABLES = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor asks the driver for memory, which waits for the device"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked by another one"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked by a second one"),
 }
 
 
@@ -105,7 +105,7 @@ def debug_environment(subject: Subject) -> Iterator[Found]:
 
 @check(
     why="Each operation reads and writes the whole tensor; fused, they do so once.",
-    advice="one of torch's own functions (F.gelu and its like)",
+    advice="one of torch's own functions (such as F.gelu)",
     keeps="rounding",
     expected="these operations 2 to 4 times as fast",
     speedup=(1.02, 1.5),
@@ -122,13 +122,13 @@ def unfused_pointwise(subject: Subject) -> Found | None:
     found = Found(named([str(place) for place in places], 2), places=places)
     if "model.compile" in subject.plan.unused:
         return found
-    advice = "model.compile=true, or one of torch's own functions (F.gelu and its like)"
+    advice = "model.compile=true, or one of torch's own functions (such as F.gelu)"
     return found.but(advice=advice, overrides={"model.compile": True})
 
 
 @check(
-    why="Something turns gradients on (torch.enable_grad): every activation is kept, for nothing.",
-    advice="take torch.enable_grad out of `score` and of the network's evaluation",
+    why="Something turns gradients on (torch.enable_grad): every activation is kept without need.",
+    advice="remove torch.enable_grad from `score` and of the network's evaluation",
     expected="evaluation up to 1.5 times as fast, in a fraction of the memory",
     speedup=(1.0, 1.1),
 )
@@ -136,11 +136,11 @@ def gradient_in_evaluation(subject: Subject) -> Found | None:
     """Scores that keep a graph."""
     if not subject.calls.has_gradient_in_evaluation:
         return None
-    return Found("what `score` returns has a gradient, although the trainer calls it without")
+    return Found("what `score` returns has a gradient, although the trainer disables gradients")
 
 
 @check(
-    why="Each step waits while its own process reads, decodes and varies the images.",
+    why="Each step waits while its process reads, decodes and augments the images.",
     advice="num_workers of one or more",
     expected="as much as the time that steps wait for data, up to all of it",
     speedup=(1.0, 3.0),
@@ -151,7 +151,7 @@ def no_workers(subject: Subject) -> Found | None:
     reads_itself = data.get("backend") == "pytorch" and data.get("workers") == 0
     if subject.target.machine.cores < 2 or not (alone or reads_itself):
         return None
-    said = "data.workers=0" if reads_itself else "num_workers=0 in a DataLoader of your own"
+    said = "data.workers=0" if reads_itself else "num_workers=0 in your own DataLoader"
     found = Found(f"{said}, and {subject.target.cores}", places=tuple(each.place for each in alone))
     return found.but(advice="data.workers=auto", overrides={"data.workers": "auto"}) if reads_itself else found
 
@@ -174,27 +174,27 @@ def too_many_workers(subject: Subject) -> Found | None:
 
 
 @check(
-    why="A copy from pageable memory goes through a buffer of the driver's, and the host waits for it.",
+    why="A copy from pageable memory goes through a driver buffer, and the host waits for it.",
     source=f"{TUNING}; {CONVNETS}",
     advice="pin_memory=True, and .to(device, non_blocking=True)",
-    expected="the copy of a batch, about twice as fast and beside the computation",
+    expected="the copy of a batch, about twice as fast and during the computation",
     speedup=(1.0, 1.2),
 )
 def unpinned(subject: Subject) -> Found | None:
-    """Batches of a loader of one's own are copied to the GPU from pageable memory."""
+    """Batches of your own loader are copied to the GPU from pageable memory."""
     found = [each for each in subject.loaders if not each.pinned]
     return _of_loaders("pin_memory=False", found) if subject.target.is_gpu else None
 
 
 @check(
-    why="At the beginning of each epoch the processes start again, and the first batches are waited for.",
+    why="At the start of each epoch the processes start again, and the run waits for the first batches.",
     source=CONVNETS,
     advice="persistent_workers=True",
     expected="for each epoch about 2 s where processes are spawned (macOS), under 0.1 s where forked (Linux)",
     speedup=(1.0, 1.1),
 )
 def no_persistent_workers(subject: Subject) -> Found | None:
-    """Loader processes of one's own are started anew in each epoch."""
+    """Your own loader's processes are restarted in each epoch."""
     found = [each for each in subject.loaders if each.workers > 0 and not each.persistent]
     count = found[0].workers if found else 0
     return _of_loaders("persistent_workers=False", found, f", {count} process{'es' * (count > 1)}")
@@ -202,19 +202,19 @@ def no_persistent_workers(subject: Subject) -> Found | None:
 
 @check(
     severity="spoils",
-    why="What does not fill a batch is not trained on in that epoch; but each sample counts once.",
+    why="Samples that do not fill a batch are skipped in that epoch, but each sample should be used once.",
     source=OWN,
-    advice="drop_last=False: Paceline takes an epoch's rest as a smaller step, on all processes alike",
+    advice="drop_last=False: Paceline trains on an epoch's rest in a smaller step, on all processes",
     keeps="training",
     expected="each sample once per epoch",
 )
 def drop_last(subject: Subject) -> Found | None:
-    """A loader of one's own leaves samples out."""
+    """Your own loader leaves samples out."""
     return _of_loaders("drop_last=True", [each for each in subject.loaders if each.drops_last])
 
 
 def _of_loaders(setting: str, loaders: list[Loader], more: str = "") -> Found | None:
     if not loaders:
         return None
-    which = "a DataLoader of your own" if len(loaders) == 1 else f"{len(loaders)} DataLoaders of your own"
+    which = "your own DataLoader" if len(loaders) == 1 else f"{len(loaders)} of your own DataLoaders"
     return Found(f"{setting} in {which}{more}", places=tuple(each.place for each in loaders))

@@ -53,7 +53,7 @@ def precision(subject: Subject) -> Found | None:
     words = f"train.precision={asked} ({faster})"
     if target.has("tf32") and plan.float32_matmul not in ("high", "medium"):
         words += "; or, nearer to fp32, train.float32_matmul=high (TF32)"
-    evidence = f"train.precision={subject.recipe.train.precision} comes to fp32{figures}"
+    evidence = f"train.precision={subject.recipe.train.precision} resolves to fp32{figures}"
     found = Found(evidence, advice=words, overrides={"train.precision": asked})
     most = _most_gained(subject, faster)
     if most < _WORTH_IT:
@@ -85,7 +85,7 @@ def _most_gained(subject: Subject, faster: str) -> float:
 
 
 @check(
-    why="What a device has no units for is computed in a roundabout way, slower than fp32.",
+    why="A device emulates precisions it has no units for, slower than fp32.",
     source=OWN,
     keeps="rounding",
     expected="2 to 5 times as fast",
@@ -97,7 +97,7 @@ def slow_precision(subject: Subject) -> Found | None:
     if subject.plan.precision != "bf16" or machine.fast_bf16:
         return None
     better = "fp16" if subject.target.has("fp16") else "auto"
-    evidence = f"train.precision=bf16, and {machine.reasons.get('fast_bf16', 'the device has no bf16 products')}"
+    evidence = f"train.precision=bf16, and {machine.reasons.get('fast_bf16', 'the device has no bf16 matrix products')}"
     return Found(evidence, advice=f"train.precision={better}", overrides={"train.precision": better})
 
 
@@ -143,9 +143,9 @@ def layout_lost(subject: Subject) -> Found | None:
 
 
 @check(
-    why="Paceline lets cuDNN time its kernels for each shape and take the fastest; this forbids it (cudnn.benchmark).",
+    why="Paceline lets cuDNN time its kernels for each shape and take the fastest; this prevents it (cudnn.benchmark).",
     source=f"{TUNING}; {CONVOLUTION}",
-    advice="take it out of your code",
+    advice="remove it from your code",
     keeps="rounding",
     expected="1.05 to 1.3 times as fast for convolutions",
     speedup=(1.05, 1.3),
@@ -162,7 +162,7 @@ def autotune_off(subject: Subject) -> Found | None:
         return Found(
             f"{key}=true",
             severity="notice",
-            advice="leave it out, unless bits must repeat",
+            advice="leave it out, unless results must be bit-identical",
             overrides={key: False},
             keeps=keeps,
             places=places,
@@ -188,7 +188,7 @@ def unfused_optimizer(subject: Subject) -> Found | None:
 
 
 @check(
-    why="The network's layers are large enough to be shared among cores.",
+    why="The network's layers are large enough for several cores.",
     advice="parallel.threads=auto",
     keeps="rounding",
 )
@@ -223,7 +223,7 @@ def _too_small(subject: Subject) -> bool:
     why="BatchNorm subtracts the mean of each channel, and a bias with it; its gradient is zero but for rounding.",
     advice="bias=False in these layers; the norm's own shift takes its place",
     keeps="rounding",
-    expected="up to 1.05 times as fast on a GPU: one sum less in each backward pass; on a CPU no gain was measured",
+    expected="up to 1.05 times as fast on a GPU: one sum fewer in each backward pass; on a CPU no gain was measured",
     speedup=(1.01, 1.05),
 )
 def bias_before_batchnorm(subject: Subject) -> Found | None:
@@ -260,7 +260,8 @@ def dimension_alignment(subject: Subject) -> Found | None:
     sizes = [size for size in (odd[0].inputs, odd[0].outputs) if size % unit]
     example = ", ".join(f"{size} to {-(-size // unit) * unit}" for size in dict.fromkeys(sizes)) or "groups too"
     return Found(
-        f"{len(odd)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are no multiple of "
+        f"{len(odd)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not multiples "
+        f"of "
         f"{unit} ({subject.products}): {_heaviest(odd)}",
         why=f"Matrix units take sizes that divide by {unit} for {subject.products}, on an A100 and later best by {best}"
         "; others are padded, or computed without them.",
@@ -282,7 +283,7 @@ def batch_alignment(subject: Subject) -> Found | None:
         return None
     unit = multiples[0]
     return Found(
-        f"a micro-batch of {batch} is no multiple of {unit} ({subject.products}), and linear layers, whose rows are "
+        f"a micro-batch of {batch} is not a multiple of {unit} ({subject.products}), and linear layers, whose rows are "
         f"samples, have {flat:.0%} of the FLOPs",
         why=f"Matrix units take sizes that divide by {unit} for {subject.products}; others are padded.",
         advice=f"micro-batches in multiples of {unit}, ideally of {_TILE} to 256",
@@ -306,7 +307,8 @@ def tile_alignment(subject: Subject) -> Found | None:
     if share < _MOST or dimension_alignment(subject):
         return None
     return Found(
-        f"{len(rough)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are no multiple of "
+        f"{len(rough)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not multiples "
+        f"of "
         f"{_TILE}: {_heaviest(rough)}",
         layers=tuple(layer.name for layer in rough),
     )
@@ -337,10 +339,10 @@ def first_layer_channels(subject: Subject) -> Found | None:
 
 @prediction(
     severity="notice",
-    why="Below that intensity the units wait for memory; batch and width above 128 usually are above it.",
+    why="Below that intensity the units wait for memory; a batch and width above 128 are usually above it.",
     source=f"{LINEAR}; {INTENSITY}",
     advice="larger batch.micro_size or wider layers",
-    expected="predicted: time goes with bytes, not with FLOPs, until sizes grow",
+    expected="predicted: time depends on bytes, not FLOPs, until sizes grow",
     speedup=(1.0, 1.5),
 )
 def memory_bound_layers(subject: Subject) -> Found | None:
@@ -409,8 +411,8 @@ def recurrent_sizes(subject: Subject) -> Found | None:
     unit, batch = multiples[0], subject.plan.micro_batch_size
     odd = [layer for layer in found if layer.outputs % unit or layer.inputs % unit]
     small = [layer for layer in found if layer.outputs <= _COMPUTE_BOUND["hidden"]]
-    said = [f"{_heaviest(odd)} no multiple of {unit}"] if odd else []
-    said += [f"a micro-batch of {batch} is no multiple of {unit}"] if batch % unit else []
+    said = [f"{_heaviest(odd)} not a multiple of {unit}"] if odd else []
+    said += [f"a micro-batch of {batch} is not a multiple of {unit}"] if batch % unit else []
     said += [f"a micro-batch of {batch}, 128 or fewer"] if batch <= _COMPUTE_BOUND["batch"] else []
     said += [f"{_heaviest(small)}, 256 or fewer"] if small else []
     if not said:

@@ -23,11 +23,11 @@ _ADAPTIVE = ("adamw", "lamb", "adafactor", "rmsprop", "lion")
 
 @check(
     severity="breaks",
-    why="The first step ends for want of memory.",
+    why="The first step runs out of memory.",
     source=OWN,
     advice="paceline estimate says what saves memory",
     keeps="training",
-    expected="the run gets beyond its first step",
+    expected="the run completes its first step",
 )
 def does_not_fit(subject: Subject) -> Found | None:
     """A micro-batch whose step needs more memory than the device has."""
@@ -43,7 +43,7 @@ def does_not_fit(subject: Subject) -> Found | None:
     if not lack.divisor:
         return found
     return found.but(
-        advice=f"batch.micro_size={lack.divisor}, which accumulation makes the same step of; paceline estimate says "
+        advice=f"batch.micro_size={lack.divisor}, which gives the same step by accumulation; paceline estimate says "
         "what else saves memory",
         overrides={"batch.micro_size": lack.divisor},
         keeps="training" if lack.normalises else "rounding",
@@ -69,12 +69,12 @@ def unused_parameters(subject: Subject) -> Found | None:
     homes = dict.fromkeys(name.rpartition(".")[0] for name in unused)
     frozen = [f"{home}.*" for home in homes if home and not any(name.startswith(f"{home}.") for name in others)]
     patterns = frozen if len(frozen) <= 8 else []
-    then = "DDP looks for them in every step" if asked == "allow" else "several processes refuse to begin"
+    then = "DDP looks for them in every step" if asked == "allow" else "a run of several processes refuses to start"
     return Found(
         f"{len(unused)} of {len(all_of_them)} parameters have no gradient after a backward pass: {named(list(unused))}",
         severity="slows" if asked == "allow" else "breaks",
-        why=f"DDP waits for every parameter's gradient; with parallel.unused_parameters={asked}, {then}. Memory is "
-        "held for them in any case.",
+        why=f"DDP waits for every parameter's gradient; with parallel.unused_parameters={asked}, {then}. They occupy "
+        "memory in any case.",
         advice="use them, remove them, or freeze them: model.frozen" + (f"={patterns}" if patterns else ""),
         overrides={"model.frozen": [*subject.recipe.model.frozen, *patterns]} if patterns else {},
         layers=unused,
@@ -106,13 +106,13 @@ _DISORDER = 0.2
 @check(
     why="With a search for unused parameters, buckets follow the order of construction, and each waits for the last "
     "gradient in it.",
-    advice="make layers in the order in which forward uses them",
+    advice="create layers in the order in which forward uses them",
     keeps="training",
-    expected="more of the reduction beside the backward pass, with several processes",
+    expected="more overlap of the reduction with the backward pass, with several processes",
     speedup=(1.0, 1.1),
 )
 def construction_order(subject: Subject) -> Found | None:
-    """Layers that are made in another order than they are used in, where that decides the buckets."""
+    """Layers created in another order than used, if that decides the buckets."""
     if subject.recipe.parallel.unused_parameters != "allow":
         return None  # DDP arranges its buckets anew after the first step
     made = list(dict.fromkeys(name.rpartition(".")[0] for name in subject.anatomy.parameters))
@@ -127,7 +127,7 @@ def construction_order(subject: Subject) -> Found | None:
     if disorder < _DISORDER:
         return None
     return Found(
-        f"{disorder:.0%} of the pairs of layers are made in another order than they are used in: made first "
+        f"{disorder:.0%} of the pairs of layers are created in another order than they are used: created first "
         f"{named(made, 2)}, used first {named(used, 2)}",
         layers=tuple(used),
     )
@@ -135,7 +135,7 @@ def construction_order(subject: Subject) -> Found | None:
 
 @check(
     why="One process drives all devices, and copies weights and gradients in each step.",
-    advice="take it out; one process per GPU (--processes) trains with DistributedDataParallel",
+    advice="remove it; one process per GPU (--processes) trains with DistributedDataParallel",
     expected="1.2 to 2 times as fast on several GPUs",
     speedup=(1.2, 2.0),
 )
@@ -148,7 +148,7 @@ def data_parallel(subject: Subject) -> Found | None:
 
 @check(
     severity="notice",
-    why="A process on another socket than its GPU reaches both memories over the link between the sockets.",
+    why="A process on another socket than its GPU accesses memory over the link between the sockets.",
     source=CONVNETS,
     advice="parallel.affinity=socket",
     overrides={"parallel.affinity": "socket"},
@@ -156,7 +156,7 @@ def data_parallel(subject: Subject) -> Found | None:
     speedup=(1.0, 1.15),
 )
 def affinity(subject: Subject) -> Found | None:
-    """Processes that wander between the sockets of a machine with GPUs."""
+    """Processes that move between the sockets of a machine with GPUs."""
     wanders = subject.recipe.parallel.affinity == "none" and subject.sockets > 1
     if not wanders or not subject.target.is_gpu or not subject.target.is_here:
         return None
@@ -218,8 +218,8 @@ def evaluation_often(subject: Subject) -> Found | None:
 
 
 @spoils(
-    why="With a large batch the rate is large, and the first steps at a peak rate from random weights may never be "
-    "made up for.",
+    why="A large batch has a large learning rate, and first steps at the peak rate from random weights can do lasting "
+    "harm.",
     source=f"{GOYAL}; {CONVNETS} (5 to 10 epochs)",
     advice='schedule.warmup="5 epochs"',
     overrides={"schedule.warmup": "5 epochs"},
@@ -238,18 +238,18 @@ def _starts_anew(subject: Subject) -> bool:
 
 
 @spoils(
-    why="As many samples need as large a step: a batch k times as large takes k times the rate with SGD, the root of k "
-    "with adaptive methods, and neither without end.",
+    why="A batch k times as large takes k times the rate with SGD and sqrt(k) times with adaptive methods, both up to "
+    "a limit.",
     source=f"{GOYAL}; {KRIZHEVSKY}",
     expected="no time; fewer epochs to the same accuracy",
 )
 def learning_rate_rule(subject: Subject) -> Found | None:
-    """A rate and a batch that belong to different rules."""
+    """A learning rate that does not match the batch."""
     asked, batch = subject.recipe.optimizer, subject.recipe.batch.global_size
     if asked.lr_scaling == "linear" and asked.name in _ADAPTIVE:
         return Found(
             f"optimizer.lr_scaling=linear with {asked.name}",
-            advice="optimizer.lr_scaling=sqrt: adaptive steps do not shrink as the gradient's noise does",
+            advice="optimizer.lr_scaling=sqrt: adaptive steps do not shrink with the gradient noise",
         )
     if asked.lr_scaling == "linear" and batch > _LARGEST_LINEAR:
         return Found(
@@ -265,18 +265,18 @@ def learning_rate_rule(subject: Subject) -> Found | None:
     return Found(
         f"optimizer.lr={asked.lr:g} with batch.global_size={batch}",
         advice=f"{fair:g} by the linear rule (0.1 for 256), or find it with a range test; optimizer.lr_scaling=linear "
-        "with optimizer.lr_reference_batch does it for every batch",
+        "with optimizer.lr_reference_batch sets it for every batch",
     )
 
 
 @check(
     severity="notice",
-    why="Each sample is used once per epoch, so that what is left over is a step of its own: BatchNorm then normalises "
-    "by a few samples, and a whole step is spent on them.",
+    why="Each sample is used once per epoch, so leftover samples get their own step, and BatchNorm normalises by only "
+    "a few of them.",
     source=f"{OWN}; other trainers drop them (drop_last=True: {CONVNETS})",
-    advice="a batch.global_size that leaves more over, or nothing",
+    advice="a batch.global_size that leaves more samples over, or none",
     keeps="training",
-    expected="one step less per epoch",
+    expected="one step fewer per epoch",
     speedup=(1.0, 1.02),
 )
 def ragged_tail(subject: Subject) -> Found | None:
@@ -293,9 +293,9 @@ def ragged_tail(subject: Subject) -> Found | None:
 
 
 @spoils(
-    why="A scale that is too small loses gradients, and one that grows too often loses steps.",
+    why="A scale that is too small loses gradients, and one that grows too often skips steps.",
     source=CONVNETS,
-    expected="no time; fewer steps left out",
+    expected="no time; fewer steps skipped",
 )
 def loss_scale(subject: Subject) -> Found | None:
     """fp16 where bf16 needs no loss scale, or a scale that cannot hold the gradients."""
@@ -305,7 +305,7 @@ def loss_scale(subject: Subject) -> Found | None:
     if asked.growth_interval < 100:
         return Found(
             f"train.grad_scaler.growth_interval={asked.growth_interval} with train.precision=fp16",
-            advice="2000, torch's default: each growth too far costs a step",
+            advice="2000, torch's default: each excessive growth costs a step",
             overrides={"train.grad_scaler.growth_interval": 2000},
         )
     if asked.init_scale < 2**7:
@@ -324,7 +324,7 @@ _SKIPPED = 0.01
 
 
 @spoils(
-    why="Too large a step moves the weights to where the loss is larger, and so is the next step.",
+    why="Too large a step raises the loss, which makes the next step larger still.",
     source=GOYAL,
     advice="a lower optimizer.lr (paceline find-lr), a longer schedule.warmup, or optimizer.clip_norm",
     expected="a loss that falls",
@@ -341,7 +341,7 @@ def data_wait(subject: Subject) -> Found | None:
     if not found or (middle := statistics.median(found)) < _WAITS:
         return None
     waits = Found(
-        f"half of the records have {middle:.0%} or more of the step in waiting for data",
+        f"half of the records spend {middle:.0%} or more of the step waiting for data",
         expected=f"up to {1 / (1 - middle):.2f} times as fast, as measured in the run",
         speedup=(1.0, 1 / (1 - middle)),
     )
@@ -360,7 +360,7 @@ def data_wait(subject: Subject) -> Found | None:
     expected="no step lost",
 )
 def scaler_health(subject: Subject) -> Found | None:
-    """Steps that fp16 left out, or a scale that has fallen."""
+    """Steps that fp16 skipped, or a loss scale that has fallen."""
     steps = _of(subject, "step")
     scales = [event["grad_scale"] for event in steps if event.get("grad_scale")]
     last = steps[-1] if steps else {}
@@ -368,7 +368,7 @@ def scaler_health(subject: Subject) -> Found | None:
     share, scale = skipped / max(1, last.get("position", 1)), scales[-1] if scales else 1
     if subject.plan.precision != "fp16" or not (scale < 1 or share > _SKIPPED):
         return None
-    return Found(f"{skipped} steps were left out ({share:.1%}), and the loss scale ended at {scale:g}")
+    return Found(f"{skipped} steps were skipped ({share:.1%}), and the loss scale ended at {scale:g}")
 
 
 @check(
@@ -386,8 +386,8 @@ def slow_rank(subject: Subject) -> Found | None:
 @check(
     why="Compiling takes longer than many steps.",
     source=OWN,
-    advice="sizes that do not change (no Python numbers that do), or model.compile=false",
-    expected="the seconds that the records tell",
+    advice="constant sizes (and no changing Python numbers), or model.compile=false",
+    expected="the seconds in the records",
     speedup=(1.0, 1.2),
 )
 def recompilation(subject: Subject) -> Found | None:

@@ -214,7 +214,7 @@ def test_damaged_cifar100(tmp_path: Path) -> None:
         read(tmp_path / "part.tar", "cifar100")
     root, _, _ = write_cifar100(tmp_path / "b", binary=True)
     (root / "test.bin").write_bytes(b"x" * 3073)
-    with pytest.raises(DataError, match="its 3073 bytes are no multiple of 3074"):
+    with pytest.raises(DataError, match="its 3073 bytes are not a multiple of 3074"):
         read(root, "cifar100")
     (root / "test.bin").write_bytes(b"\xff" * 3074)
     with pytest.raises(DataError, match="it has labels outside 0 … 99"):
@@ -277,9 +277,9 @@ def test_damaged_mnist(tmp_path: Path) -> None:
     labels = tmp_path / "set" / "t10k-labels-idx1-ubyte.gz"
     content = gzip.decompress(labels.read_bytes())
     for damaged, message in (
-        (labels.read_bytes()[:20], "is no file of MNIST"),
+        (labels.read_bytes()[:20], "is not an MNIST file"),
         (gzip.compress(content[:-1]), r"it has 3 bytes for the shape \(4,\)"),
-        (gzip.compress(b"\0\0\x0d\1" + content[4:]), "does not begin as unsigned bytes in 1 dimension"),
+        (gzip.compress(b"\0\0\x0d\1" + content[4:]), "its header is not that of unsigned bytes in 1 dimension"),
         (gzip.compress(content[:8] + b"\1\2\3\x0b"), "has the label 11, but its classes are 0 … 9"),
         (gzip.compress(content[:7] + b"\3\1\2\3"), "has 4 test images and 3 labels"),
     ):

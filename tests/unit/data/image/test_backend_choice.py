@@ -56,7 +56,7 @@ def test_what_is_done_image_by_image_is_done_in_workers() -> None:
     for augment in (Augment(policy="randaugment"), Augment(erase=0.1)):
         name, reason = choose_backend(Data(dataset="cifar10", augment=augment), cifar_like(100))
         assert name == "pytorch"
-        assert "image by image" in reason
+        assert "single images" in reason
 
 
 def test_noise_does_not_grow() -> None:
@@ -115,9 +115,7 @@ def test_what_all_processes_hold_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(backend_choice, "memory_bytes", lambda: 4 * held - 1)
     with pytest.raises(RecipeError) as refused:
         choose_backend(asked, dataset, 4)
-    reason = (
-        "60,000 images of 32x32x3 take 176 MiB, 547 MiB as they are held in each of 4 processes, and this machine has"
-    )
+    reason = "60,000 images of 32x32x3 take 176 MiB, 547 MiB in memory in each of 4 processes, and this machine has"
     assert str(refused.value) == f"data.backend is memory, but {reason} 2.1 GiB: use data.backend=pytorch."
     assert choose_backend(replace(asked, backend="auto"), dataset, 4) == ("pytorch", f"{reason} 2.1 GiB")
 
@@ -188,7 +186,7 @@ def test_dali_reads_files_in_threads(tmp_path: Path) -> None:
     assert available_backends()["dali"] == "available"
     assert choose_workers(data, "dali", World()) == (3, "as the recipe says")
     assert choose_workers(Data(backend="dali"), "dali", World())[0] >= 1
-    with pytest.raises(RecipeError, match=r"data\.workers=0, but the dali back-end decodes in threads"):
+    with pytest.raises(RecipeError, match=r"data\.workers=0, but the dali back-end decodes in its own threads"):
         choose_workers(Data(backend="dali", workers=0), "dali", World())
     if not torch.cuda.is_available():
         with pytest.raises(RecipeError, match=r"data\.decode_on=gpu, but no CUDA device is visible"):

@@ -67,7 +67,7 @@ def test_columns_are_named(tmp_path: Path) -> None:
     images(tmp_path, ["a.png", "b.png"])
     path = table(tmp_path, "where\twhat\nb.png\t1\na.png\t0\n", "rows.tsv")
     with pytest.raises(
-        DataError, match=r"has the columns where, what, and none has a usual name of a column of images"
+        DataError, match=r"has the columns where, what, and none has a usual name for a column of images"
     ):
         open_dataset(opened(path))
     with pytest.raises(
@@ -88,14 +88,14 @@ def test_columns_are_named(tmp_path: Path) -> None:
         ("path,label\na.png,x\nb.png,\n", "line 3 of '.*' has no label"),
         ("path,label\na.png,x\n./a.png,x\nb.png,y\n", "names './a.png', which line 2 of '.*' names too: keep one"),
         ("path,label\na.png,x\na.png,y\n", "names too, with the label 'x' there and 'y' here: keep one"),
-        ("path,label\na.png,1.5\nb.png,2\n", "has the label 1.5, but labels are whole numbers from 0 on, or names"),
+        ("path,label\na.png,1.5\nb.png,2\n", "has the label 1.5, but labels are whole numbers from 0, or names"),
         ("path,label\na.png,x\nb.png,x\n", "has one class, 'x'"),
-        ("path,label,split\na.png,x,train\nb.png,y,tset\n", "says 'tset' of the split .* Did you mean 'test'"),
+        ("path,label,split\na.png,x,train\nb.png,y,tset\n", "has the split 'tset' .* Did you mean 'test'"),
         ("path,label,split\na.png,x,val\nb.png,y,val\n", "has no row whose split is train"),
-        ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out images of the class 'y', and none to train on"),
+        ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out images of the class 'y', but none to train on"),
         ("path,label\na.png,x,1\n", r"line 2 of '.*' has 3 fields, but its first line names 2 columns"),
         ("path,path\na.png,x\n", "has two columns called 'path'"),
-        ("path,label\nhttps://me:hush@host/a.png,x\n", "line 2 of '.*' names an address, and a table names files"),
+        ("path,label\nhttps://me:hush@host/a.png,x\n", "line 2 of '.*' names a URL, but a table names files"),
         ("path,label\n", "has no rows"),
         ("", "has no rows"),
         ('path,label\n"a.png,x\n', r"cannot be read as a table .*unexpected end of data"),

@@ -169,7 +169,7 @@ def test_unknown_names_are_answered() -> None:
 
 @pytest.mark.parametrize("name", ["image_folder", "cifar10"])
 def test_a_path_is_needed(name: str) -> None:
-    with pytest.raises(DataError, match=r"set data\.path"):
+    with pytest.raises(DataError, match=r"needs data\.path"):
         open_dataset(Data(dataset=name))
 
 
@@ -192,7 +192,7 @@ def test_it_is_told_where_held_out_images_come_from(tmp_path: Path) -> None:
     for dataset in ("image_folder", "cifar10"):
         reasons = open_dataset(Data(dataset=dataset, path=str(folder))).reasons
         assert reasons["validation"] == "the folder val/"
-        assert reasons["validation_fraction"] == "the data has a split of its own, the folder val/"
+        assert reasons["validation_fraction"] == "the data has its own split, the folder val/"
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])

@@ -49,5 +49,5 @@ def test_a_small_set_is_taken_whole(count: int) -> None:
 
 def test_broken_ones_are_left_out_unless_all_are() -> None:
     assert numbers(first_images(Numbered(4, broken=(1, 2)), VIEW, 4)) == [0, 3]
-    with pytest.raises(DataError, match="none of 2 training images could be read"):
+    with pytest.raises(DataError, match="none of 2 training images from which"):
         first_images(Numbered(2, broken=(0, 1)), VIEW, 2)

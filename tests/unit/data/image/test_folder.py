@@ -143,9 +143,9 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_no_classes(tmp_path: Path) -> None:
-    fault("has no folders in it", tmp_path)
+    fault("contains no folders", tmp_path)
     make(tmp_path, "1.png", "train/1.png")
-    fault("train' has no folders in it", tmp_path)
+    fault("train' contains no folders", tmp_path)
 
 
 def test_every_missing_class_is_named(tmp_path: Path) -> None:

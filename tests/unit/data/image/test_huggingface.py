@@ -208,16 +208,16 @@ def test_labels_of_no_class_are_refused(tmp_path: Path, labels: list[int | None]
 
 
 def test_what_is_no_such_dataset_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no dataset of Hugging Face's on the local disk"):
+    with pytest.raises(DataError, match="is not a local Hugging Face dataset"):
         opened_set("huggingface", tmp_path, channels=3, validation_fraction=0)
     root = save_splits(tmp_path / "odd", {"test": table([1, 2], [0, 1])})
-    with pytest.raises(DataError, match="has the splits test, but none that is called train"):
+    with pytest.raises(DataError, match="has the splits test, but none called train"):
         opened_set("huggingface", root, channels=3, validation_fraction=0)
     root = save(tmp_path / "unlabelled", table([1, 2], [0, 1]), {"image": FEATURES["image"]})
-    with pytest.raises(DataError, match="has the columns image, and none has a usual name of a column of labels"):
+    with pytest.raises(DataError, match="has the columns image, and none has a usual name for a column of labels"):
         opened_set("huggingface", root, channels=3, validation_fraction=0)
     content = table([1, 2], [0, 1])
     image = pa.StructArray.from_arrays([pa.array([None, None], pa.binary()), pa.array(["a", "b"])], ["bytes", "path"])
     root = save(tmp_path / "outside", content.set_column(0, "image", image))
-    with pytest.raises(DataError, match="in place of holding an image"):
+    with pytest.raises(DataError, match="instead of holding an image"):
         opened_set("huggingface", root, channels=3, validation_fraction=0)

@@ -51,7 +51,7 @@ def facts(folder: StoredImages) -> tuple[object, ...]:
 
 
 def is_recalled(folder: StoredImages) -> bool:
-    return "as remembered" in folder.listing
+    return "from a cached listing" in folder.listing
 
 
 TREES = {

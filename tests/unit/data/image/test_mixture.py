@@ -188,7 +188,7 @@ def test_what_is_taken_of_the_data_is_taken_of_the_union(sets: Path) -> None:
         ({"photos": 1, "mroe": 1}, "data.mixture names 'mroe', but .* Did you mean 'more'"),
         ({"photos": 1, "photos/cat/00.png": 1}, "no folder of class folders and no table"),
         ({"owls": 1, "owls/../owls": 1}, "one class in all, 'owl'"),
-        ({"photos": 1, "empty": 1}, "has no folders in it"),
+        ({"photos": 1, "empty": 1}, "contains no folders"),
     ],
 )
 def test_a_mixture_that_cannot_be_opened_is_refused(sets: Path, mixture: dict[str, float], message: str) -> None:
@@ -209,7 +209,7 @@ def test_images_of_several_labels_are_refused(sets: Path) -> None:
         (["data.mixture={photos: .inf, more: 1}"], "data.mixture: found .inf"),
         (["data.mixture={photos: .nan, more: 1}"], "data.mixture: found .nan"),
         (["data.mixture={photos: 3000, more: 1}"], "'more' the ratio 1, which is less than one of the 40 samples"),
-        (["data.mixture={owls: 1}", "data.only_classes=[cat,dog]"], "'owls', of which no training images"),
+        (["data.mixture={owls: 1}", "data.only_classes=[cat,dog]"], "'owls', which has no training images"),
         (["data.sampling=balanced"], "data.sampling draws samples by class, but data.dataset=mixture"),
         (["data.mixture={split: 1}", "data.split_by=name"], "data.split_by=name' has no effect"),
         (["data.dataset=image_folder", "data.path=sets/photos", "data.mixture.more=1"], "data.mixture' has no effect"),

@@ -116,7 +116,7 @@ def test_other_splits_of_the_hub_are_not_read_and_other_files_refused(tmp_path: 
     assert (len(found.train) + len(found.validation), found.is_split_off) == (6, True)
     assert "extra is not read" in open_dataset(data(tmp_path)).reasons["validation"]
     write(tmp_path / "more.parquet", {"image": images(range(2)), "label": [0, 1]})
-    with pytest.raises(DataError, match=r"more.parquet' lies beside files that are called train, .* rename it"):
+    with pytest.raises(DataError, match=r"more.parquet' is next to files called train, .* rename it"):
         open_dataset(data(tmp_path))
 
 
@@ -157,13 +157,13 @@ def test_grey_images_have_one_channel(tmp_path: Path) -> None:
                 ),
                 "label": [0, 1],
             },
-            r"row 0 \(counted from 0\) names a file, 'a.png', in place of holding an image",
+            r"row 0 \(counted from 0\) names a file, 'a.png', instead of holding an image",
         ),
         ({"image": images(range(2)), "label": [0, None]}, r"row 1 .* has no label \(None\): .* data.label_column"),
         ({"image": images(range(2)), "label": [0.5, 1.0]}, "has the label 0.5"),
         (
             {"image": images(range(2)), "label": [0, 1], "split": [0, 1]},
-            r"says '0' of the split of an image \(the 1. row\), but a split is train, val or test",
+            r"has the split '0' in row 1, but a split is train, val or test",
         ),
         ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, "has no rows"),
         ({"image": images(range(2)), "label": [[0], [1]]}, r"has the label \[0\], which is neither"),
@@ -183,12 +183,12 @@ def test_damaged_and_missing_tables(tmp_path: Path) -> None:
     path = write(tmp_path / "t.parquet", {"image": images(range(8)), "label": [0, 1] * 4}, compression="none")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or make it again"):
+    with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or write it again"):
         open_dataset(data(path))
     for origin in (path, tmp_path):
-        with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or make it again"):
+        with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or write it again"):
             open_origin(str(origin))
-    with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or make it again"):
+    with pytest.raises(DataError, match=r"'.*t.parquet' cannot be read \(.*\): download or write it again"):
         open_dataset(Data(dataset="huggingface", path=str(tmp_path)))
     write(tmp_path / "u.parquet", {"image": images(range(2)), "tag": [0, 1]})
     path.write_bytes(whole)
@@ -201,7 +201,7 @@ def test_a_file_that_shrinks_breaks_its_images_and_nothing_else(tmp_path: Path) 
     found = open_dataset(data(path, validation_fraction=0))
     path.write_bytes(path.read_bytes()[:100])
     found.train.base._kept.clear()  # type: ignore[attr-defined]  # what was probed is kept
-    with pytest.raises(BrokenImageError, match="it has changed since the run began"):
+    with pytest.raises(BrokenImageError, match="it has changed since the run started"):
         found.train.read(5)
 
 

@@ -186,7 +186,7 @@ def test_by_order_is_as_it_was(folder: Path) -> None:
 
 def test_a_split_file_keeps_every_image_where_it_is(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "kept" / "photos.split"
-    with pytest.raises(DataError, match=r"there is no folder '.*kept' for the split file .*: make it, or correct"):
+    with pytest.raises(DataError, match=r"there is no folder '.*kept' for the split file .*: create it, or correct"):
         opened(folder, saved_split=str(file))
     file.parent.mkdir()
     before = opened(folder, saved_split=str(file))
@@ -205,7 +205,7 @@ def test_a_split_file_keeps_every_image_where_it_is(folder: Path, tmp_path: Path
     assert not names(before.train) & names(after.validation)
     told = after.reasons["validation"]
     assert "photos.split' keeps it: " in told
-    assert "6 that it does not know are placed by their names; 1 that it knows are gone" in told
+    assert "6 that it does not list are placed by their names; 1 that it lists are gone" in told
     assert after.selection["split_file_sha256"] == before.selection["split_file_sha256"]
 
 
@@ -214,7 +214,7 @@ def test_a_split_whose_one_side_has_gone_is_refused(folder: Path, tmp_path: Path
     file = tmp_path / "a.split"
     for name in names(getattr(opened(folder, saved_split=str(file)), gone)):
         (folder / name).unlink()
-    with pytest.raises(DataError, match=rf"is a {side} one by the split file .*: restore the images, or"):
+    with pytest.raises(DataError, match=rf"is a {side} one in the split file .*: restore the images, or"):
         opened(folder, saved_split=str(file))
 
 
@@ -223,13 +223,13 @@ def test_split_files_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -
     opened(folder, saved_split=str(file))
     with pytest.raises(RecipeError, match=r"validation_fraction=0.5, but the split file .* was written with 0.2"):
         opened(folder, saved_split=str(file), validation_fraction=0.5)
-    with pytest.raises(DataError, match=r"knows none of the 1,797 images, the first of which is 'digits\[0\]'"):
+    with pytest.raises(DataError, match=r"lists none of the 1,797 images, such as 'digits\[0\]'"):
         open_dataset(Data(dataset="digits", saved_split=str(file)))
     file.write_bytes(file.read_bytes().replace(b"validation\tant", b"train\tant", 1))
     with pytest.raises(DataError, match="has been changed since it was written"):
         opened(folder, saved_split=str(file))
     file.write_text("train\tx\n")
-    with pytest.raises(DataError, match="is no split file of Paceline's"):
+    with pytest.raises(DataError, match="is not a Paceline split file"):
         opened(folder, saved_split=str(file))
     with pytest.raises(DataError, match="cannot be written"):
         opened(folder, saved_split="/proc/self/a.split")
@@ -252,9 +252,7 @@ def test_what_has_a_split_of_its_own_has_no_other(folder: Path) -> None:
         (folder.parent / "own" / "val" / name).mkdir(parents=True)
         add(folder.parent / "own" / "val" / name, "x.png")
     found = opened(folder.parent / "own", split_by="name")
-    assert (
-        found.reasons["split_by"] == found.reasons["saved_split"] == "the data has a split of its own, the folder val/"
-    )
+    assert found.reasons["split_by"] == found.reasons["saved_split"] == "the data has its own split, the folder val/"
     assert len(found.validation) == 3
 
 

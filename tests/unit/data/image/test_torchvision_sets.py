@@ -145,7 +145,7 @@ def test_what_only_torchvision_knows_is_asked_of_it() -> None:
     found = opened("FakeData", None, options=options, validation_fraction=0)
     theirs = known.FakeData(**options)
     assert same(found.train, theirs, "RGB")
-    assert (len(found.classes), found.reasons["path"]) == (4, "torchvision hands the images out one by one")
+    assert (len(found.classes), found.reasons["path"]) == (4, "torchvision returns the images one by one")
     assert (
         opened("FakeData", None, options=options | {"random_offset": 1}, validation_fraction=0).digest != found.digest
     )
@@ -154,7 +154,7 @@ def test_what_only_torchvision_knows_is_asked_of_it() -> None:
 def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"torchvision.datasets has no data set 'Flowers'. Did you mean 'Flowers102'"):
         opened("Flowers", tmp_path)
-    with pytest.raises(DataError, match=r"needs to know where the data lies: set data\.path"):
+    with pytest.raises(DataError, match=r"needs data\.path: set it to where the data is"):
         opened("SVHN", None)
     with pytest.raises(DataError, match=r"Food101 cannot be opened in '.*' \(RuntimeError: Dataset not found"):
         opened("Food101", tmp_path)

@@ -112,7 +112,7 @@ def test_where_nothing_can_be_remembered_it_is_read_anyway(tmp_path: Path, monke
 def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     """Or half of the samples would be missed without a word."""
     path = write_tar(tmp_path / "x.tar", [*samples(range(4)), *samples(range(2))])
-    with pytest.raises(DataError, match=r"holds '000000\.jpg' twice, and which of the two"):
+    with pytest.raises(DataError, match=r"holds '000000\.jpg' twice, so the sample is ambiguous"):
         opened_set("webdataset", path, channels=None, validation_fraction=0.5)
 
 
@@ -175,12 +175,12 @@ def test_without_splits_a_part_is_held_out(tmp_path: Path) -> None:
         ([("1.jpg", b"x")], r"'1\.jpg in .*' has no label"),
         ([("1.jpg", b"x"), ("1.json", b"{")], r"its \.json cannot be read"),
         ([("1.jpg", b"x"), ("1.json", b'{"label": -1}')], r"has the label -1, but labels are numbers from 0 to"),
-        ([("1.jpg", b"x"), ("1.png", b"x"), ("1.cls", b"0")], "has 2 images, and one is expected"),
-        ([("1.txt", b"x"), ("1.cls", b"0")], "holds no images: expected are members like"),
+        ([("1.jpg", b"x"), ("1.png", b"x"), ("1.cls", b"0")], "has 2 images, but one is expected"),
+        ([("1.txt", b"x"), ("1.cls", b"0")], "holds no images: expected members like"),
         ([("1.jpg", b"x"), ("1.cls", b"0")], "has one class, '0'"),
         (
             [("1.jpg", b"x"), ("1.json", b'{"label": 0}'), ("2.jpg", b"x"), ("2.cls", b"cat")],
-            "make them all one or the other",
+            "use one kind for all",
         ),
     ],
 )
@@ -240,10 +240,10 @@ def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
     content = path.read_bytes()
     second = content.index(b"000000.cls")
     for name, damaged, message in (
-        ("short", content[:700], "reaches beyond the end"),
-        ("shorter", content[: content.index(b"000000.cls") + 9], "it breaks off"),
+        ("short", content[:700], "extends beyond the end"),
+        ("shorter", content[: content.index(b"000000.cls") + 9], "it is truncated"),
         ("flipped", content[:100] + b"\1" + content[101:], "bad checksum"),
-        ("later", content[:second] + b"\1" + content[second + 1 :], f"at byte {second} is no head of a member"),
+        ("later", content[:second] + b"\1" + content[second + 1 :], f"at byte {second} is not a member header"),
         ("empty", b"", "it is empty"),
         ("tiny", b"abc", "truncated header"),
         ("packed", b"\x1f\x8b" + content, "is compressed with gzip"),
@@ -252,10 +252,10 @@ def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             opened_set("webdataset", tmp_path / f"{name}.tar", channels=3, validation_fraction=0)
     for pattern in ("nothing.tar", "no-{0..1}.tar", "no*.tar"):
-        with pytest.raises(DataError, match="there is no such file: correct the path"):
+        with pytest.raises(DataError, match="which does not exist: correct the path"):
             opened_set("webdataset", tmp_path / pattern, channels=3, validation_fraction=0)
     (tmp_path / "bare").mkdir()
-    with pytest.raises(DataError, match=r"has no \.tar files in it"):
+    with pytest.raises(DataError, match=r"contains no \.tar files"):
         opened_set("webdataset", tmp_path / "bare", channels=3, validation_fraction=0)
 
 

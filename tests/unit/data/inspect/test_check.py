@@ -209,8 +209,8 @@ def test_an_archive_is_checked(tmp_path: Path) -> None:
     [
         ("digits", ("optimizer.lr=1",), RecipeError, "override 'optimizer.lr' has no effect"),
         ("digits", ("data.augment.flip=0.5",), RecipeError, "override 'data.augment.flip' has no effect"),
-        (__file__, (), DataError, "is no folder or archive of images"),
-        ("image_folder", (), DataError, "set data.path"),
+        (__file__, (), DataError, "is not a folder or archive of images"),
+        ("image_folder", (), DataError, "needs data.path"),
         ("image_folder", ("data.path=nowhere",), DataError, "has no 'nowhere'"),
     ],
 )

@@ -223,7 +223,7 @@ print(glob.glob("/dev/shm/torch_*"))
 @pytest.mark.parametrize(
     ("mount", "workers", "said"),
     [
-        ("size=2m", "2", "OneProcessError a loader process found no room in shared memory (/dev/shm) for a batch of "),
+        ("size=2m", "2", "OneProcessError a loader process found too little shared memory (/dev/shm) for a batch of "),
         ("ro", "0", "64"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_worker_that_dies_while_nothing_is_awaited_of_it(small: FileSource, sl
         next(iter(backend.batches(iter(slices([0, 1], [2, 3])))))
         worker = multiprocessing.active_children()[0]
         threading.Timer(0.3, worker.kill).start()
-        with pytest.raises(LostWorkerError, match=r"DataLoader worker .*want of memory, lower"), worker_deaths_told():
+        with pytest.raises(LostWorkerError, match=r"DataLoader worker .*memory ran out, lower"), worker_deaths_told():
             time.sleep(20)
     with pytest.raises(RuntimeError, match=r"^other$"), worker_deaths_told():
         raise RuntimeError("other")

@@ -96,9 +96,9 @@ def test_what_is_used_and_what_is_reported_is_all_there_is(folder: Folder) -> No
     for sentence in (
         "images without a mask: 1 left out",
         "masks without an image: 1 left out",
-        "files in images/ with other endings: 1 left out",
-        "files in masks/ with other endings: 1 left out",
-        "images that are called as another one: 1 left out",
+        "files in images/ with other extensions: 1 left out",
+        "files in masks/ with other extensions: 1 left out",
+        "images with the same name as another one: 1 left out",
         "folders that are not read: 1 left out",
         "files that are not read: 1 left out",
     ):
@@ -197,11 +197,11 @@ def test_masks_of_one_class_are_refused_and_classes_without_pixels_told(folder: 
     root = folder(classes=classes)
     for number in range(5):
         write(root, f"{number}", 255 * (np.arange(96).reshape(8, 12) % 2))
-    with pytest.raises(DataError, match=r"fewer than two classes, and 255, which means 'ignored': write the pixels of"):
+    with pytest.raises(DataError, match=r"fewer than two classes, and 255, which means 'ignored': store each pixel's"):
         opened(root)
     if classes is None:
         write(root, "0", np.full((8, 12), 7))
-        assert "of 6 of 8 classes, no training mask has a pixel: 1, 2, 3" in opened(root).left_out[-1]
+        assert "6 of 8 classes have no pixel in any training mask: 1, 2, 3" in opened(root).left_out[-1]
 
 
 def test_bad_masks_are_told_alike_by_every_process_and_links_to_nowhere_too(folder: Folder) -> None:

@@ -91,7 +91,7 @@ def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no .*nothing"):
         detect(str(tmp_path / "nothing"))
     (tmp_path / "readme.txt").touch()
-    with pytest.raises(DataError, match="is a file, and none that can be packed by its name"):
+    with pytest.raises(DataError, match="is a file whose name does not tell how to pack it"):
         detect(str(tmp_path / "readme.txt"))
     with pytest.raises(DataError, match=r"holds no files of CIFAR-100 \(cifar100\): correct the path"):
         open_origin(str(photos), "cifar100")

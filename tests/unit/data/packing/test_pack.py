@@ -270,7 +270,7 @@ def test_a_file_of_another_size_is_refused_when_it_is_opened(photos: Path, tmp_p
     shard = root / "train-00000.arrow"
     content = shard.read_bytes()
     shard.write_bytes(content[:-10])
-    with pytest.raises(DataError, match=rf"00000.arrow' has {len(content) - 10} bytes in place of {len(content)}"):
+    with pytest.raises(DataError, match=rf"00000.arrow' has {len(content) - 10} bytes instead of {len(content)}"):
         open_packed(root)
     shard.unlink()
     with pytest.raises(DataError, match=r"train-00000.arrow' cannot be opened \(No such file"):
@@ -286,7 +286,7 @@ def test_an_index_of_what_is_not_there_is_refused(photos: Path, tmp_path: Path, 
     content = bytearray(path.read_bytes())
     content[place.offset + np.dtype(place.dtype).itemsize - 1] ^= 0x40  # the highest byte of the first number
     path.write_bytes(content)
-    with pytest.raises(DataError, match="names classes or places that are not there"):
+    with pytest.raises(DataError, match="names classes or positions that do not exist"):
         open_packed(root)
 
 
@@ -298,7 +298,7 @@ def test_a_shard_that_changes_later_is_a_broken_image(photos: Path, tmp_path: Pa
     train, _ = splits(root)
     shard = root / "train-00000.arrow"
     shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(BrokenImageError, match=r"train/cat/000.jpg in .*: it has changed since the run began"):
+    with pytest.raises(BrokenImageError, match=r"train/cat/000.jpg in .*: it has changed since the run started"):
         train.read(0)
 
 
@@ -318,7 +318,7 @@ def test_a_packed_dataset_can_be_packed_again(photos: Path, tmp_path: Path) -> N
         ({"mode": "raw", "quality": 10}, "--quality 10 has no effect with --mode raw: .* use --mode jpeg"),
         ({"mode": "jpeg", "size": 10}, "--size 10 has no effect with --mode jpeg: .* use --mode raw"),
         ({"mode": "raw", "size": 10, "max_side": 20}, "give one of them"),
-        ({"part": Data(label_column="x")}, "--label-column has no effect on a source of the kind image_folder"),
+        ({"part": Data(label_column="x")}, "--label-column has no effect with --kind image_folder"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -333,18 +333,18 @@ def test_destinations_that_hold_something_else_are_refused(photos: Path, tmp_pat
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for destination, message in (
-        (photos / "packed", "lies in SOURCE"),
-        (photos, "lies in SOURCE"),
-        (tmp_path / "full", "is not empty and holds no packed dataset"),
+        (photos / "packed", "is inside SOURCE"),
+        (photos, "is inside SOURCE"),
+        (tmp_path / "full", "is not empty and is not a packed dataset"),
         (tmp_path / "full" / "file", "is a file: choose a directory"),
     ):
         with pytest.raises(DataError, match=message):
             packed(photos, destination)
     packed(photos, tmp_path / "dest")
     (tmp_path / "dest" / MANIFEST).unlink()
-    with pytest.raises(DataError, match=r"is no packed dataset: it has no packed\.json"):
+    with pytest.raises(DataError, match=r"is not a packed dataset: it has no packed\.json"):
         open_packed(tmp_path / "dest")
-    with pytest.raises(DataError, match="is no packed dataset: it is no directory"):
+    with pytest.raises(DataError, match="is not a packed dataset: it is not a directory"):
         open_packed(tmp_path / "nowhere")
 
 
@@ -352,10 +352,10 @@ def test_the_beginning_of_another_is_refused(photos: Path, tmp_path: Path, break
     break_some()
     with pytest.raises(DataError, match="cannot be read"):
         packed(photos, tmp_path / "dest")
-    with pytest.raises(DataError, match=r"beginning of another packed dataset \(how images are stored and the shards"):
+    with pytest.raises(DataError, match=r"unfinished packed dataset \(how images are stored and the shards"):
         packed(photos, tmp_path / "dest", mode="raw", size=8, shard_bytes=200)
     (photos / "train" / "cat" / "001.jpg").unlink()
-    with pytest.raises(DataError, match=r"the beginning of another packed dataset \(the source"):
+    with pytest.raises(DataError, match=r"an unfinished packed dataset \(the source"):
         packed(photos, tmp_path / "dest")
 
 
@@ -389,7 +389,7 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run, run_pack_here:
     assert "Missing argument 'DEST'" in done.stderr
     done = run_pack_here(tmp_path / "dest", "--verify", "--shard-size", "5")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--shard-size has no effect here: without DEST it says nothing" in done.stderr
+    assert "--shard-size has no effect here: it needs DEST" in done.stderr
     done = run_pack_here(tmp_path / "nothing", tmp_path / "dest")
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: there is no ")

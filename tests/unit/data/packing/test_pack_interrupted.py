@@ -59,7 +59,9 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
         process.wait()
         kills += 1
         if not (root / MANIFEST).exists():
-            with pytest.raises(DataError, match="is not finished: run the same `paceline pack` command again"):
+            with pytest.raises(
+                DataError, match="is an unfinished packed dataset: run the same `paceline pack` command again"
+            ):
                 open_packed(root)
     assert process.returncode == 0
     assert kills >= 2
@@ -144,7 +146,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(
     assert (done.returncode, done.stdout) == (1, "")
     assert "cannot write" in done.stderr.splitlines()[-1]
     assert "EFBIG" in done.stderr
-    assert "what is finished stays" in done.stderr
+    assert "finished parts are kept" in done.stderr
     assert "Traceback" not in done.stderr
     assert run_pack_here(photos, tmp_path / "dest", "--verify").returncode == 0
 

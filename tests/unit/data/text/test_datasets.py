@@ -45,10 +45,10 @@ def test_a_tokenizer_is_written_and_read_back(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(BYTES.to_tree()))
     assert open_tokenizer(str(tmp_path / "tokenizer.json")).digest == BYTES.digest
     (tmp_path / "tokenizer.json").write_text('{"kind": "magic"}')
-    with pytest.raises(DataError, match="of kind 'magic', but known are"):
+    with pytest.raises(DataError, match="of kind 'magic'; known are"):
         open_tokenizer(str(tmp_path / "tokenizer.json"))
     (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(DataError, match=r"other\.json holds no tokenizer: "):
+    with pytest.raises(DataError, match=r"other\.json is not a tokenizer: "):
         open_tokenizer(str(tmp_path / "other.json"))
     with pytest.raises(DataError, match="neither 'bytes' nor a JSON file"):
         open_tokenizer("byte")
@@ -78,7 +78,7 @@ def test_a_folder_with_and_without_a_split_of_its_own(books: Path) -> None:
     (books / "val" / "b.txt").write_text("de")
     split = folder(books)
     assert (split.train.lengths.tolist(), split.validation.lengths.tolist()) == ([4], [3])
-    assert split.reason == "the folder has a split of its own: val"
+    assert split.reason == "the folder has its own split: val"
 
 
 def folder(path: Path, **keys: Any) -> TextDataset:
@@ -110,7 +110,7 @@ def test_which_files_are_documents(books: Path, tmp_path: Path) -> None:
     assert documents(books) - before == {"linked/deep.d/v1.2.TXT", "caf\\udce9.txt"}
     told = folder(books).left_out
     assert told == (
-        "links to folders that are read already: 2 left out ('again', 'circle')",
+        "links to folders that are already read: 2 left out ('again', 'circle')",
         "files that do not end in .txt: 1 left out ('notes.md')",
     )
     done = CliRunner().invoke(click_command(Pack), ["--text", str(books), str(tmp_path / "packed"), "--json"])
@@ -216,7 +216,7 @@ def test_packed_tokens_that_are_cut_short_or_no_folder_are_told(tmp_path: Path) 
     with pytest.raises(DataError, match=r"holds no tokens\.json; write it with"):
         open_tokens(tmp_path)
     (tmp_path / "packed" / "tokens.json").write_text(json.dumps({"version": 7}))
-    with pytest.raises(DataError, match="none that this version of Paceline reads"):
+    with pytest.raises(DataError, match="has a format that this version of Paceline cannot read"):
         open_tokens(tmp_path / "packed")
 
 

@@ -70,12 +70,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     root = saved(tmp_path / "data", {"train": ROWS}, column="body")
     with pytest.raises(DataError, match=r"no column 'text'.*it has body, label"):
         texts(root)
-    with pytest.raises(DataError, match="holds int64, and no text"):
+    with pytest.raises(DataError, match="holds int64, not text"):
         texts(root, column="label")
     arrow = root / "train" / "data-00000-of-00001.arrow"
     for damaged in (b"nonsense", arrow.read_bytes()[:2000], arrow.read_bytes().replace("é".encode(), b"\xff\xfe")):
         arrow.write_bytes(damaged)
         with pytest.raises(DataError, match="cannot be read"):
             texts(root, column="body")
-    with pytest.raises(DataError, match="is no dataset of Hugging Face's"):
+    with pytest.raises(DataError, match="is not a local Hugging Face dataset"):
         texts(tmp_path / "nowhere")

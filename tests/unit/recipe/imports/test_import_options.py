@@ -62,7 +62,7 @@ def test_a_beginning_of_only_one_option_is_that_option(table: Table, word: str) 
         (["/data", "more"], "has no option 'more'"),
         (["--lr", "fast"], "their trainer: --lr: found fast, but it takes a number"),
         (["-b", "2.5"], "-b/--batch-size: found 2.5, but it takes a whole number"),
-        (["-b", "0"], "found 0, but it is at least 1"),
+        (["-b", "0"], "found 0, but it must be at least 1"),
         (["--lr", "nan"], "takes a number"),
         (["--lr"], "--lr: expected one argument"),
         (["--lr", "$LR"], "shell variables are not known here"),
@@ -145,11 +145,11 @@ def test_a_file_may_hold_a_command_over_several_lines(tmp_path: Path) -> None:
     [
         ("two.sh", "train.py --lr 1\ntrain.py --lr 2\n", "has 2 commands"),
         ("none.sh", "echo\n", "has no commands"),
-        ("quote.sh", "train.py --lr '1\n", "quote without end"),
+        ("quote.sh", "train.py --lr '1\n", "unclosed quote"),
         ("args.yaml", "lr: [1\n", "not readable as YAML"),
-        ("list.yaml", "- 1\n", "no names with values"),
+        ("list.yaml", "- 1\n", "no NAME: VALUE lines"),
         ("missing.yaml", None, "there is no file 'missing.yaml'"),
-        ("python other.py", None, "no command that starts train.py"),
+        ("python other.py", None, "nor a command that starts train.py"),
         ("distributed_train.sh --lr", None, "is followed by a number of processes"),
     ],
 )

@@ -214,7 +214,7 @@ def test_a_file_with_every_option_at_its_default_sets_none() -> None:
     "words", ["--epochs 0", "-b 0", "--lr-base-size 0", "--grad-accum-steps 0", "--warmup-epochs -1"]
 )
 def test_numbers_that_others_are_worked_out_from_have_a_least(words: str) -> None:
-    with pytest.raises(RecipeError, match="but it is at least"):
+    with pytest.raises(RecipeError, match="but it must be at least"):
         convert(f"train.py /d {words}")
 
 

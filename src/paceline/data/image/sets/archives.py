@@ -59,7 +59,7 @@ class Archive:
     classes: tuple[str, ...] = ()
 
     def statistics(self, channels: int, images: Image | None = None) -> Statistics:
-        """Mean and standard deviation as seen with 1 or 3 channels; of ``images`` where they are not known."""
+        """Mean and standard deviation for 1 or 3 channels; computed from ``images`` if unknown."""
         told = f"of {self.title}'s training images"
         if channels in self.mean:
             return Statistics(self.mean[channels], self.std[channels], told)
@@ -158,7 +158,7 @@ def find_archive(root: Path, kind: str) -> Path | None:
 @dataset("mnist", keys=_KEYS, size=Size("MNIST", 60_000, 10, 28))
 @dataset("cifar100", keys=_KEYS, size=Size("CIFAR-100", 50_000, 100, 32))
 def open_archive(request: DatasetRequest) -> StoredImages:
-    """Read a published archive, downloaded first if the recipe asks for that.
+    """Read a published archive, downloading it first if the recipe asks for it.
 
     Raises:
         DataError: If there is none, or it is damaged, or cannot be downloaded.
@@ -250,7 +250,7 @@ def _batch(archive: Cifar, content: bytes, name: str) -> tuple[np.ndarray[Any, A
         return batch["data"], np.asarray(batch[archive.key], dtype=np.int64)
     record = archive.labels + _PIXELS
     if not content or len(content) % record:
-        raise _damaged(archive, name, f"its {len(content)} bytes are no multiple of {record}, a label and an image")
+        raise _damaged(archive, name, f"its {len(content)} bytes are not a multiple of {record}, a label and an image")
     table = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
     labels = table[:, archive.labels - 1].astype(np.int64)
     if labels.max() >= archive.count:
@@ -270,7 +270,7 @@ def _unpickled(archive: Cifar, content: bytes, name: str) -> Any:
 
 
 def _damaged(archive: Cifar, name: str, reason: str) -> DataError:
-    return DataError(f"{name!r} is no part of {archive.title} ({reason}): download the archive again.")
+    return DataError(f"{name!r} is not a valid part of {archive.title} ({reason}): download the archive again.")
 
 
 # ---------------------------------------------------------------------------------------------------- MNIST
@@ -329,7 +329,7 @@ def _read_idx(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarr
         raise DataError(f"{str(folder)!r} lacks {prefix}-{what}-idx{dimensions}-ubyte(.gz): download it again.")
 
     def damaged(reason: object) -> DataError:
-        return DataError(f"{str(path)!r} is no file of MNIST ({reason}): download it again.")
+        return DataError(f"{str(path)!r} is not an MNIST file ({reason}): download it again.")
 
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
@@ -338,7 +338,7 @@ def _read_idx(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarr
         raise damaged(error) from error
     head = 4 + 4 * dimensions
     if len(content) < head or content[:4] != bytes((0, 0, _UNSIGNED_BYTE, dimensions)):
-        raise damaged(f"it does not begin as unsigned bytes in {dimensions} dimension(s) do")
+        raise damaged(f"its header is not that of unsigned bytes in {dimensions} dimension(s)")
     shape = struct.unpack(f">{dimensions}I", content[4:head])
     if len(content) - head != int(np.prod(shape, dtype=np.int64)):
         raise damaged(f"it has {len(content) - head} bytes for the shape {shape}")

@@ -71,7 +71,7 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
             "or the path."
         ) from None
     if not rows:
-        raise DataError(f"{str(file)!r} has no rows: expected is a line of column names, and one for each image.")
+        raise DataError(f"{str(file)!r} has no rows: expected a line of column names and one line for each image.")
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
         raise DataError(f"{str(file)!r} has two columns called {twice[0]!r}: rename one of them.")
@@ -79,6 +79,6 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
         if len(row) != len(header):
             raise DataError(
                 f"line {line} of {str(file)!r} has {len(row)} fields, but its first line names {len(header)} columns "
-                f"({', '.join(header)}): a field with a separator in it stands in quotation marks."
+                f"({', '.join(header)}): put a field that contains a separator in quotation marks."
             )
     return header, rows, lines

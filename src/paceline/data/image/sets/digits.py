@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn brings: 1797 greyscale images of 8x8, there without a download.
+"""The handwritten digits in scikit-learn: 1797 greyscale images of 8x8, available without a download.
 
 Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
@@ -37,7 +37,7 @@ def read_digits() -> ArraySource:
     path = next((each for each in paths if each.is_file()), None)
     if path is None:
         raise DataError(
-            "The digits data set is a part of scikit-learn, which is not installed here, or without its data: "
+            "The digits data set is part of scikit-learn, which is not installed here, or lacks its data: "
             "run 'pip install scikit-learn', or choose another data.dataset."
         )
     with gzip.open(path, "rt", encoding="ascii") as file:
@@ -49,7 +49,7 @@ def read_digits() -> ArraySource:
 
 @dataset("digits", keys=(*PART, *SPLIT))
 def open_digits(request: DatasetRequest) -> StoredImages:
-    """The digits that scikit-learn brings, with a share of each class held out."""
+    """The digits in scikit-learn, with a share of each class held out."""
     channels = request.channels or 1
     known = Statistics(MEAN * channels, STD * channels, "of the digits")
     return pixel_images(request, [read_digits()], classes=CLASSES, statistics=known)

@@ -1,4 +1,4 @@
-"""Drawn discs on noise: greyscale images of 32x32 whose place and size are known, to learn these numbers.
+"""Drawn discs on noise: greyscale images of 32x32 with known position and size as regression targets.
 
 Image i is the same in every run and process. The numbers are ``x`` and ``y``, the centre in pixels from the upper left
 corner, and ``radius``.

@@ -56,7 +56,7 @@ def open_figures(request: DatasetRequest) -> StoredImages:
     """
     data, channels = request.data, request.channels or 1
     if not request.several_labels:
-        raise RecipeError("data.dataset=figures has any number of labels for an image: use task=image_multilabel.")
+        raise RecipeError("data.dataset=figures has any number of labels per image: use task=image_multilabel.")
 
     def source(first: int, count: int) -> ArraySource:
         images, labels = draw_figures(first, count)

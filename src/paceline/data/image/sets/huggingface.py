@@ -1,6 +1,6 @@
-"""Datasets of Hugging Face's on the local disk: what ``save_to_disk`` wrote, and parquet files as on the hub.
+"""Local Hugging Face datasets: folders written by ``save_to_disk``, and parquet files as on the hub.
 
-The files are Arrow's own, so that the ``datasets`` library is not needed, and no code of a dataset is run.
+They are plain Arrow files: the ``datasets`` library is not needed, and no code of a dataset is run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
 
     Args:
         path: The folder, or a parquet file.
-        left_out: Told of files that are not the data set's.
+        left_out: Receives files that do not belong to the data set.
 
     Raises:
         DataError: If it is one whose description cannot be read, or pyarrow is missing.
@@ -110,8 +110,8 @@ def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
     """
     if "train" not in files.splits:
         raise DataError(
-            f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none that is called train: save it "
-            "again with one."
+            f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none called train: save it again with "
+            "one."
         )
     held_out = held_out_among(files.splits)
     if held_out is None:
@@ -161,7 +161,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
 
 def _not_there(path: Path) -> DataError:
     """Say what to do where there is no dataset; paths are absolute by now, also those that were names on the hub."""
-    said = f"{str(path)!r} is no dataset of Hugging Face's on the local disk: expected is a folder by save_to_disk"
+    said = f"{str(path)!r} is not a local Hugging Face dataset: expected a folder written by save_to_disk"
     name, hub = "NAME", "One from the hub"
     if not path.exists():
         name = path.name if path.parent == Path.cwd() else f"{path.parent.name}/{path.name}"

@@ -89,7 +89,7 @@ def list_folders(
             known = _recalled(arrays, state, root, classes)
             if known is not None:
                 seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in known[0])
-                since = f"as remembered from an earlier listing and unchanged since ({seconds:.1f} s; {memory})"
+                since = f"from a cached listing, unchanged since ({seconds:.1f} s; {memory})"
                 return *known, f"{count:,} files, {since}"
     wrong_before = problems.count
     hashed = hashlib.sha256()
@@ -115,7 +115,7 @@ def list_folders(
 
 
 def cache_file(root: Path) -> Path:
-    """Where the listing of a folder is remembered."""
+    """Where the listing of a folder is cached."""
     key = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
     return cache_folder() / "folders" / f"{key}.npz"
 
@@ -133,7 +133,7 @@ def _list_classes(
 ) -> Listing:
     if not classes:
         problems.add(
-            "{} has no folders in it, but images are expected as {}/CLASS/*: make one folder per class, or correct "
+            "{} contains no folders, but images are expected as {}/CLASS/*: make one folder per class, or correct "
             "data.path.",
             repr(str(folder)),
             folder.name,
@@ -233,7 +233,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     """List a folder of class folders, and look at the heads of a few images.
 
     Raises:
-        DataError: If the folder is missing, or is laid out in another way.
+        DataError: If the folder is missing, or has another layout.
     """
     root, problems, left_out = _existing_folder(request.path), request.problems, LeftOut()
     train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)

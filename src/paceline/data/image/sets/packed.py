@@ -69,7 +69,7 @@ ColumnType = Literal["<i4", "<i8", "|u1"]
 
 @checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Column:
-    """Where a column of the index lies in its file.
+    """Position of an index column in its file.
 
     Attributes:
         dtype: How numpy calls its elements.
@@ -96,7 +96,7 @@ class Form:
     """How images are stored.
 
     Attributes:
-        mode: ``original`` (the files as they are), ``jpeg`` (encoded anew) or ``raw`` (pixels).
+        mode: ``original`` (the unchanged files), ``jpeg`` (re-encoded) or ``raw`` (pixels).
         max_side: Longest side in pixels; longer images are made smaller. None for no limit.
         quality: Of ``jpeg``, 1 to 100.
         size: Side in pixels of the squares that ``raw`` images are cropped to; None to keep their shapes.
@@ -214,20 +214,20 @@ def read_manifest(root: Path) -> Manifest:
     except FileNotFoundError as error:
         if (root / UNFINISHED).is_dir():
             raise DataError(
-                f"{str(root)!r} is a packed dataset that is not finished: run the same `paceline pack` command again, "
-                "which goes on where it was interrupted."
+                f"{str(root)!r} is an unfinished packed dataset: run the same `paceline pack` command again to resume "
+                "it."
             ) from error
-        there = f"has no {MANIFEST}" if root.is_dir() else "is no directory"
+        there = f"has no {MANIFEST}" if root.is_dir() else "is not a directory"
         raise DataError(
-            f"{str(root)!r} is no packed dataset: it {there}; make one with `paceline pack SOURCE DEST`."
+            f"{str(root)!r} is not a packed dataset: it {there}; make one with `paceline pack SOURCE DEST`."
         ) from error
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     known = tree.pop("format", None) if isinstance(tree, dict) else None
     if known != FORMAT:
-        raise _damaged(path, f"it is of the format {known!r}, and {FORMAT!r} is read here")
+        raise _damaged(path, f"its format is {known!r}, and only {FORMAT!r} is supported")
     if tree.pop("sha256", None) != _own_digest(tree):
-        raise _damaged(path, "its content is not what its digest says")
+        raise _damaged(path, "its content does not match its digest")
     try:
         # Through text, because JSON's lists are tuples here.
         return TypeAdapter(Manifest).validate_json(json.dumps(tree))
@@ -347,7 +347,7 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
 
     Raises:
         DataError: If it is not finished, a file of it is missing or has another size than it should, or its index
-            speaks of what is not there.
+            refers to missing content.
     """
     manifest = read_manifest(root)
     files = {}
@@ -358,7 +358,7 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
             raise _incomplete(root / facts.name, f"cannot be opened ({error.strerror})") from error
         if files[facts.name].size != facts.size:
             found = files[facts.name].size
-            raise _incomplete(root / facts.name, f"has {found} bytes in place of {facts.size}")
+            raise _incomplete(root / facts.name, f"has {found} bytes instead of {facts.size}")
     with open(root / manifest.index.name, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     columns = {
@@ -427,7 +427,7 @@ def _check_index(root: Path, manifest: Manifest, labels: Ids, places: Places) ->
         and bool((places.begin.astype(np.int64) + places.length <= sizes[places.file]).all())
     )
     if not is_sound:
-        raise _incomplete(root / manifest.index.name, "names classes or places that are not there")
+        raise _incomplete(root / manifest.index.name, "names classes or positions that do not exist")
 
 
 def _incomplete(path: Path, reason: str) -> DataError:

@@ -2,7 +2,7 @@
 
 A page of parquet holds many images, compressed together, so that none can be read by itself. Images are read row group
 by row group, of which the last few are kept. What a group costs is known from the file's end; nothing else is read
-before an image is asked for. The images of Arrow streams lie in mapped memory; such a file is one group.
+before an image is requested. The images of Arrow streams lie in mapped memory; such a file is one group.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class TableSource(EncodedImages):
         return memoryview(content)
 
     def path(self, sample: int) -> str:
-        """Return the sample's name, and the file that it lies in."""
+        """Return the sample's name and its file."""
         return f"{self.names.text(sample)} in {self.paths[self.groups[self._group_of(sample)].file].path}"
 
     def files(self, samples: Ids) -> list[str]:
@@ -216,7 +216,7 @@ class TableSource(EncodedImages):
         file = self.paths[group.file]
         if MappedFile.at(file.path) != file:
             # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
-            raise OSError("it has changed since the run began")
+            raise OSError("it has changed since the run started")
         return self._read_group(group, file.path)
 
     def _read_group(self, group: RowGroup, path: str) -> Any:
@@ -349,7 +349,7 @@ class ImageTable:
         tables = [self._read(path, wanted) for path in self.paths]
         self.counts = [len(table) for table in tables]
         if sum(self.counts) == 0:
-            raise DataError(f"{self.name} has no rows: make the table again.")
+            raise DataError(f"{self.name} has no rows: write the table again.")
         self.rows = {name: [cell for table in tables for cell in table.column(name).to_pylist()] for name in wanted}
         self.parts = self._parts(named)
 
@@ -475,9 +475,7 @@ class ImageTable:
         advice = "has no image: leave such rows out"
         if group.nulls == group.rows and self.kind == "struct":
             name = source.names.text(row)
-            advice = (
-                f"names a file, {name!r}, in place of holding an image: embed the images, or name a column of paths"
-            )
+            advice = f"names a file, {name!r}, instead of holding an image: embed the images, or name a column of paths"
         raise DataError(f"{self.name}: row {row:,} (counted from 0) {advice}, and write the table again.")
 
     def opened(

@@ -42,7 +42,7 @@ _NO_OPTIONS = ("self", "root", "transform", "target_transform", "transforms", "l
 _MOST_ASKED = 200_000
 _COMPARED = 3
 _LISTINGS: dict[type, str] = {
-    FileSource: "torchvision's list of files, decoded as all files are",
+    FileSource: "torchvision's list of files, decoded by Paceline",
     ArraySource: "torchvision's array of pixels",
 }
 
@@ -52,7 +52,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
     """Open a data set of ``torchvision.datasets``, with ``data.options`` as further arguments of its class.
 
     Raises:
-        DataError: If there is none of that name, its files are not there, or its labels are no classes.
+        DataError: If there is none of that name, its files are missing, or its labels are not classes.
     """
     data, name = request.data, request.data.dataset.removeprefix(PREFIX)
     root = None if data.path is None else request.path
@@ -71,13 +71,13 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
         digest=_digest(found, splits),
         channels=channels,
         probe=probed,
-        listing=_LISTINGS.get(type(whole[0]), "torchvision hands the images out one by one"),
+        listing=_LISTINGS.get(type(whole[0]), "torchvision returns the images one by one"),
         left_out=_left_out(found, name, root),
     )
 
 
 class AskedSource:
-    """Images that a data set hands out as Pillow's, one by one; how it gets at them, only it knows."""
+    """Images that a data set returns as Pillow images, one by one."""
 
     def __init__(self, dataset: Any, labels: Ids, channels: int) -> None:
         self.labels = labels
@@ -186,7 +186,7 @@ def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any])
 def _checked(name: str, root: Path | None) -> Path:
     """Refuse what would load pickles."""
     if root is None:
-        raise DataError(f"data.dataset={PREFIX}{name} needs to know where the data lies: set data.path.")
+        raise DataError(f"data.dataset={PREFIX}{name} needs data.path: set it to where the data is.")
     if name in _REMEMBERED_AS_PICKLES:
         raise DataError(
             f"data.dataset={PREFIX}{name} keeps its list of images as a pickle in the working directory, and loading "
@@ -196,7 +196,7 @@ def _checked(name: str, root: Path | None) -> Path:
     if name in _PICKLED and processed.is_dir():
         raise DataError(
             f"{str(processed)!r} holds files of an older torchvision, which are pickles, and loading those can run any "
-            "code: remove that folder; the published files lie in raw/."
+            "code: remove that folder; the published files are in raw/."
         )
     return root
 
@@ -217,14 +217,14 @@ def _labels(dataset: Any, name: str) -> Ids:
                     return found.astype(np.int64)
     if len(dataset) > _MOST_ASKED:
         raise DataError(
-            f"data.dataset={PREFIX}{name} does not list its labels, and has {len(dataset):,} images to be asked one by "
-            "one: write them as files, and train with data.dataset=csv."
+            f"data.dataset={PREFIX}{name} does not list its labels, and has {len(dataset):,} images that would be read "
+            "one by one: write them as files, and train with data.dataset=csv."
         )
     asked = [dataset[sample][1] for sample in range(len(dataset))]
     if odd := [each for each in asked if not isinstance(each, bool) and not _is_number(each)]:
         raise DataError(
             f"data.dataset={PREFIX}{name} labels images by {type(odd[0]).__name__} ({str(odd[0])[:40]}), and a "
-            "classifier learns one class of each image: use another data set, or a factory of your own."
+            "classifier learns one class of each image: use another data set, or your own factory."
         )
     return np.array([int(each) for each in asked], dtype=np.int64)
 
@@ -318,7 +318,7 @@ def _pixels(image: Any, channels: int) -> Image:
 
     if isinstance(image, Pillow.Image):
         return pixels_of(image, channels)
-    raise ValueError(f"it hands out {type(image).__name__}, and no image of Pillow's")
+    raise ValueError(f"it returns {type(image).__name__}, not a Pillow image")
 
 
 def _probe(source: Made) -> Probe:
@@ -368,7 +368,7 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
     hidden = next((each for each in sorted(names) if is_ignored_member(each)), None)
     if hidden is not None:
         raise DataError(
-            f"data.dataset={PREFIX}{name} takes the hidden file {hidden!r} for an image: remove it, or train with "
+            f"data.dataset={PREFIX}{name} treats the hidden file {hidden!r} as an image: remove it, or train with "
             "data.dataset=image_folder, which ignores such files."
         )
     left_out = LeftOut()

@@ -91,8 +91,8 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
         for magic, name in _COMPRESSED.items():
             if head.startswith(magic):
                 raise DataError(
-                    f"{file.path!r} is compressed with {name}, so that no image in it can be read by itself: "
-                    "decompress it (the images in it are compressed already)."
+                    f"{file.path!r} is compressed with {name}, so single images cannot be read from it: decompress "
+                    "it (the images in it are compressed already)."
                 )
         names, special, labels = list[str](), list[str](), list[bytes]()
         places: list[tuple[int, int]] = []
@@ -117,7 +117,7 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
         rest = opened.read(tarfile.BLOCKSIZE)
         if rest.strip(b"\0"):
             is_whole = len(rest) == tarfile.BLOCKSIZE
-            raise _damaged(file, f"at byte {end} {'is no head of a member' if is_whole else 'it breaks off'}")
+            raise _damaged(file, f"at byte {end} {'is not a member header' if is_whole else 'it is truncated'}")
     return names, places, labels, special
 
 
@@ -126,13 +126,13 @@ def _members(archive: tarfile.TarFile, file: MappedFile) -> Iterator[tarfile.Tar
     while (member := archive.next()) is not None:
         archive.members.clear()  # type: ignore[attr-defined]  # or the head of each would stay
         if member.size < 0 or (member.isreg() and member.offset_data + member.size > file.size):
-            raise _damaged(file, f"its member at byte {member.offset} reaches beyond the end")
+            raise _damaged(file, f"its member at byte {member.offset} extends beyond the end")
         if not member.isdir():
             yield member
 
 
 def _damaged(file: MappedFile, reason: object) -> DataError:
-    return DataError(f"{file.path!r} cannot be read as a .tar ({reason}): copy or make it again.")
+    return DataError(f"{file.path!r} cannot be read as a .tar ({reason}): copy or create it again.")
 
 
 _LABELS = ("label", "cls")
@@ -187,7 +187,7 @@ def _splits(root: Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]
         return _tars(str(root)), [], ""
     tars = files_ending_in("tar", root, left_out)
     if not tars:
-        raise DataError(f"{str(root)!r} has no .tar files in it: correct the path.")
+        raise DataError(f"{str(root)!r} contains no .tar files: correct the path.")
     by_split: dict[str, list[Path]] = {}
     for tar in tars:
         by_split.setdefault(split_of(tar.relative_to(root)) or "", []).append(tar)
@@ -210,7 +210,7 @@ def _tars(pattern: str) -> list[Path]:
     for written in expand(pattern):
         matches = sorted(glob.glob(written)) if glob.has_magic(written) else [written]
         if not matches or not Path(matches[0]).exists():
-            raise DataError(f"{pattern!r} names {written!r}, and there is no such file: correct the path.")
+            raise DataError(f"{pattern!r} names {written!r}, which does not exist: correct the path.")
         found += map(Path, matches)
     return found
 
@@ -230,7 +230,7 @@ def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tup
     if not rows:
         unread = " ".join(f"{each}." for each in left_out.told())
         raise DataError(
-            f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected are members "
+            f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected members "
             f"like 000001.jpg and 000001.cls (images end in {', '.join(EXTENSIONS)}). {unread}".rstrip()
         )
     table = np.array(rows, dtype=np.int64)
@@ -256,16 +256,13 @@ def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple
             one, other = index.names.text(members[suffix.lower()]), index.names.text(member)
             first_dot = "which are one sample's (its name ends at the first dot, whatever the case)"
             both = f"{one!r} twice" if one == other else f"both {one!r} and {other!r}, {first_dot}"
-            raise DataError(
-                f"{file.path!r} holds {both}, and which of the two is meant cannot be told: give each sample a name of "
-                "its own."
-            )
+            raise DataError(f"{file.path!r} holds {both}, so the sample is ambiguous: give each sample its own name.")
         members[suffix.lower()] = member
     found = []
     for key, members in groups.items():
         images = [suffix for suffix in members if suffix in EXTENSIONS]
         if len(images) > 1:
-            raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, and one is expected.")
+            raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, but one is expected.")
         found += [(members[suffix], members) for suffix in images]
         used = (*images, "cls" if "cls" in members else "json") if images else ()
         for suffix, member in members.items():
@@ -293,6 +290,6 @@ def _label(index: TarIndex, members: dict[str, int], name: str) -> int | str:
         if found:
             return as_label(found[0], name)
     raise DataError(
-        f"{name!r} has no label: expected is a member with the same name and .cls, or .json with the key "
+        f"{name!r} has no label: expected a member with the same name and .cls, or .json with the key "
         f"{' or '.join(map(repr, _LABELS))}."
     )
