@@ -54,6 +54,14 @@ _TEMPLATES = ("hovertemplate", "texttemplate")
 _MOST_ROWS, _MOST_COLUMNS = 200, 40
 
 
+def log_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis around positive values, with ticks at 1, 2 and 5 of each power of ten, as Plotly takes it."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    ticks = [float(f"{first}e{power}") for power in range(low, high + 1) for first in (1, 2, 5)]
+    texts = [f"{each:,.10g}" for each in ticks]
+    return {"title": title, "type": "log", "tickmode": "array", "tickvals": ticks, "ticktext": texts}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A Plotly figure with a title, a sentence and a table.

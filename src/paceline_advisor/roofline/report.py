@@ -10,6 +10,7 @@ from paceline.devices import Device
 from paceline.models.ceilings import Ceilings
 from paceline.models.flops import PHASES, StepWork, Work
 from paceline.models.operator_work import Product
+from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline_advisor.formulas.network import Tiling, aligned_sizes, alignment_bytes_multiple, best_tiling, better_sizes
@@ -374,10 +375,9 @@ class RooflineReport:
         reached = [self.ridge, *(each.intensity for each in layers)]
         peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
         roof = [min(reached) / 2, self.ridge, max(reached) * 2]
-        traces: list[dict[str, Any]] = [
-            {"mode": "lines", "name": "roof", "x": roof, "y": [min(peak, each * rate) / 1e12 for each in roof]}
-            | {"line": {"color": "var(--muted)", "width": 1.5}}
-        ]
+        limits = [min(peak, each * rate) / 1e12 for each in roof]
+        line = {"color": "var(--muted)", "width": 1.5}
+        traces: list[dict[str, Any]] = [{"mode": "lines", "name": "roof", "x": roof, "y": limits, "line": line}]
         for phase in dict.fromkeys(each.phase for each in layers):
             of_phase = [each for each in layers if each.phase == phase]
             traces.append(
@@ -398,8 +398,8 @@ class RooflineReport:
             traces=traces,
             layout={
                 "height": 460,
-                "xaxis": {"title": "FLOP/byte", "type": "log"},
-                "yaxis": {"title": "TFLOP/s at most", "type": "log"},
+                "xaxis": log_axis("FLOP/byte", roof),
+                "yaxis": log_axis("TFLOP/s at most", limits),
             },
             description=(
                 "The most that the device can do at each arithmetic intensity, and each layer's phases at their least "

@@ -14,6 +14,7 @@ from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores, busy_in_words
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
+from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plan.compute import WITH_GRAPHS
@@ -268,7 +269,7 @@ class ScaleReport:
             traces=traces,
             layout={
                 "xaxis": {"title": devices, "type": "log", **ticks},
-                "yaxis": {"title": "samples/s", "type": "log"},
+                "yaxis": log_axis("samples/s", [each for trace in traces for each in trace["y"]]),
             },
             description=f"Samples per second by the number of {devices}; bars show the range of the prediction.",
         )
