@@ -221,7 +221,7 @@ def test_a_checkpoint_that_is_not_there_is_refused(train_tiny: Make, runs: Path)
 
 
 def test_there_is_nothing_to_go_on_with(train_tiny: Make, runs: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"there is no run in '.*/run' to go on with\.$"):
+    with pytest.raises(RunDirectoryError, match=r"there is no run in '.*/run' to resume\.$"):
         train_tiny("run", resume=str(runs / "run/checkpoints/step-00000001"))
 
 
