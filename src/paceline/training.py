@@ -68,10 +68,10 @@ def train(
         if directory is None:
             raise RecipeError(
                 "neither a recipe nor a task was given; name a recipe, for example paceline.train('digits'), or the "
-                "run_dir of a run to go on with."
+                "run_dir of a run to continue."
             )
         if not RunDirectory(directory).exists():
-            raise RunDirectoryError(why_no_run(directory, "that of a run to go on with, or name a recipe"))
+            raise RunDirectoryError(why_no_run(directory, "that of a run to continue, or name a recipe"))
         recipe = directory
     options = Options(
         run_dir=directory,

@@ -372,7 +372,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
     if request.resume == "never":
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of a run already and resume=never was asked; choose another "
-            "address, or leave resume out to go on with it."
+            "address, or leave resume out to continue it."
         )
 
     def accept(folder: Path) -> None:

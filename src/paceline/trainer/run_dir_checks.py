@@ -350,7 +350,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
             f"'{directory.root}' holds a run already and resume=never was asked; choose another run directory, "
-            "or leave resume out to go on with it."
+            "or leave resume out to continue it."
         )
     check_links(directory)
     if wanted is None and _is_complete(directory, request):

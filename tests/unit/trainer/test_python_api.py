@@ -101,7 +101,7 @@ def test_a_run_directory_alone_goes_on_with_its_run(tmp_path: Path) -> None:
     first = paceline.train("digits", overrides=overrides, run_dir=tmp_path / "run", quiet=True)
     result = paceline.train(run_dir=str(first.run_dir), overrides={"train.duration": "3 steps"}, quiet=True)
     assert (first.summary.step, result.summary.step, result.run_dir) == (2, 3, first.run_dir)
-    with pytest.raises(RunDirectoryError, match=r"there is no run directory .*; give that of a run to go on with, or"):
+    with pytest.raises(RunDirectoryError, match=r"there is no run directory .*; give that of a run to continue, or"):
         paceline.train(run_dir=tmp_path / "none")
     for resume in ("never", str(tmp_path)):
         with pytest.raises(RunDirectoryError) as error:
