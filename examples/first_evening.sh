@@ -92,7 +92,7 @@ echo "1. What is wrong with the folder? (Exit code 1: something is.)"
 paceline check-data photos || test $? -eq 1
 
 echo "2. Move what cannot be used out of the way, and the three images in val/ that are in train/ too."
-paceline check-data photos --quarantine aside || test $? -eq 1
+paceline check-data photos --quarantine aside
 
 echo "3. Train. The folder is enough; all classes are drawn equally often, and an evening is short."
 paceline train photos/ data.sampling=balanced train.duration="$((25 * largest)) samples" --run-dir run

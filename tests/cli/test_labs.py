@@ -61,7 +61,7 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) 
         (("check", "1", "notes.txt"), "must end in .ipynb or .py"),
         (("check", "1", "broken.ipynb"), "'broken.ipynb' is no notebook"),
         (("check", "1", "other.py"), "has no exercise of lab 1"),
-        (("check", "1", "--seconds", "nan"), "no finite number"),
+        (("check", "1", "--seconds", "nan"), "not a finite number"),
         (("slides", "1", "--output", "a.pdf"), "'a.pdf' should end in .md or .html"),
         (("slides", "1", "--output", "a.html", "--marp", "/nowhere/marp"), "npm install --global @marp-team/marp-cli"),
         (("slides", "1", "--output", "gone/a.md"), "there is no folder 'gone'"),

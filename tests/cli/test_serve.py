@@ -246,11 +246,11 @@ def test_other_questions(service: Serving, method: str, path: str, expected: int
 
 
 OTHERS = {
-    "a name made to point here": ({"Host": "evil.example:80"}, "not called evil.example"),
+    "a name made to point here": ({"Host": "evil.example:80"}, "does not accept the Host header evil.example"),
     "a page from elsewhere": ({"Origin": "https://evil.example"}, "a page of https://evil.example"),
     "a page of another port": ({"Origin": "http://127.0.0.1:1"}, "a page of http://127.0.0.1:1"),
     "a page without an address": ({"Origin": "null"}, "a page of null"),
-    "no name at all": ({"Host": "[x"}, "not called [x"),
+    "no name at all": ({"Host": "[x"}, "does not accept the Host header [x"),
     "no address at all": ({"Origin": "http://[x"}, "a page of http://[x"),
 }
 

@@ -178,7 +178,7 @@ def test_a_mistake_is_not_tried_again(studio: Path, start: Call, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--max-restarts", 1, "--processes", 2), "name a directory with --run-dir"),
+        (("--max-restarts", 1, "--processes", 2), "requires --run-dir"),
         (
             ("--max-restarts", 1, "--processes", 2, "--run-dir", "run", "--resume", "never"),
             "--resume never is for one start, and --max-restarts 1 may start the ranks again",

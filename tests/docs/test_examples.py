@@ -25,7 +25,7 @@ def test_the_first_evening_comes_to_scores_for_each_class(tmp_path: Path) -> Non
     done = subprocess.run(words, env=own, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\n$ paceline ") == 6
-    assert "failed: 5 breaks, moved away, 3 spoils" in done.stdout
+    assert "passed: 5 breaks, moved away, 3 spoils, moved away" in done.stdout
     assert re.search(r"^arrow_up +4 ", done.stdout, re.MULTILINE)
     assert list(tmp_path.glob("tmp.*")) == []
 

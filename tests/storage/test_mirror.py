@@ -203,7 +203,7 @@ def test_what_somebody_took_for_litter_is_sent_again(home: Home, tmp_path: Path)
     mirror.send(second, home.root)
     newest = read_commits(remote).commits[0]
     remote.delete([newest.files["model.safetensors"].name, newest.records["events.jsonl"][-1].name])
-    with pytest.raises(StorageError, match="is gone"):
+    with pytest.raises(StorageError, match="is missing, but a commit lists it"):
         mirror.prune(keep=1)
     assert fetched(str(remote.address), tmp_path / "older").step == 1  # type: ignore[union-attr]
     mirror.send(second, home.root)

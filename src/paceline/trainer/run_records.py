@@ -155,8 +155,8 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
     if new and count > most:
         found = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
         advice = (
-            f"data.max_broken={most}; the same command with data.max_broken={count} goes on without them, or repair or "
-            "remove them and begin in another run directory."
+            f"data.max_broken={most}; the same command with data.max_broken={count} continues without them, or repair "
+            "or remove them and begin in another run directory."
         )
         if data.on_bad == "skip":
             advice = (

@@ -157,7 +157,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "a record for every step": {"overrides": {"telemetry.log_every": "10 steps"}},
     "loader processes that do not persist": {
         **LOADER,
-        "evidence": "persistent_workers=False in a DataLoader of your own, 1 process",
+        "evidence": "persistent_workers=False in your own DataLoader, 1 process",
     },
 }
 

@@ -156,7 +156,7 @@ def test_damage_in_the_middle_is_named(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "events.jsonl"
     good = json.dumps(step_event(1).to_json()).encode() + b"\n"
     path.write_bytes(good + damage + good)
-    with pytest.raises(RunDirectoryError, match=r"Line 2 of '.*events.jsonl' is no event"):
+    with pytest.raises(RunDirectoryError, match=r"Line 2 of '.*events.jsonl' is not an event"):
         list(read_events(path))
     with pytest.raises(RunDirectoryError, match="Line 2"):
         truncate_after(path, 0)

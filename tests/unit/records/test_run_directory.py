@@ -112,7 +112,7 @@ def test_json_is_strict(tmp_path: Path) -> None:
 def test_what_is_no_json_is_refused_before_the_old_file_is_touched(tmp_path: Path) -> None:
     path = tmp_path / "document.json"
     write_json(path, {"old": 1})
-    with pytest.raises(TypeError, match="set has no place"):
+    with pytest.raises(TypeError, match="set cannot be stored"):
         write_json(path, {"new": {1, 2}})
     assert json.loads(path.read_text(encoding="utf-8")) == {"old": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["document.json"]

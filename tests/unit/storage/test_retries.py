@@ -60,6 +60,6 @@ def test_given_up_ends_a_pause() -> None:
 def test_what_was_given_up_is_not_even_begun() -> None:
     retries, action = Retries(), Failing(0, OSError())
     retries.given_up.set()
-    with pytest.raises(StorageError, match="cannot read x: it was given up"):
+    with pytest.raises(StorageError, match="cannot read x: it was abandoned"):
         retries("read x", action)
     assert action.calls == 0

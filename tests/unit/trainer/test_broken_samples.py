@@ -72,7 +72,7 @@ def test_by_default_the_run_stops_and_names_the_file(
     message = str(caught.value)
     assert message.startswith(f"'{broken}' could not be read: ")
     assert (
-        "1 broken sample(s) so far, and data.max_broken=0; the same command with data.max_broken=1 goes on" in message
+        "1 broken sample(s) so far, and data.max_broken=0; the same command with data.max_broken=1 continues" in message
     )
     (finish,) = events(runs / "run", "finish")
     assert (finish["status"], finish["message"]) == ("failed", message)

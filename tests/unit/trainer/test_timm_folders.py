@@ -130,18 +130,18 @@ def test_classes_without_names(save: Save, photos: Path, tmp_path: Path) -> None
         (tmp_path / "four" / split).mkdir(parents=True)
         for label in (*CLASSES, "yak"):
             (tmp_path / "four" / split / label).symlink_to(photos / split / CLASSES[0])
-    with pytest.raises(PacelineError, match="know 3 classes, but the data has the 4 classes"):
+    with pytest.raises(PacelineError, match="have 3 classes, but the data has the 4 classes"):
         score(hub, tmp_path / "four")
     for label in ("0", "2"):  # numbers are no names of theirs
         (tmp_path / "two").mkdir(exist_ok=True)
         (tmp_path / "two" / label).symlink_to(photos / "val" / CLASSES[0])
-    with pytest.raises(PacelineError, match="know 3 classes, but the data has the 2 classes"):
+    with pytest.raises(PacelineError, match="have 3 classes, but the data has the 2 classes"):
         score(hub, tmp_path / "two")
 
 
 def test_other_classes_are_refused(save: Save, photos: Path) -> None:
     hub, _ = save(names=("cow", "dog", "owl"))
-    with pytest.raises(PacelineError, match="know the 3 classes cow, dog, owl, but the data has the 3 classes cat"):
+    with pytest.raises(PacelineError, match="have the 3 classes cow, dog, owl, but the data has the 3 classes cat"):
         score(hub, photos)
 
 

@@ -160,7 +160,7 @@ def test_what_is_no_text_is_told(books: Path, tmp_path: Path) -> None:
     (books / "3.txt").write_bytes(b"abc\xff")
     with pytest.raises(DataError, match=r"3\.txt is not UTF-8: byte 3 is 0xff"):
         folder(books)
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         folder(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"there is no \.txt file"):
