@@ -48,7 +48,7 @@ from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A prepared run in its directory, with all its processes; ``opening`` says where it starts."""
+    """A prepared run in its directory, joined by all its processes; ``opening`` says where it starts."""
 
     prepared: Prepared
     opening: ResumeDecision
@@ -67,7 +67,7 @@ def build_run(opened: OpenedRun) -> Run:
     prepared = opened.prepared
     recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
     if prepared.first_values is None:
-        # Code of the user's own may have drawn other weights on another process.
+        # Custom code may have drawn different weights on another process.
         opened.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
     compiled = _compiled(recipe, plan, {"model": network} | ({} if ema is None else {"ema": ema.module}))
@@ -120,7 +120,7 @@ def build_run(opened: OpenedRun) -> Run:
         components=Registry(),
         writer=BackgroundWriter(),
         cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
-        # What a lone weights file must say so that it can be evaluated and used.
+        # Metadata that a weights file needs so that it can be evaluated and used without its run.
         file_metadata={
             "paceline": "1",
             "recipe": json.dumps(to_tree(recipe)),
@@ -142,7 +142,7 @@ def build_run(opened: OpenedRun) -> Run:
 def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
     network = prepared.network
     if not isinstance(strategy, Replicas):
-        # A plan that spreads weights has refused model.unfreeze and model.freeze_after (plan/strategy.py).
+        # A plan that shards weights has already refused model.unfreeze and model.freeze_after (plan/strategy.py).
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     first, last = trained_spans(network, model, plan.unfreeze_steps, plan.freeze_after_steps)
@@ -151,7 +151,7 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
 
 def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
     pipeline = prepared.pipeline
-    # Pipelines of the user's own need not know what they read.
+    # Custom pipelines need not know what they read.
     reading = getattr(pipeline, "reading", lambda **_: "")
     return Watchdog(
         heartbeat,
@@ -168,7 +168,7 @@ def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
 def _evaluator(opened: OpenedRun, precision: Precision, heartbeat: Heartbeat) -> Evaluator:
     prepared = opened.prepared
     plan, world = prepared.plan, prepared.world
-    # Pipelines of the user's own cut the evaluation as the guide says.
+    # Custom pipelines split the evaluation as the guide describes.
     usual = partial(evaluation_rounds, plan.evaluation_samples)
     weights = "model" if prepared.recipe.train.ema is None else "ema"  # as in summary.json
     examples = prepared.recipe.evaluate.keep_examples
@@ -187,7 +187,7 @@ def _evaluator(opened: OpenedRun, precision: Precision, heartbeat: Heartbeat) ->
 
 
 def _compiled(recipe: Recipe, plan: Plan, networks: Mapping[str, nn.Module]) -> dict[str, CompiledNetwork]:
-    """What is to be called instead of the networks; empty if nothing is compiled."""
+    """Return the compiled functions to call in place of the networks; empty if nothing is compiled."""
     if plan.compile == "off":
         return {}
     log = CompileLog()
@@ -219,10 +219,10 @@ def _recorder(opened: OpenedRun, ledger: LedgerWriter, progress: Progress) -> Re
 
 
 def _register(run: Run) -> None:
-    """Name everything that changes; what is not here is a pure function of the recipe and the step."""
+    """Collect everything that changes during a run; the rest is a pure function of the recipe and the step."""
     components: dict[str, Component] = {**run.models(), "optimizer": OptimizerComponent(run.optimizer)}
     if run.strategy.is_sharded:
-        # Only where it is used: torch's distributed tensors take their time to import.
+        # Imported only where used: torch's distributed tensors are slow to import.
         from paceline.checkpoint.sharded_state import ShardedModel, ShardedOptimizer
 
         components = {name: ShardedModel(network) for name, network in run.models().items()}
@@ -235,7 +235,7 @@ def _register(run: Run) -> None:
 
 
 def with_profile(run: Run) -> StepClock:
-    """The run's clock, with a profile around it if one is asked for on this process."""
+    """Return the run's clock, wrapped in a profiler if one is requested for this process."""
     asked, steps = run.recipe.telemetry.profile, run.plan.profile_steps
     if steps is None or (asked.ranks == "first" and not run.world.is_first):
         return run.clock

@@ -15,14 +15,15 @@ MOMENTS = ("on_step_end", "on_evaluation", "on_checkpoint")
 class Callbacks:
     """Calls the observers of a run, on every rank.
 
-    They receive numbers, not weights, and no random number of a run depends on what they draw: the final weights are
-    the same with and without them. An exception ends the run.
+    They receive numbers, not weights, and the random numbers they draw do not affect the run: the final weights are the
+    same with and without them. An exception ends the run.
 
     Attributes:
-        observers: Objects with any of the methods ``on_step_end(step)``, ``on_evaluation(step, results)``, with metric
-            values by set of weights, and ``on_checkpoint(step)``, when a checkpoint has been handed over for writing.
-            A true return value stops the run, with a checkpoint, after this step or the next.
-        stopped_by: Class of the observer that asked first; empty before that.
+        observers: Objects with any of the methods ``on_step_end(step)``, ``on_evaluation(step, results)``, where
+            ``results`` holds the metric values of each set of weights, and ``on_checkpoint(step)``, when a checkpoint
+            has been handed over for writing. A true return value stops the run, with a checkpoint, after this step or
+            the next.
+        stopped_by: Class of the first observer that requested a stop; empty before that.
     """
 
     observers: Sequence[object] = ()

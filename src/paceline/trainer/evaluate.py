@@ -1,6 +1,6 @@
-"""Evaluate weights exactly over any number of processes: each sample once, sums and counts, one reduction.
+"""Evaluate weights exactly on any number of processes: score each sample once, keep sums and counts, reduce once.
 
-Along the pass, the mean and spread of the inputs, the confusion matrix and example predictions are collected.
+The same pass collects the mean and spread of the inputs, the confusion matrix and example predictions.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ from paceline.tasks.task import Model, Task
 from paceline.trainer.precision import Precision
 from paceline.world import World
 
-# The last bits are those of how the samples were shared out.
+# The last bits depend on how the samples were divided among processes.
 _DIGITS = 6
 
 
 class InputStatistics:
-    """Counts and sums of all floating-point numbers of the batches, kept on the device; tokens are no such numbers."""
+    """Accumulate counts and sums of all floating-point inputs on the device; token ids are left out."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, torch.Tensor]] = []
 
     def add(self, inputs: Nested) -> None:
-        """Take a batch's inputs. No host-device synchronisation."""
+        """Add a batch's inputs, without host-device synchronisation."""
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel():
                 self._sums.append((tensor.numel(), _sums(tensor)))
 
     def rows(self) -> Rows:
-        """Count, sum and sum of squares of each tensor; waits for the device."""
+        """Return the count, sum and sum of squares of each tensor; waits for the device."""
         return [(count, *sums.tolist()) for count, sums in self._sums]
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum and sum of squares, of each sample in fast single precision, and over samples in double where there is it.
+    """Return the sum and sum of squares: per sample in single precision, for speed, and over samples in double if
+    available.
 
-    So they hardly depend on which samples are in a batch.
+    The result therefore hardly depends on which samples share a batch.
     """
     samples = (tensor.unsqueeze(-1) if tensor.ndim < 2 else tensor).to(torch.float32)
     rest = tuple(range(1, samples.ndim)) or (0,)
@@ -66,9 +67,9 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mean_and_spread(parts: Iterable[Rows]) -> dict[str, float]:
-    """``input_mean`` and ``input_std`` of what all processes took together, each number once.
+    """Return ``input_mean`` and ``input_std`` over all processes, with each number counted once.
 
-    Nothing is said where there are none, or where one is infinite or no number.
+    The result is empty if there are no such numbers, or if one is infinite or nan.
     """
     rows = list(chain.from_iterable(parts))
     if not rows or not all(map(math.isfinite, chain.from_iterable(rows))):
@@ -81,11 +82,11 @@ def mean_and_spread(parts: Iterable[Rows]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What is to be kept of a pass.
+    """What to keep of an evaluation pass.
 
     Attributes:
-        weights: Of which set of weights; empty for none.
-        examples: Samples to show at most.
+        weights: The set of weights whose answers are kept; empty for none.
+        examples: The largest number of samples to show.
     """
 
     weights: str = ""
@@ -94,7 +95,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Part:
-    """One process's results: numbers, no pictures yet."""
+    """One process's results: numbers only, without pictures."""
 
     counts: tuple[Triples, Reliability]
     candidates: tuple[Candidate, ...] = ()
@@ -104,13 +105,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What was kept.
+    """What an evaluation pass kept.
 
     Attributes:
-        confusion: The confusion matrix; None where there are more than 1000 classes.
-        examples: What the file of examples says; None if none were requested.
-        details: What a collector says of all answers; None if none does.
-        failure: Which method failed, and with what; or an empty string.
+        confusion: The confusion matrix; None if there are more than 1000 classes.
+        examples: Content of the examples file; None if no examples were requested.
+        details: A collector's result over all answers; None without a collector.
+        failure: The method that failed and its error; otherwise empty.
     """
 
     confusion: dict[str, Any] | None = None
@@ -120,11 +121,11 @@ class Kept:
 
 
 class KeptAnswers:
-    """Goes along the pass of one process."""
+    """Collects what is kept of one process's evaluation pass."""
 
     def __init__(self, task: Task, keep: Keep) -> None:
         self._task = task
-        # A task without answers is spared all of it.
+        # Skip all of this for a task without answers.
         self._keep = Keep() if getattr(task.answers, "__func__", None) is Task.answers else keep
         self._confusion = Confusion()
         self._examples = Examples(self._keep.examples, task.pictures)
@@ -132,15 +133,15 @@ class KeptAnswers:
 
     @property
     def weights(self) -> str:
-        """The set of weights whose answers are kept; empty once something went wrong."""
+        """Return the set of weights whose answers are kept; empty after a failure."""
         return "" if self._failure else self._keep.weights
 
     def add(self, answered: Model, batch: Batch) -> None:
-        """Take the answers to one batch.
+        """Record the answers to one batch.
 
         Args:
-            answered: Gives the answer that was scored again, and no other.
-            batch: What was scored.
+            answered: Returns the answer that was scored, and only that one.
+            batch: The scored batch.
         """
         answers = None
         with self.looking("answers"):
@@ -153,7 +154,7 @@ class KeptAnswers:
                 self._examples.add(batch.ids, draws, batch.inputs, answers)
 
     def part(self) -> Part:
-        """This process's results; waits for the device."""
+        """Return this process's results; waits for the device."""
         with self.looking("answers"):
             if not self._failure:
                 candidates = tuple(self._examples.candidates())
@@ -162,18 +163,18 @@ class KeptAnswers:
 
     @contextmanager
     def looking(self, method: str) -> Iterator[None]:
-        """A method of the task's own runs inside: an evaluation must not fail of being looked at."""
+        """Run a method of the task; an error in it must not fail the evaluation."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # whatever it raises
             self.give_up(method, error)
 
     def give_up(self, method: str, error: Exception) -> None:
-        """Keep nothing of this pass."""
+        """Discard everything kept of this pass."""
         self._failure = self._failure or _failed(self._task, method, error)
 
     def together(self, parts: Sequence[Part], collectives: Collectives, pipeline: Pipeline) -> Kept:
-        """Put the parts of all processes together; a collective if pictures are kept."""
+        """Combine the results of all processes; a collective if pictures are kept."""
         if failure := next((each.failure for each in parts if each.failure), ""):
             return Kept(failure=failure)
         classes = max(each.classes for each in parts)
@@ -205,7 +206,7 @@ class KeptAnswers:
         del fields["score"], fields["is_mistake"]
         pixels = self._examples.picture(candidate)
         picture = {} if pixels is None else {"image": as_png(pixels)}
-        # A file's name may hold bytes that are no text.
+        # A file name may hold bytes that are not valid text.
         return {**picture, **fields, "name": utf8(pipeline.sample_name(candidate.sample, training=False))}
 
 
@@ -214,12 +215,12 @@ def _failed(owner: object, method: str, error: Exception) -> str:
 
 
 def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> None:
-    """Write the files of an evaluation, on the first rank; files that a newer one did not keep are removed.
+    """Write the files of an evaluation, on the first rank; remove older files that this evaluation did not produce.
 
     Args:
-        directory: The run's.
+        directory: The run directory.
         kept: What was kept.
-        where: At which step, and of which weights: stands in each file.
+        where: The step and the set of weights, which each file records.
 
     Raises:
         RunDirectoryError: If the disk fails.
@@ -235,14 +236,15 @@ def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> No
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What was measured.
+    """The result of an evaluation.
 
     Attributes:
         samples: Samples scored.
         results: Metric values by set of weights.
         broken: Samples that could not be read, over all processes.
-        kept: What was kept of the answers; with pictures on the first process only.
-        inputs: Mean and spread of the numbers that the networks were given; empty where there were none, tokens say.
+        kept: What was kept of the answers; pictures are on the first process only.
+        inputs: Mean and spread of the networks' inputs; empty for inputs without floating-point numbers, such as
+            tokens.
     """
 
     samples: int
@@ -254,7 +256,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class _Share:
-    """What one process brings together with the others: of each set of weights, and of what was read."""
+    """One process's contribution: the sums of each set of weights, and what was read."""
 
     rows: dict[str, Rows]
     collected: dict[str, tuple[Any, ...]]
@@ -265,13 +267,13 @@ class _Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Scores sets of weights on the evaluation samples; leaves no trace in the models.
+    """Scores sets of weights on the evaluation samples; leaves the models unchanged.
 
     Attributes:
-        heartbeat: Told how far it is.
-        rounds: Forward passes of each process, if all must make as many as the others: the weights are spread over
-            them, and gathered in each.
-        keep: What is to be kept of the answers.
+        heartbeat: Receives the progress.
+        rounds: Forward passes of each process if all must run the same number, because the weights are sharded and
+            every pass gathers them.
+        keep: What to keep of the answers.
     """
 
     task: Task
@@ -299,7 +301,7 @@ class Evaluator:
         answers, inputs = KeptAnswers(self.task, self.keep), InputStatistics()
         broken: list[BrokenSample] = []
         rounds, last = 0, None
-        # Weights that are spread are other tensors in each pass.
+        # Sharded weights are different tensors in each pass.
         casts = self.precision.keeping_casts() if self.rounds is None else nullcontext()
         with evaluation_mode(models.values()), torch.no_grad(), casts:
             for batch in self.pipeline.evaluation_batches(self.batch_size, self.collectives.world):
@@ -328,7 +330,7 @@ class Evaluator:
                 last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
                 self._go_along(models, last)
         self.heartbeat.enter("gathering scores")
-        # One collective for all sets of weights; the first moment the host waits for the device.
+        # One collective for all sets of weights; the first time the host waits for the device.
         mine = _Share(
             rows={name: each.rows() for name, each in sums.items()},
             collected={name: tuple(each.part() for each in group) for name, group in collected.items()},
@@ -362,11 +364,11 @@ class Evaluator:
         return kept
 
     def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:
-        """Score a batch; a task that does more with the network than call it is given the network itself."""
+        """Score a batch; a task that does more than call the network receives the network itself."""
         try:
             return self.task.score(looked_at, batch)
         except Exception as error:
-            # Where the weights are spread, another pass would wait for the others.
+            # With sharded weights, another pass would wait for the other processes.
             if looked_at is asked or answers.weights == "" or self.rounds is not None:
                 raise
             scores = self.task.score(asked, batch)
@@ -374,7 +376,7 @@ class Evaluator:
             return scores
 
     def _go_along(self, models: Mapping[str, nn.Module], batch: Batch) -> None:
-        """Where weights are spread over processes: bring this one's parts to the forward passes of the others."""
+        """Contribute this process's shards of the weights to the other processes' forward passes."""
         if self.rounds is not None:
             for model in models.values():
                 with self.precision.autocast():
@@ -382,9 +384,10 @@ class Evaluator:
 
 
 class _OneForward:
-    """A network whose last answer is kept: predicting what was just scored takes no second forward pass.
+    """A network that caches its last answer, so that predicting a batch that was just scored needs no second forward
+    pass.
 
-    Only the very same tensors give the kept answer, and only if nobody has written into it since.
+    Only the identical tensors return the cached answer, and only if it was not modified since.
     """
 
     def __init__(self, model: Model) -> None:
@@ -403,17 +406,17 @@ class _OneForward:
         return answer
 
     def again(self, *arguments: Any) -> torch.Tensor:
-        """The kept answer; where weights are spread over processes, another pass would need the others.
+        """Return the cached answer; with sharded weights, another pass would need the other processes.
 
         Raises:
-            ValueError: If there is none to these arguments.
+            ValueError: If no answer is cached for these arguments.
         """
         if self._answer is None or not self._is_kept(arguments):
             raise ValueError("the task's `answers` calls the network differently than `score`")
         return self._answer
 
     def __getattr__(self, name: str) -> Any:
-        # Of a copy that is being made, which has nothing yet, Python asks for its own names.
+        # While it is being copied, Python looks up special names on a copy that has no attributes yet.
         if name == "_model" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._model, name)
@@ -430,7 +433,7 @@ def _writes(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def evaluation_mode(models: Any) -> Iterator[None]:
-    """Switch every module to evaluation, and each back to the mode it had, also after an error."""
+    """Switch every module to evaluation mode, and restore each one's mode afterwards, also after an error."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()

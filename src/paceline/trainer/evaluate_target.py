@@ -1,4 +1,4 @@
-"""Score saved weights on held-out samples, at one or several image sizes (``paceline evaluate``)."""
+"""Score saved weights on held-out samples at one or several image sizes (``paceline evaluate``)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """What came out.
+    """The result of scoring.
 
     Attributes:
         path: The weights file.
@@ -90,14 +90,14 @@ class EvaluationReport:
         metrics: Values by name; accuracies in percent.
         counts: For each accuracy, the number of samples that counted.
         broken: Files that could not be read.
-        seconds: How long that took, reading included.
-        confusion: Which classes were taken for which, as in a run's ``evaluation/confusion.json``; None where samples
-            do not have one label each, or of more than 1000.
-        no_confusion: Which method failed on the way to it or to the scores of classes, and with what; else empty.
-        not_finite: The metrics that are infinite or nan and are no result.
+        seconds: Time taken, including reading.
+        confusion: The confusion matrix, as in a run's ``evaluation/confusion.json``; None unless each sample has one
+            label, or with more than 1000 classes.
+        no_confusion: The method that failed while computing it or the class scores, and its error; else empty.
+        not_finite: The metrics that are infinite or nan and therefore not a result.
         left_out: Data that is not used, one sentence per kind.
-        per_class: The scores of each class where images have any number of labels, or pixels have one, the lowest
-            first; else empty.
+        per_class: The scores of each class, lowest first, for images with any number of labels or for labelled pixels;
+            else empty.
     """
 
     path: Path
@@ -115,7 +115,7 @@ class EvaluationReport:
 
     @property
     def samples_per_second(self) -> float:
-        """Samples scored per second over all processes, reading and the first batch included."""
+        """Samples scored per second over all processes, including reading and the first batch."""
         return self.samples / self.seconds
 
 
@@ -153,7 +153,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
             )
         tasks.append(task)
         left_out = facts.left_out
-    # The network is the same for all sizes; each has its own look at whether it is taken.
+    # The network is the same for all sizes; each size checks for itself whether it is accepted.
     network = tasks[0].build_model()
     for task in tasks:
         task.check_network(network)
@@ -164,8 +164,8 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
         set_float32_matmul(products)
         torch.set_num_threads(compute.resolve_threads(recipe, machine, launch.world.local_world_size)[0])
         opened.callback(leave)
-        # Loader processes are forked before there is a process group, so those of all sizes are. Each size has as many
-        # as it would have alone: only one is at work at a time, and ends its own.
+        # Loader processes are forked before the process group exists, so those of all sizes are forked here. Each size
+        # has as many as it would have alone: only one size runs at a time, and it stops its own.
         turns = [opened.enter_context(contextlib.ExitStack()) for _ in tasks]
         pipelines = [
             turn.enter_context(contextlib.closing(task.open_pipeline(placement)))
@@ -231,10 +231,10 @@ def _score(
 def scoring_task(
     request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World
 ) -> tuple[Task, DataFacts]:
-    """The task that the weights were trained with, and its data."""
+    """Return the task that the weights were trained with, and its data."""
     other = _other_images(request, saved, recipe)
     if request.on != "holdout":
-        # What is scored does not depend on it, and other data may have fewer images.
+        # It does not affect the scores, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
     known, asked = saved.described("data").get("targets"), recipe.data.target_columns
     if known is not None and asked not in ((), tuple(known)):
@@ -244,7 +244,7 @@ def scoring_task(
         )
     rows, clicks = saved.described("data").get("table_rows"), recipe.data.recommendation
     if recipe.data.dataset == "criteo" and rows is not None and clicks.tables == "auto":
-        # Tables as large as the weights', whatever data are scored: categories are hashed into them.
+        # Use tables as large as the weights', whatever data is scored: categories are hashed into them.
         recipe = replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
     task = build_task(recipe)
     if other is not None and isinstance(task, ImageTask) and task.learns == "class":
@@ -273,9 +273,9 @@ def scoring_task(
 
 
 def _other_images(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe) -> ImageDataset | None:
-    """All images of a folder that is not the one trained on, and has no split of its own or no training images.
+    """Return all images of a folder other than the training folder, if it has no split or no training images.
 
-    None for other data: of a folder of class folders that was trained on, the held-out part is scored.
+    Returns None for other data: of a folder of class folders that was trained on, only the held-out part is scored.
     """
     given, data = set_by(request.overrides), recipe.data
     by_hand = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(given)
@@ -328,13 +328,13 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
 
 
 def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
-    """The recipe that weights are scored with: the one they were trained with, and what overrides say."""
+    """Return the recipe to score weights with: the recipe they were trained with, plus the overrides."""
     recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
-    # The weights come from the file: nothing is downloaded or initialised from elsewhere. The arithmetic is the
-    # run's, unless an override says otherwise.
+    # The weights come from the file, so nothing is downloaded or initialised from elsewhere. The numerics are the
+    # run's, unless an override changes them.
     recipe = without_initial_weights(recipe)
     taught = replace(recipe.distillation, teacher=None)
-    # The images are shown as they were in training, also where they would be seen otherwise on their own.
+    # Preprocess the images as in training, even where the defaults differ.
     seen = saved.described("data")
     check_scale(seen, str(saved.path))
     as_seen: dict[str, Any] = {
@@ -343,14 +343,14 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
         if key in seen and getattr(recipe.data, key) == "auto"
     }
     if recipe.data.image_size not in ("auto", seen.get("image_size")):
-        as_seen.pop("evaluation_size", None)  # it follows the size that was asked for
+        as_seen.pop("evaluation_size", None)  # it follows the requested size
     if recipe.train.precision == "auto" and "precision" in saved.metadata:
         recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
     return replace(recipe, distillation=taught, data=replace(recipe.data, **as_seen))
 
 
 def _check_classes(task: Task, saved: SavedWeights) -> None:
-    """Weights that know other classes than the data has would be scored wrongly without a word."""
+    """Refuse weights whose classes differ from the data's: the scores would be silently wrong."""
     about = saved.described("data")
     known, found = about.get("class_names"), task.description().get("class_names")
     if known is None or found is None or (len(known) == len(found) if about.get(UNNAMED) else known == found):
@@ -365,7 +365,9 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
 
 
 def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
-    """timm resizes and crops images that have the right size already, and they are shown as they are here."""
+    """Warn about images that timm would resize and crop although they already have the right size; here they stay as
+    is.
+    """
     if saved.metadata.get("shown_by") != "timm" or not isinstance(task, ImageTask):
         return
     data, found = task.recipe.data, task.dataset
@@ -383,13 +385,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) -> nn.Module:
-    """Put saved weights into their network, and the network on its device."""
+    """Load saved weights into their network, and move it to its device."""
     load_trained(network, saved)
     return place(network, placement)
 
 
 class _Predictions:
-    """Collects one line per sample on this process, with the names of classes beside their numbers."""
+    """Collects one line per sample on this process, with class names next to the class numbers."""
 
     def __init__(self, pipeline: Pipeline, classes: Sequence[str]) -> None:
         self._pipeline = pipeline
@@ -397,7 +399,7 @@ class _Predictions:
         self._lines: list[dict[str, Any]] = []
 
     def add(self, _: str, batch: Batch, values: dict[str, Nested]) -> None:
-        """Take the predictions of a batch."""
+        """Record the predictions of a batch."""
         columns = {name: mapped(lambda tensor: tensor.tolist(), value) for name, value in values.items()}
         for row, sample in enumerate(batch.ids.tolist()):
             name = self._pipeline.sample_name(sample, training=False)
@@ -408,13 +410,13 @@ class _Predictions:
             self._lines.append(line)
 
     def write(self, path: Path, collectives: Collectives) -> None:
-        """Write those of all processes in the order of the samples; a collective."""
+        """Write the lines of all processes in sample order; a collective."""
         parts = collectives.gather(self._lines)
         rows = sorted((line for part in parts for line in part), key=lambda line: line["id"])
 
         def on_first() -> None:
             try:
-                # Names of files may be no text; what is none is written out.
+                # File names may not be valid text; invalid bytes are escaped.
                 with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
                     if path.suffix == ".jsonl":
                         file.writelines(encode_json(row) + "\n" for row in rows)
@@ -433,9 +435,9 @@ class SizeSweep:
     """Results at several sizes.
 
     Attributes:
-        reports: What was measured at each ``data.evaluation_size``, in pixels and in the order asked for.
+        reports: The result at each ``data.evaluation_size`` (pixels), in the requested order.
         on: Which images were scored: ``holdout`` or ``validation``.
-        metric: What decides: the top-1 accuracy, or the loss where there is none.
+        metric: The deciding metric: the top-1 accuracy, or the loss if there is none.
     """
 
     reports: Mapping[int, EvaluationReport]
@@ -444,17 +446,17 @@ class SizeSweep:
 
     @property
     def first(self) -> EvaluationReport:
-        """The first report; what does not depend on the size is the same in all."""
+        """The first report; values that do not depend on the size are the same in all."""
         return next(iter(self.reports.values()))
 
     @property
     def best_size(self) -> int:
-        """The size that did best; of equal ones the smallest, which costs least."""
+        """The best size; among equal ones the smallest, which is the cheapest."""
         sign = -1 if self.metric == "loss" else 1
         return max(self.reports, key=lambda size: (sign * self.reports[size].metrics[self.metric], -size))
 
     def to_json(self) -> dict[str, Any]:
-        """The sweep as one JSON object."""
+        """Return the sweep as one JSON object."""
         return {
             "path": str(self.first.path),
             "weights": self.first.weights,
@@ -473,9 +475,9 @@ class SizeSweep:
 def sweep_sizes(request: EvaluationRequest, sizes: Sequence[int]) -> SizeSweep:
     """Score saved weights at several sizes; collective: every rank must call this.
 
-    A random crop shows things larger than a centre crop of the same size does, so that weights do better on images
-    somewhat larger than those they were trained on (Touvron et al. 2019). Choosing a size on the validation images
-    would bias their result; ``holdout`` chooses it on training images that the run held out.
+    A random crop shows objects larger than a centre crop of the same size does, so weights score better on images
+    somewhat larger than the training images (Touvron et al. 2019). Choosing a size on the validation images would bias
+    their result; ``holdout`` chooses it on training images that the run held out instead.
 
     Raises:
         PacelineError: If the target or the data are not usable, nothing was held out, or a size has no effect.

@@ -1,4 +1,4 @@
-"""Batches like a recipe's, of empty tensors, without reading data."""
+"""Build batches like a recipe's from fake tensors, without reading data."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _TEXTS = ("text_folder", "tokens", "huggingface_text")
 
 
 def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """The recipe, and where it does not say where its data lie, with data of a usual kind and a sentence that says so.
+    """Return the recipe; without a data path, with typical stand-in data and a sentence that says so.
 
-    What decides memory and arithmetic of a step stays as it is: the size of images, mixing, repeats.
+    Settings that determine the memory and FLOPs of a step are unchanged: image size, mixing, repeats.
     """
     data = recipe.data
     if data.path is None and data.dataset == "criteo":
@@ -77,7 +77,7 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
 
 
 def with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """The recipe, and where it is of text and does not say where that lies, with text without content."""
+    """Return the recipe; a text recipe without a data path gets text without content."""
     if recipe.data.path is not None or recipe.data.dataset not in _TEXTS:
         return recipe, None
     tokens = f"{VOCABULARY:,} different tokens are assumed, as in GPT-2"
@@ -88,11 +88,11 @@ def with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str | None]:
 
 
 def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
-    """What makes batches like the run's, with empty tensors; to be used where those are fake.
+    """Return a factory of batches like the run's, made of empty tensors; for use where those are fake.
 
-    An image task's are known from its plan. Of another one's, a few samples are read: those that count for most, if
-    they do not count alike; where they are of unequal length, a batch is as wide as makes it as large as the run's
-    largest with so many samples.
+    An image task's batches are known from its plan. For other tasks a few samples are read: those with the largest
+    weight, if weights differ. Where samples are of unequal length, a batch is padded until it is as large as the run's
+    largest batch of that many samples.
     """
     if _shows_images(task):
         size, mix = task.dataset.image_size, task.recipe.data.mix
@@ -114,9 +114,11 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
 
 
 def largest_together(task: Task, count: int, global_size: int) -> SampleIds | None:
-    """The samples of the largest micro-batch of about so many, the tallest and the widest one first; None if alike.
+    """Return the samples of the largest micro-batch of about this size, tallest and widest first; None if all are
+    alike.
 
-    It depends on what shares a micro-batch: of pictures that are sorted by their shape, few are with much taller ones.
+    It depends on which samples share a micro-batch: pictures sorted by shape rarely share one with much taller
+    pictures.
     """
     sizes = task.sample_sizes()
     if sizes is None:
@@ -138,20 +140,21 @@ def largest_together(task: Task, count: int, global_size: int) -> SampleIds | No
 
 
 def given_batch(seed: int, ids: SampleIds) -> StepGeometry:
-    """The geometry of a single batch of these samples."""
+    """Return the geometry of a single batch of these samples."""
     return _Given(seed=seed, samples=len(ids), global_batch_size=len(ids), logical_ranks=1, ids=ids)
 
 
 def one_batch(seed: int, count: int, weights: NDArray[Any] | None = None) -> StepGeometry:
-    """The geometry of a single batch of so many samples: the first ones, or those that weigh most."""
-    # Stable: of equal ones the first. Their order does not matter, but that those of fewer are among those of more.
+    """Return the geometry of a single batch of this many samples: the first ones, or those with the largest weight."""
+    # A stable sort keeps the first of equal samples. Their order does not matter, but a smaller batch's samples must be
+    # among a larger one's.
     heaviest = np.arange(count) if weights is None else np.argsort(-weights, kind="stable")[:count]
     return given_batch(seed, heaviest)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Given(StepGeometry):
-    """One step, of these samples."""
+    """A single step that uses these samples."""
 
     ids: SampleIds = field(repr=False, compare=False)
 
@@ -160,7 +163,7 @@ class _Given(StepGeometry):
 
 
 def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
-    """The same for batches that are scored: the largest images of evaluation, or longest samples, and no mixing."""
+    """Return the same for evaluation batches: the largest images, or longest samples, of evaluation, without mixing."""
     if _shows_images(task):
         found, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
         side = evaluation_size(data, found)
@@ -203,7 +206,7 @@ def _images(task: ImageTask, placement: Placement, *shape: int, is_mixed: bool) 
 
 
 def _like(small: Batch, large: Batch) -> BatchMaker:
-    """Batches of any size like two that were read, from what is larger in the larger one."""
+    """Extrapolates batches of any size from two that were read, by comparing the larger with the smaller."""
     sizes = (len(small.ids), len(large.ids))
 
     def make(count: int) -> Batch:
@@ -216,13 +219,13 @@ def _like(small: Batch, large: Batch) -> BatchMaker:
 
 
 def _resized(small: Nested, large: Nested, sizes: tuple[int, int], count: int) -> Nested:
-    """What a batch of ``count`` samples has where batches of two sizes have these."""
+    """Return the size for a batch of ``count`` samples, given the sizes for two other batches."""
     if isinstance(large, Tensor):
         return _empty(small, large, sizes, count)
     if isinstance(large, dict):
         return {key: _resized(small[key], each, sizes, count) for key, each in large.items()}
     if isinstance(large, list) and (len(small), len(large)) == sizes:
-        # An entry for each sample, as large as those that were read.
+        # One entry per sample, as large as those that were read.
         return [_resized(each, each, sizes, count) for each in islice(cycle(large), count)]
     if isinstance(large, list | tuple):
         parts = [_resized(one, two, sizes, count) for one, two in zip(small, large, strict=True)]
@@ -233,18 +236,18 @@ def _resized(small: Nested, large: Nested, sizes: tuple[int, int], count: int) -
 def _empty(small: Tensor, large: Tensor, sizes: tuple[int, int], count: int) -> Tensor:
     shape = list(large.shape)
     if shape and small.shape[0] != large.shape[0]:
-        # Along a line: one row for each sample, mostly, or as many as a sample has of something.
+        # Linear: usually one row per sample, or as many as a sample has of something.
         share = (count - sizes[0]) / (sizes[1] - sizes[0])
         shape[0] = max(1, round(small.shape[0] + share * (large.shape[0] - small.shape[0])))
     elif shape and shape[0] == sizes[0] == sizes[1]:
-        shape[0] = count  # there was but one size to be read
+        shape[0] = count  # only one size could be read
     channels_last = large.ndim == 4 and large.is_contiguous(memory_format=torch.channels_last)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(shape, dtype=large.dtype).to(memory_format=memory_format)
 
 
 def _of_sizes(task: Task, plan: Plan, plain: BatchMaker, count: int) -> Batch:
-    """A batch of pictures as large as those of the run's largest with so many, and with what was read in them."""
+    """Return a batch of pictures as large as the run's largest of this size, with the other content that was read."""
     ids, sizes, batch = largest_together(task, count, plan.global_batch_size), task.sample_sizes(), plain(count)
     assert ids is not None
     assert sizes is not None
@@ -268,7 +271,7 @@ def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: P
     def width_of(count: int) -> int:
         ranks = max(1, plan.global_batch_size // count)
         if count * ranks > plan.train_samples:
-            return widest  # there are not so many samples; of more data any may be as long
+            return widest  # there are fewer samples than this; with more data any may be as long
         steps = StepGeometry(
             seed=0,
             samples=plan.train_samples,
@@ -285,12 +288,12 @@ def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: P
 
 
 def _width(lengths: SampleLengths, ids: SampleIds) -> int:
-    """How wide a batch of these samples is."""
+    """Return the width of a batch of these samples."""
     return int(lengths.padded(ids).max())
 
 
 def _widened(batch: Batch, width: int, wide: int) -> Batch:
-    """A batch with other tensors for those that are ``width`` wide: tokens are their second axis."""
+    """Return a batch whose tensors of width ``width`` are replaced: tokens are their second axis."""
 
     def widened(tensor: Tensor) -> Tensor:
         if tensor.ndim < 2 or tensor.shape[1] != width:

@@ -1,8 +1,8 @@
-"""One training step of a recipe on fake tensors: without memory, data or a device.
+"""Run one training step of a recipe on fake tensors: without memory, data or a device.
 
-The recipe's own task, network, loss, optimizer and average are built as in a run, but of fake tensors, which have
-shapes and no numbers. A step on them runs every operation of a real one and takes milliseconds for each hundred.
-Watch it with a dispatch mode to learn its memory, arithmetic or layers::
+The recipe's task, network, loss, optimizer and weight average are built as in a run, but from fake tensors, which have
+shapes but no values. A step on them runs every operation of a real step and takes milliseconds per hundred operations.
+Observe it with a dispatch mode to learn its memory, arithmetic or layers::
 
     with fake_step(recipe, micro_batch=64) as step, FlopCounterMode() as counted:
         step.backward(step.forward())
@@ -46,7 +46,7 @@ from paceline.world import World
 
 _HALVES = (torch.float16, torch.bfloat16)
 
-# Computed in fp32 under CUDA's autocast, and not under the CPU's (torch's documentation of torch.amp, "CUDA Ops that
+# Computed in fp32 under CUDA's autocast, but not under the CPU's (torch's documentation of torch.amp, "CUDA Ops that
 # can autocast to float32").
 _IN_FP32 = frozenset(
     {
@@ -61,17 +61,17 @@ _IN_FP32 = frozenset(
 
 
 class CudaRules(TorchFunctionMode):
-    """Calls functions on CPU tensors as a CUDA device would.
+    """Runs functions on CPU tensors with the rules of a CUDA device.
 
-    Fake tensors live on the CPU, since torch lets no others through a backward pass where there is no GPU. Three of its
-    rules differ from a GPU's: autocast leaves functions in 16 bits that a GPU computes in 32, dropout keeps a number
-    for each element where a GPU keeps a byte, and attention with dropout is written out where a GPU has a kernel.
+    Fake tensors live on the CPU, since without a GPU torch supports no other device in a backward pass. Three CPU rules
+    differ from a GPU's: autocast leaves functions in 16 bits that a GPU computes in 32, dropout saves a number per
+    element where a GPU saves a byte, and attention with dropout is decomposed where a GPU has a kernel.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function, with its arguments cast, or another in its place."""
+        """Call a function with its arguments cast, or call a replacement."""
         given = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "dropout":
@@ -81,7 +81,7 @@ class CudaRules(TorchFunctionMode):
             if asked.get("train", asked["training"]) and not asked["inplace"] and 0 < asked["p"] < 1:
                 return torch.native_dropout(asked["input"], asked["p"], train=True)[0]
         if name == "scaled_dot_product_attention":
-            # The fused kernels of a GPU drop out inside: nothing is kept for it but a seed.
+            # The fused kernels of a GPU apply dropout internally: only a seed is saved.
             args, given = args[:4], given | {"dropout_p": 0.0} | ({"is_causal": args[5]} if len(args) > 5 else {})
         if name in _IN_FP32 and torch.is_autocast_enabled("cpu") and given.get("dtype") is None:
             args, given = tuple(map(_float, args)), {key: _float(value) for key, value in given.items()}
@@ -93,10 +93,10 @@ def _float(value: Any) -> Any:
 
 
 class _OwnStatistics(_BatchNorm):
-    """SyncBatchNorm of one process: it exchanges a few numbers for each channel, and otherwise does the same."""
+    """SyncBatchNorm on one process: like the real one, except that it exchanges no per-channel statistics."""
 
     def _check_input_dim(self, _: Tensor) -> None:
-        """Any shape: whoever built the network knew."""
+        """Accept any shape: the network chose this module for its inputs."""
 
 
 def unsynced(network: nn.Module) -> None:
@@ -107,12 +107,12 @@ def unsynced(network: nn.Module) -> None:
 
 
 class Faker:
-    """Makes fake tensors of others, one for each: what is shared stays shared.
+    """Converts tensors to fake ones, one for each: shared tensors stay shared.
 
-    A network is built on ``meta`` first: many constructors read a number out of a tensor, which a fake one refuses.
+    A network is built on ``meta`` first: many constructors read a value from a tensor, which a fake one refuses.
 
     Args:
-        mode: Whose they are.
+        mode: The fake-tensor mode that owns them.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -120,7 +120,7 @@ class Faker:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def network(self, network: nn.Module) -> None:
-        """Put a fake tensor in the place of each parameter, buffer, and tensor that is an attribute."""
+        """Replace each parameter, buffer, and tensor attribute by a fake tensor."""
         for module in network.modules():
             for held in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` asks for real ones
                 held |= {name: self.tensor(each) for name, each in held.items() if isinstance(each, Tensor)}
@@ -129,10 +129,10 @@ class Faker:
                     vars(module)[name] = [self.tensor(each) for each in held]
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """The fake one: same shape, strides, dtype; a parameter for a parameter."""
+        """Return the fake tensor: same shape, strides and dtype; a parameter for a parameter."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        # The original is kept too, or another could get its id.
+        # Keep the original too: otherwise another tensor could reuse its id.
         if id(tensor) not in self._made:
             self._made[id(tensor)] = (tensor, self._make(tensor))
         return self._made[id(tensor)][1]
@@ -149,18 +149,18 @@ class Faker:
 
 
 class ForwardLayers:
-    """Follows the modules of a network by hooks, which stay.
+    """Tracks which module of a network is running, with hooks that are not removed.
 
-    Autograd numbers the nodes of the backward pass in the order of the forward pass. So the module that was at work
-    when a number was given is the one whose gradient the node computes.
+    Autograd numbers the nodes of the backward pass in the order of the forward pass. The module that was running when a
+    number was assigned is the one whose gradient the node computes.
 
     Args:
-        network: Whose modules are tracked.
+        network: The network whose modules are tracked.
     """
 
     def __init__(self, network: nn.Module) -> None:
         self._within: list[str] = []
-        # From which number on which module was at work.
+        # For each module, the first sequence number at which it was running.
         self._numbers, self._names = [0], [""]
         self._owners: dict[int, str] = {}
         for name, module in network.named_modules():
@@ -171,11 +171,11 @@ class ForwardLayers:
 
     @property
     def at_work(self) -> str:
-        """The innermost module that is in its forward pass; empty if none is."""
+        """The innermost module in its forward pass; empty if there is none."""
         return self._within[-1] if self._within else ""
 
     def of_backward(self) -> str:
-        """The module whose gradient is computed; in a second forward pass amid it, the one at work."""
+        """The module whose gradient is being computed; during a recomputed forward pass, the module running."""
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
         if node is None or self._within:
             return self.at_work
@@ -185,7 +185,7 @@ class ForwardLayers:
         return self._names[place - 1]
 
     def leave_all(self) -> None:
-        """Reset to no module."""
+        """Clear the current module."""
         self._within.clear()
         self._note()
 
@@ -209,18 +209,18 @@ class ForwardLayers:
 
 @dataclass(kw_only=True)
 class FakeStep:
-    """What a step needs, as fake tensors; a step is ``update()`` after ``backward(forward())``.
+    """Everything a step needs, as fake tensors; a step is ``backward(forward())`` followed by ``update()``.
 
     Attributes:
-        recipe: What was asked.
-        plan: Its plan on the machine that was asked for.
+        recipe: The recipe.
+        plan: Its plan on the requested machine.
         network: The bare network.
         ema: The average of its weights, if the recipe has one.
-        optimizer: Its optimizer, with the options that it has on the device asked for.
+        optimizer: Its optimizer, with the options used on the requested device.
         batch: One micro-batch.
-        make_scored: Makes batches for :meth:`evaluate`; None if nothing is to be scored.
-        fakes: What is assumed to be found, if it is a detector.
-        phase: Where the step is: ``forward``, ``backward``, ``update``, ``evaluation``, or nowhere.
+        make_scored: Makes batches for :meth:`evaluate`; None if there is nothing to score.
+        fakes: The assumed detections, for a detector.
+        phase: Where the step is: ``forward``, ``backward``, ``update``, ``evaluation``, or empty.
     """
 
     recipe: Recipe
@@ -240,19 +240,19 @@ class FakeStep:
 
     def __post_init__(self) -> None:
         scaler = self.recipe.train.grad_scaler
-        # Its scaler is not used: it would read a number from the device, and holds nothing to speak of.
+        # Its scaler is not used: it would read a value from the device, and its state is negligible.
         self._precision = Precision(self.plan.precision, torch.device("cpu"), scaler)
         self._clipping = Clipping(self.network, self.recipe.optimizer)
         self._layers = ForwardLayers(self.network)
 
     @property
     def layer(self) -> str:
-        """Which module is at work, or was when that was computed whose gradient is: its name; empty where none is."""
+        """Name of the module that is running, or whose gradient is being computed; empty if there is none."""
         return self._layers.of_backward() if self.phase == "backward" else self._layers.at_work
 
     @property
     def micro_batch(self) -> int:
-        """Samples of :attr:`batch`."""
+        """Number of samples in :attr:`batch`."""
         return len(self.batch.ids)
 
     def show(self, micro_batch: int) -> None:
@@ -260,24 +260,24 @@ class FakeStep:
         self.batch = self.make_batch(micro_batch)
 
     def settle(self) -> None:
-        """Do what only the first step does: let the optimizer make its state."""
+        """Do what only the first step does: let the optimizer create its state."""
         for parameter in self.network.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         self.update()
 
     def forward(self) -> Tensor:
-        """The loss of the batch, as the step computes it."""
+        """Return the loss of the batch, computed as in training."""
         with self._in("forward"), self._precision.autocast():
             return self.task.loss(self.network, self.batch)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of all parameters, added to those that are there."""
+        """Compute gradients of all parameters and add them to existing ones."""
         with self._in("backward"):
             loss.backward()  # type: ignore[no-untyped-call]  # torch
 
     def update(self) -> None:
-        """Clip, step, free the gradients, average."""
+        """Clip the gradients, step, free the gradients, and update the average."""
         with self._in("update"), _Updating():  # type: ignore[no-untyped-call]  # torch
             self._clipping(measure=True)
             self.optimizer.step()
@@ -287,20 +287,20 @@ class FakeStep:
 
     @property
     def goes_one_by_one(self) -> bool:
-        """Whether it is known that the network goes through its samples one by one."""
+        """Whether the network is known to process its samples one by one."""
         return self.fakes is not None
 
     @property
     def scored_samples(self) -> int:
-        """Samples of an evaluation batch; 0 if there is none."""
+        """Number of samples in an evaluation batch; 0 if there is none."""
         return 0 if self.make_scored is None else min(self.plan.evaluation_batch_size, self.plan.evaluation_samples)
 
     def evaluate(self, see: Callable[[Batch], None] = lambda _: None, samples: int | None = None) -> None:
-        """Score one batch with each set of weights, as an evaluation does with all of them.
+        """Score one batch with each set of weights, as an evaluation does with all batches.
 
         Args:
             see: Called with the batch.
-            samples: Of the batch; as many as the plan says unless given.
+            samples: Samples of the batch; the plan's number by default.
         """
         if self.make_scored is None:
             return
@@ -325,7 +325,7 @@ class FakeStep:
                 yield
         except PacelineError:
             raise
-        except Exception as error:  # whatever a network or a loss of one's own raises
+        except Exception as error:  # whatever a custom network or loss raises
             said, at = " ".join(str(error).split())[:200], f" in {self.layer}" if self.layer else ""
             raise ModelError(
                 f"model.name={self.recipe.model.name} cannot be run without values: {type(error).__name__}{at} "
@@ -338,13 +338,15 @@ class FakeStep:
 
 
 class _Updating(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-    """Does for an optimizer what fake tensors cannot: fused steps, and reading numbers of its own (a count, say)."""
+    """Handles what fake tensors cannot do in an optimizer: fused steps, and reading its own values (such as a step
+    count).
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):  # noqa: SLF001  # the operator's name
             return 1.0 if args[0].is_floating_point() else 1
         if func.__name__.startswith("_fused_"):
-            return None  # it writes to what it is given, and makes nothing
+            return None  # it writes to its arguments and allocates nothing
         return func(*args, **(kwargs or {}))
 
 
@@ -361,19 +363,19 @@ def fake_step(
     """Build one process's step of a run on fake tensors; inside, operations on them are fake.
 
     Nothing is allocated for weights, activations or state, nothing is computed, and neither random states nor settings
-    of torch change. Data are opened as far as the plan asks for it, and are not read; without ``data.path`` see
+    of torch change. Data are opened as far as the plan requires, and are not read; without ``data.path`` see
     :func:`~paceline.trainer.fake_batch.with_stand_in_data`.
 
     Args:
-        recipe: What was asked.
-        task: Its task; the one that the recipe names unless given.
-        micro_batch: Samples of the batch; the plan's unless given.
-        processes: Processes of the run that is planned, all on one machine.
-        machine: The machine asked for (see :func:`machine_with`); this one unless given.
-        scores: Whether :meth:`FakeStep.evaluate` is to score something, if the recipe does.
+        recipe: The recipe.
+        task: Its task; by default the one that the recipe names.
+        micro_batch: Samples of the batch; by default the plan's.
+        processes: Processes of the planned run, all on one machine.
+        machine: The machine to assume (see :func:`machine_with`); by default this one.
+        scores: Whether to prepare :meth:`FakeStep.evaluate`, if the recipe evaluates.
 
     Raises:
-        PacelineError: For the mistakes that a plan finds, and for a network that needs the numbers.
+        PacelineError: For mistakes that a plan finds, and for a network that needs real values.
     """
     world = World(world_size=processes, local_world_size=processes)
     if machine is None:
@@ -389,7 +391,7 @@ def fake_step(
                     "optimizer.tables=sparse_adam takes only sparse gradients, whose size depends on values; estimate "
                     "with model.options={sparse: false} and optimizer.tables=same, which take more."
                 )
-            use_dense_gradients(shapes)  # how many rows a sparse one has, only numbers tell
+            use_dense_gradients(shapes)  # the number of rows of a sparse tensor depends on real values
         if machine.device != "cpu":
             unsynced(shapes)
         placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
@@ -407,7 +409,7 @@ def fake_step(
         with mode:
             optimizer = build_optimizer(shapes, recipe.optimizer, torch.device(machine.device))
             for group in optimizer.param_groups if machine.device == "cuda" else ():
-                # There torch takes all parameters of a group at once where it can, and on the CPU one by one.
+                # On a GPU torch updates all parameters of a group at once where it can; on the CPU, one by one.
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
             yield FakeStep(
@@ -425,7 +427,7 @@ def fake_step(
 
 
 def machine_with(device: Device, *, processes: int = 1) -> MachineFacts:
-    """The facts of a machine that has this accelerator for each process."""
+    """Return the facts of a machine that has this accelerator for each process."""
     no_units = {
         name: f"{device.title} has no {name} matrix units" for name in ("fp8", "tf32") if device.peak(name) is None
     }

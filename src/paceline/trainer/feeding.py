@@ -1,9 +1,8 @@
-"""Measure how many loader processes feed a model best, on the run's own files before a long run begins.
+"""Measure which number of loader processes feeds a model best, on the run's own files before a long run begins.
 
-A separate process does it, since loader processes are to be forked before a process has threads and a GPU:
-``python -m paceline.trainer.feeding RECIPE MOST PARENT`` trains on real batches with each number of loader processes in
-turn, keeps nothing of that, and prints what it found. The outcome is remembered where the plan finds it
-(``data/image/feeding.py``).
+A separate process measures, since loader processes must be forked before a process has threads and a GPU: ``python -m
+paceline.trainer.feeding RECIPE MOST PARENT`` trains on real batches with one number of loader processes after another,
+discards the weights, and prints the result. The result is cached where the plan finds it (``data/image/feeding.py``).
 """
 
 from __future__ import annotations
@@ -37,31 +36,31 @@ from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.preparation import build_network, geometry_of, plan_run
 from paceline.world import World
 
-# Runs of fewer images are over before the measuring has paid for itself.
+# With fewer images, the run ends before the measurement has paid for itself.
 _WORTH_IT = 200_000
-# What would take longer is not measured: then the model is slow, and the cores it leaves feed it.
+# Do not measure if it would take longer: the model is then slow, and the remaining cores can feed it.
 _AT_MOST_SECONDS = 45.0
 _LIMIT_SECONDS = 120.0
 _LOOK_SECONDS = 0.2
 _BURST_SECONDS = 1.5
 _FEWEST_BATCHES = 3
 _ROUNDS = 2
-_MOST = 16  # as many as are ever chosen without measuring
+_MOST = 16  # the largest number that is ever chosen without measuring
 
 
 def measure_feeding(
     recipe: Recipe, task: Task, world: World, *, stopped: Callable[[], bool], say: Callable[[str], None]
 ) -> None:
-    """Measure once how many loader processes are best, if the recipe leaves it open and the run is long.
+    """Measure once which number of loader processes is best, if the recipe does not set it and the run is long.
 
-    Errors are cached for a while, and the number then follows the cores. So it is where several
-    processes train, which would have to agree.
+    Errors are cached for a while, and the number then follows from the number of cores. It also does when several
+    processes train, because they would have to agree.
 
     Args:
-        recipe: The run's.
-        task: What it trains.
-        world: This process's place.
-        stopped: Whether the run was asked to stop, so that nobody waits for this any longer.
+        recipe: The run's recipe.
+        task: The run's task.
+        world: This process's rank and the world size.
+        stopped: Whether a stop of the run was requested; the measurement then ends early.
         say: Receives progress messages.
     """
     if recipe.data.workers != "auto" or world.world_size > 1:
@@ -75,7 +74,7 @@ def measure_feeding(
     say("measuring how many loader processes feed this model best: once, at most two minutes …")
     try:
         found, reason = _in_a_process(recipe, plan, stopped)
-    except (OSError, ValueError, LookupError) as error:  # a full disk, or a network of one's own that prints
+    except (OSError, ValueError, LookupError) as error:  # a full disk, or a custom network that prints
         found, reason = None, str(error)
     if stopped():
         return
@@ -85,14 +84,14 @@ def measure_feeding(
 
 
 def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tuple[Feeding | None, str]:
-    """What the measuring process printed, or why it printed nothing."""
+    """Return what the measuring process printed, or why it printed nothing."""
     environment = {
         name: value
         for name, value in without_rank(os.environ).items()
         if not name.startswith(("SLURM_", "TORCHELASTIC_", "PACELINE_"))
     }
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_process)
-    # One process with a rank's share of the work.
+    # A single process with one rank's share of the work.
     overrides = {
         "model.pretrained": False,
         "model.initialize_from": None,
@@ -125,7 +124,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
 
 
 class _Trainer:
-    """Forward and backward passes on the batches of one pipeline or another; the weights stay as they are."""
+    """Runs forward and backward passes on the batches of a pipeline; the weights do not change."""
 
     def __init__(self, recipe: Recipe, task: Task, plan: Plan, placement: Placement) -> None:
         self._task, self._device = task, placement.device
@@ -134,7 +133,7 @@ class _Trainer:
         task.prepare_training(placement)
 
     def rate(self, batches: Iterator[Batch], skipped: int) -> float:
-        """Images per second, after some batches that had been read before."""
+        """Return images per second, after a few batches that were read ahead."""
         for _ in range(skipped):
             self._pass(next(batches))
         self._settle()
@@ -146,7 +145,7 @@ class _Trainer:
         return images / (time.perf_counter() - begun)
 
     def check_time(self, batch: Batch, passes: int) -> None:
-        """Give up a measurement that would take too long, by one pass that is timed after one that is not."""
+        """Abandon a measurement that would take too long, judged by one timed pass after an untimed one."""
         for _ in range(2):
             begun = time.perf_counter()
             self._pass(batch)
@@ -168,22 +167,22 @@ class _Trainer:
 
 
 def _leave_with_the_run(parent: int) -> None:
-    """End with the run that waits for this, also if it is killed; loader processes then leave by themselves."""
+    """End when the waiting run ends, even if it is killed; loader processes then leave by themselves."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
     os._exit(1)
 
 
 def measure(recipe: Recipe, most: int, parent: int) -> Feeding:
-    """Train on real batches with each number of loader processes in turn, up to one for each core.
+    """Train on real batches with one number of loader processes after another, up to one per core.
 
     Args:
-        recipe: What is trained.
+        recipe: The recipe to train.
         most: The largest number.
-        parent: Id of the process that waits for this one; without it, this one ends.
+        parent: Id of the process that waits for this one; this process ends when it does.
     """
     world, device = World(), choose_device(recipe.parallel.device, World())
-    # Twice as many each time; of few cores, every number.
+    # Double the number each time; with few cores, try every number.
     numbers = sorted({0, most, *(most - 1,) * (most <= 4), *(2**power for power in range(most.bit_length() - 1))})
     tasks = {count: build_task(replace(recipe, data=replace(recipe.data, workers=count))) for count in numbers}
     plans = {count: plan_run(each.recipe, each, describe_machine(device), world) for count, each in tasks.items()}
@@ -193,7 +192,7 @@ def measure(recipe: Recipe, most: int, parent: int) -> Feeding:
         pipelines: dict[int, Pipeline] = {}
         for count, task in tasks.items():
             pipelines[count] = opened.enter_context(contextlib.closing(task.open_pipeline(placement)))
-            # All before any thread: what is forked later would inherit its locks.
+            # Fork all of them before starting any thread: a later fork would inherit its locks.
             pipelines[count].start(training=True, evaluation=False)
         threading.Thread(target=_leave_with_the_run, args=(parent,), daemon=True).start()
         torch.set_num_threads(plan.threads_per_process)
@@ -201,14 +200,14 @@ def measure(recipe: Recipe, most: int, parent: int) -> Feeding:
         trainer = _Trainer(recipe, tasks[numbers[0]], plan, placement)
         geometry = geometry_of(recipe, plan, tasks[numbers[0]])
         streams = {count: each.train_batches(geometry, 0, plan.total_steps, world) for count, each in pipelines.items()}
-        # What loader processes hold ready, and a first pass at a size, are no measure.
+        # Exclude batches that loader processes hold ready, and the first pass at a size.
         skipped = {count: count * recipe.data.prefetch + 1 for count in numbers}
         batch = next(streams[0])
         trainer.check_time(batch, _ROUNDS * sum(each + _FEWEST_BATCHES for each in skipped.values()))
         rates = dict.fromkeys(numbers, 0.0)
         for _ in range(_ROUNDS):
             for count, stream in streams.items():
-                # The better round: what else goes on in the machine only takes away.
+                # Take the faster round: other load on the machine only slows it down.
                 rates[count] = max(rates[count], trainer.rate(stream, skipped=skipped[count]))
         alone = max(trainer.rate(iter(lambda: batch, None), skipped=1) for _ in range(_ROUNDS))
     return Feeding(rates, alone)

@@ -25,20 +25,20 @@ from paceline.recipe.load import TABLES, Overrides, load_recipe, set_by
 from paceline.units import format_count
 from paceline.world import World
 
-_UNEQUAL = 5  # times as many images as another class has
-_SMALLEST = 96  # pixels at which a network that learned from 224 still sees what it knows
+_UNEQUAL = 5  # how many times as many images as another class has
+_SMALLEST = 96  # pixels at which a network trained at 224 still recognises objects
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Preset:
-    """A network for a kind of machine, and how long it learns.
+    """A network for a kind of machine, and how long to train it.
 
     Attributes:
         model: ``model.name``.
         options: Overrides that go with it.
-        size: Pixels that it is shown, at most. With published weights smaller images are enlarged to 96.
-        images: Images that it is to see in all; more epochs for fewer images.
-        epochs: Fewest and most epochs.
+        size: Largest image size in pixels. With published weights, smaller images are enlarged to 96.
+        images: Total number of images to train on; fewer images mean more epochs.
+        epochs: Minimum and maximum number of epochs.
     """
 
     model: str
@@ -48,7 +48,7 @@ class _Preset:
     epochs: tuple[int, int]
 
 
-# By whether published weights are at hand and whether there is a GPU.
+# By whether published weights are available and whether there is a GPU.
 _PRESETS = {
     (True, True): _Preset(model="resnet50", size=224, images=60_000, epochs=(5, 30)),
     (True, False): _Preset(model="resnet18", size=128, images=12_000, epochs=(5, 20)),
@@ -61,7 +61,7 @@ _PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRecipe:
-    """What was chosen.
+    """The chosen recipe.
 
     Attributes:
         recipe: A shipped recipe.
@@ -77,7 +77,7 @@ class FirstRecipe:
 def recipe_for_data(
     source: str, asked: Overrides, run_dir: Path | None, tell: Callable[[str], object]
 ) -> tuple[str, tuple[str, ...]]:
-    """The recipe and overrides for data that is given in place of a recipe; an existing run keeps its own.
+    """Return the recipe and overrides for data given in place of a recipe; an existing run keeps its own.
 
     Args:
         source: A folder of class folders, or a table of paths and labels.
@@ -94,7 +94,7 @@ def recipe_for_data(
     if run_dir is not None and (run_dir / "recipe.yaml").is_file():
         trained_on = load_recipe(run_dir).recipe.data.path
         if trained_on == str(Path(source).expanduser().absolute()):
-            return str(run_dir), ("train.until=null", *asked)  # until when is of a launch, not of the run
+            return str(run_dir), ("train.until=null", *asked)  # the stopping point belongs to a launch, not to the run
     found = choose_recipe(source, asked)
     if read_launch(os.environ).world.is_first:
         for line in found.reasons:
@@ -104,11 +104,11 @@ def recipe_for_data(
 
 
 def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
-    """Choose a recipe for images that lie at a path.
+    """Choose a recipe for the images at a path.
 
     Args:
         source: A folder of class folders, or a table of paths and labels.
-        asked: The user's overrides. What they set is not chosen.
+        asked: The user's overrides. Settings given there are not chosen.
 
     Raises:
         PacelineError: If there are no images that could be trained on, or an override is wrong.
@@ -120,7 +120,7 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
             f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
             f"shapes-segmentation data.dataset=masks data.path={shlex.quote(source)}`."
         )
-    # A user's own task or network says what it needs itself.
+    # A custom task or network determines its own needs.
     given = set(set_by(asked))
     where = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
     if named := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
@@ -186,7 +186,7 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
 
 
 def _words(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:
-    """The overrides of a preset for so many images."""
+    """Return the overrides of a preset for this number of images."""
     fewest, most = preset.epochs
     epochs = min(most, max(fewest, round(preset.images / max(count, 1))))
     batch = 64 if count >= 2_000 else 32 if count >= 256 else 16
@@ -196,7 +196,7 @@ def _words(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dic
         "data.image_size": min(preset.size, max(native, _SMALLEST if pretrained else 32)),
         "batch.global_size": batch,
         "train.duration": f"{epochs} epochs",
-        # The average is over about a twentieth of the run.
+        # The moving average covers about a twentieth of the run.
         "train.ema": round(min(0.999, max(0.8, 1 - 20 / steps)), 3),
     }
     if not pretrained:

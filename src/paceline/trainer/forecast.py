@@ -1,7 +1,7 @@
-"""Expected time and memory of a run, measured on its own batches before the first step.
+"""Forecast the time and memory of a run, measured on its own batches before the first step.
 
 The next micro-batches run forward and backward, as in :mod:`paceline.trainer.warmup`, and the optimizer takes a step on
-a copy: no weight, buffer or random state changes. The steps reuse the batches.
+a copy. Weights, buffers and random states do not change. The steps reuse the batches.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from paceline.trainer.run import Run
 from paceline.trainer.warmup import GradientProbe
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
-# A shorter run is over before a forecast is worth its passes.
+# A shorter run ends before a forecast is worth its passes.
 _FEWEST_STEPS = 20
 # Timed passes end after this many seconds, or this many passes.
 _SECONDS, _PASSES = 1.0, 30
 _PASSES_OF_A_RANK = 2
-# A first pass that takes longer is itself the measure. On a GPU it looks for the fastest kernels, and says nothing.
+# A first pass that takes longer is used as the measurement itself. On a GPU the first pass searches for the fastest
+# kernels, so its time means nothing.
 _SLOW_SECONDS, _SLOW_SECONDS_OF_A_GPU = 5.0, 60.0
-# Rows that are tried first where a whole micro-batch may take minutes.
+# Number of rows to try first if a complete micro-batch may take minutes.
 _TRIED_ROWS = 8
-# Batches read ahead are held until their steps, and a network is copied for its optimizer, up to these sizes. Of what
-# a GPU has left after a pass, no more than a part is held.
+# Batches read ahead are kept until their steps, and a network is copied for its optimizer, up to these sizes. At most a
+# fraction of the GPU memory left after a pass is used for batches.
 _HELD_BYTES, _COPIED_BYTES = 256 * 2**20, 64 * 2**20
 _HELD_PART = 1 / 8
 _LONG_SECONDS = 3600.0
 
 
 def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Report how long the run will take and how much memory, and return the stream with the batches put back.
+    """Report the expected time and memory of the run, and return the stream with the batches put back.
 
-    Nothing is measured of a run of under 20 steps, or of a network that is spread over processes.
+    Runs of fewer than 20 steps and networks sharded over processes are not measured.
     """
     ahead = ReadAhead(batches)
     if event := measure(run, ahead):
@@ -57,9 +58,9 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     """Measure a run in its current state; None if not worthwhile or not possible.
 
     Args:
-        run: Opened, with its state restored.
-        ahead: Its next batches.
-        cautious: Try a few rows first, and estimate from these where a whole micro-batch would take long.
+        run: The opened run, with its state restored.
+        ahead: The run's next batches.
+        cautious: Try a few rows first, and extrapolate from these if a complete micro-batch would take long.
     """
     plan, position = run.plan, run.progress.position
     end = plan.total_steps if plan.until_step is None else plan.until_step
@@ -97,7 +98,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
 
 
 class ReadAhead:
-    """Batches that are read before their step, and what stopped the reading: it is raised at its step."""
+    """Batches that are read before their step, and the error that stopped reading, which is raised at its step."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
@@ -107,7 +108,7 @@ class ReadAhead:
         self._error: Exception | None = None
 
     def read(self) -> Batch | None:
-        """The next batch; None at the end, after an error, and where more would take much memory."""
+        """Return the next batch; None at the end, after an error, or if more batches would take too much memory."""
         if self._error is not None or (self._taken and self._bytes * (1 + 1 / len(self._taken)) > self.most_bytes):
             return None
         try:
@@ -121,7 +122,7 @@ class ReadAhead:
         return batch
 
     def again(self) -> Iterator[Batch]:
-        """All batches, from the first that was read."""
+        """Yield all batches, starting with the first one read ahead."""
         while self._taken:
             yield self._taken.pop(0)
         if self._error is not None:
@@ -131,13 +132,13 @@ class ReadAhead:
 
 @dataclass
 class _Costs:
-    """What a run's parts take, in seconds and bytes.
+    """Cost of the parts of a run, in seconds and bytes.
 
     Attributes:
-        sample: Forward and backward passes of a sample, and the wait for it.
+        sample: Forward and backward pass of one sample, including the wait for it.
         step: The optimizer's step.
         evaluation: One evaluation of every set of weights.
-        memory: The most memory at once; None where the device does not tell.
+        memory: Peak memory; None if the device does not report it.
     """
 
     probe: GradientProbe
@@ -150,7 +151,7 @@ class _Costs:
     _shapes: set[tuple[Any, ...]] = field(default_factory=set)
 
     def measure(self, *, cautious: bool) -> None:
-        """Measure all of it."""
+        """Measure all parts."""
         run = self.probe.run
         self._slow_seconds = _SLOW_SECONDS if run.device.type == "cpu" else _SLOW_SECONDS_OF_A_GPU
         extra = self._try_rows(self.probe.batch) if cautious else 0.0
@@ -163,10 +164,10 @@ class _Costs:
             self.memory = round(peak + extra)
 
     def _try_rows(self, whole: Batch) -> float:
-        """Try half of a few rows and all of them; if all rows will take long, settle for that.
+        """Try a few rows and half of them; if the complete micro-batch would take long, extrapolate from these.
 
         Returns:
-            The memory that the other rows will take, in bytes, if they are not tried.
+            The memory of the remaining rows, in bytes, if they are not tried.
         """
         rows = rows_of(whole.inputs) or 1
         if rows <= _TRIED_ROWS or self.probe.run.compiled:
@@ -191,7 +192,7 @@ class _Costs:
         if run.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(run.device)
             self.ahead.most_bytes = min(_HELD_BYTES, _HELD_PART * free)
-        # Ranks whose network exchanges numbers must make as many passes as one another, whatever their clocks say.
+        # Ranks whose network communicates must make the same number of passes, whatever their clocks say.
         is_alone = run.world.world_size == 1
         if passes[0][0] < self._slow_seconds or not is_alone:
             passes, begun = [], time.perf_counter()
@@ -205,7 +206,7 @@ class _Costs:
                 if is_alone and (now - begun > _SECONDS or run.stop.requested):
                     break
             passes = passes or first
-        # What loader processes had ready when the first batches were asked for does not show how fast they read.
+        # Batches that loader processes had ready before the first request do not show how fast they read.
         late = passes[len(passes) // 2 :]
         self.sample = sum(seconds for seconds, _ in late) / (sum(rows for _, rows in late) or 1)
 
@@ -221,20 +222,20 @@ class _Costs:
         return seconds
 
     def _is_new(self, use: str, batch: Batch) -> bool:
-        """Whether no batch of its shapes was used so before: for a new one a GPU looks for the fastest kernels."""
+        """Whether this is the first batch with these shapes: for a new one a GPU searches for the fastest kernels."""
         shapes = (use, *(each.shape for each in tensors_in(batch.inputs)))
         is_new = shapes not in self._shapes
         self._shapes.add(shapes)
         return is_new
 
     def _set_copy(self) -> Batch:
-        """Have the probe use a copy, and return the batch: a loss may write into inputs that a step is still to see."""
+        """Give the probe a copy, and return the batch: a loss may write into inputs that a later step uses."""
         batch = self.probe.batch
         self.probe.batch = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
         return batch
 
     def _time_evaluation(self, batch_size: int) -> None:
-        """Score the first held-out batches; reading them is part of the time."""
+        """Score the first validation batches; the time includes reading them."""
         run = self.probe.run
         if not run.plan.evaluation_samples or run.plan.evaluate_every_steps is None:
             return
@@ -243,7 +244,7 @@ class _Costs:
             for number, batch in enumerate(run.pipeline.evaluation_batches(batch_size, run.world)):
                 reading = time.perf_counter() - begun
                 scoring = self._scored(batch)
-                # The first time sets up what the others are measured with, and the first batch the reading.
+                # The first pass does the setup for the others, and the first batch the setup for reading.
                 if self._is_new("scoring", batch) and scoring < self._slow_seconds:
                     scoring = self._scored(batch)
                 if number == 1 and seconds < self._slow_seconds:
@@ -263,11 +264,11 @@ class _Costs:
         return time.perf_counter() - begun
 
     def _time_optimizer(self) -> int:
-        """Take steps on a copy of a network that is small; beside the passes of a large one they take little.
+        """Take steps on a copy of a small network; for a large one their time is negligible compared with its passes.
 
         Returns:
-            The memory that is still to come, in bytes: of a large network's optimizer state, and on a CPU of the copy
-            that a checkpoint is written from.
+            The memory still to be allocated, in bytes: a large network's optimizer state and, on a CPU, the copy from
+            which a checkpoint is written.
         """
         run = self.probe.run
         parameters = sum(each.nbytes for each in run.network.parameters())
@@ -293,7 +294,7 @@ class _Costs:
 
 
 def _growth(plan: Plan, position: int, end: int) -> float:
-    """Mean pixels of the training images from ``position`` to ``end``, over those of the images at ``position``."""
+    """Return the mean pixels of the training images from ``position`` to ``end``, relative to those at ``position``."""
     sizes: dict[int, int] = {int(epoch): size for epoch, size in plan.data.get("image_size_from_epoch", {0: 1}).items()}
     begins = [plan.epochs.first_step(epoch) for epoch in sizes]
     spans = zip(begins, [*begins[1:], plan.total_steps], sizes.values(), strict=True)
@@ -303,7 +304,7 @@ def _growth(plan: Plan, position: int, end: int) -> float:
 
 
 def _evaluations(run: Run, end: int) -> int:
-    """How many evaluations are left until ``end`` steps are done."""
+    """Return how many evaluations are left until step ``end``."""
     plan, position = run.plan, run.progress.position
     every, moments = plan.evaluate_every_steps, plan.moments.get("evaluate")
     if every is None or not plan.evaluation_samples:

@@ -1,4 +1,4 @@
-"""The course of a run from its first batch to its last save; read it from top to bottom."""
+"""The main loop of a run, from its first batch to its last save; read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.trainer.warmup import check_first_batch, warm_up
 def fit(run: Run, *, forecasts: bool = True) -> str:
     """Train from the current position to the end, or to an agreed stop; returns why it ended.
 
-    A run that is itself measured forecasts nothing: the batches that a forecast reads ahead would be free.
+    A run that is itself being measured makes no forecast: its batches read ahead would look free.
     """
     with run.watchdog.watching(), worker_deaths_told():
         batches = check_first_batch(run, warm_up(run, run.train_batches()))
@@ -29,7 +29,7 @@ def fit(run: Run, *, forecasts: bool = True) -> str:
 
 def _fit(run: Run, batches: Iterator[Batch]) -> str:
     plan, progress = run.plan, run.progress
-    ending = run.ending(ControlFlags())  # a run that resumes may be at its end
+    ending = run.ending(ControlFlags())  # a resumed run may already be at its end
     run.clock.start()
     while not ending:
         stepped = train_step(run, batches)
@@ -48,7 +48,7 @@ def _fit(run: Run, batches: Iterator[Batch]) -> str:
         agreed = run.strategy.agreed(run.control_flags())
         ending = run.ending(agreed)
         if ending == "patience" and not run.due("log"):
-            write_step(run)  # the last record, which the plan could not foresee: the run goes no further
+            write_step(run)  # the last record; the plan could not foresee that the run ends here
         if run.checkpoint_due(agreed) or ending:
             run.heartbeat.enter("save")
             save_checkpoint(run)

@@ -1,8 +1,8 @@
-"""The copy of a run at an address (``checkpoint.mirror``): restore the run directory from it, and keep it up to date.
+"""Mirror a run to an address (``checkpoint.mirror``): restore the run directory from the copy, and keep it up to date.
 
 The first process reads the copy once the processes have joined, before the run directory is opened. During training a
-thread copies the newest whole checkpoint. Training never waits for it: while the address fails, newer checkpoints
-replace those that wait, and the failure is reported with the next record.
+thread copies the newest complete checkpoint. Training never waits for it: while the address fails, newer checkpoints
+replace queued ones, and the failure is reported with the next record.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ T = TypeVar("T")
 
 Say = Callable[[str], None]
 
-# How long one request is retried before its failure is reported, and the pause before the whole copy is retried.
+# How long one request is retried before its failure is reported, and the pause before the complete copy is retried.
 REQUEST_PATIENCE_SECONDS = 15.0
 _PAUSE_SECONDS = 5.0
-# Do not wait long for a request that is not answered; nothing is lost with it.
+# Do not wait long for an unanswered request; nothing is lost by abandoning it.
 _AT_CLOSE_SECONDS = 2.0
 
 
 class Mirroring:
-    """Copies checkpoints of one run to an address, in its own thread.
+    """Copies the checkpoints of one run to an address, in a separate thread.
 
     Args:
-        open_mirror: Opens the copy, as soon as the address can be reached.
+        open_mirror: Opens the copy as soon as the address can be reached.
         root: The run directory.
-        checkpoint: What the recipe asks for.
+        checkpoint: The recipe's checkpoint section.
     """
 
     def __init__(self, open_mirror: Callable[[Retries], Mirror], root: Path, checkpoint: Checkpoint) -> None:
@@ -78,7 +78,7 @@ class Mirroring:
         self._failure = ""
         self._stands_still = ""
         self._is_closed = False
-        # Nothing is lost with it that a next launch would not send.
+        # Nothing is lost: the next launch sends it again.
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
@@ -95,18 +95,18 @@ class Mirroring:
             since, mirror = self._patient_since, self._mirror
             if self._patience is None or since is None or self._is_idle():
                 return False
-        # A large upload that was restarted and makes progress may take longer than the address may fail.
+        # A large upload that was restarted and makes progress may take longer than ``mirror_wait`` allows for failures.
         since = max(since, since if mirror is None else mirror.moved_at)
         return time.monotonic() - since > self._patience.seconds
 
     @property
     def is_failing(self) -> bool:
-        """Whether the last try to copy has failed."""
+        """Whether the last attempt to copy failed."""
         return self._failing_since is not None
 
     @property
     def lacks(self) -> str:
-        """Why the newest checkpoint is not there; empty if it is."""
+        """Why the newest checkpoint is not at the address; empty if it is."""
         with self._changed:
             if self._stands_still:
                 return self._stands_still
@@ -115,10 +115,10 @@ class Mirroring:
             return self._failure or "it was still being copied"
 
     def offer(self, what: Sendable) -> None:
-        """Queue a whole checkpoint to be copied; of those queued before, only the best one is kept. Never waits."""
+        """Queue a complete checkpoint to be copied; of those already queued only the best one is kept. Never waits."""
         with self._changed:
             if self._patient_since is not None and self._is_idle():
-                # The checkpoint that could not be copied is gone: since then nothing was tried, so nothing has failed.
+                # The checkpoint that could not be copied is gone, and nothing was tried since, so nothing has failed.
                 self._patient_since = time.monotonic()
             if self._failing_since is None:
                 self._failure = ""  # it was about an older one
@@ -164,7 +164,7 @@ class Mirroring:
                 self._failed(what, str(error))
                 self._retries.given_up.wait(_PAUSE_SECONDS)
             except CheckpointError as error:
-                self._done(why_not=str(error))  # it went, or was replaced: a newer one waits, or will
+                self._done(why_not=str(error))  # it was deleted or replaced: a newer one is queued, or will be
             except (TakenError, RunDirectoryError) as error:
                 with self._changed:
                     self._stands_still, self._under_way = str(error), None
@@ -212,7 +212,7 @@ class Mirroring:
 
 
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:
-    """Return the flushed records of the present state: growing ones with their sizes, and small ones."""
+    """Return the flushed records of the current state: growing ones with their sizes, and small ones."""
     growing = [directory.events, *ledger_files(directory.ledger)]
     known = (directory.recipe, directory.identity, directory.plan, directory.environment)
     small = (*known, directory.sample_lengths, directory.sample_classes)
@@ -221,7 +221,7 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
 
 
 def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
-    """Record what has happened to the copying."""
+    """Record incidents of the copying."""
     for incident, message in () if mirroring is None else mirroring.news():
         recorder.incident(incident, without_secrets(message))
 
@@ -232,11 +232,11 @@ _README = b"Checkpoints of a Paceline run, copied while it trained; see docs/gui
 
 @dataclass(frozen=True)
 class MirrorState:
-    """What the first process found at the address before the run was opened.
+    """State of the copy that the first process found before the run was opened.
 
     Attributes:
         notices: Notices for the user.
-        names: The commits that were read; if the run does not resume from them, that is deliberate.
+        names: The commits that were read; if the run does not resume from one of them, that is deliberate.
     """
 
     notices: tuple[str, ...] = ()
@@ -244,7 +244,7 @@ class MirrorState:
 
 
 def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
-    """Whether there is a checkpoint to resume from, here or at the address; before the processes have joined.
+    """Whether there is a checkpoint to resume from, here or at the address; called before the processes have joined.
 
     Raises:
         StorageError: If the address cannot be read, and this is the only process.
@@ -252,22 +252,22 @@ def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
     if run_dir is not None and CheckpointStore(run_dir / "checkpoints").steps():
         return True
     if recipe.checkpoint.mirror is None or (world.world_size > 1 and not _has_initial_weights(recipe)):
-        # Several processes need to know only whether the initial weights can be left out.
+        # With several processes, this only needs to know whether the initial weights can be left out.
         return False
     try:
         return bool(read_commits(_remote(recipe.checkpoint.mirror)).commits)
     except StorageError:
         if world.world_size == 1:
             raise
-        # Reported when they have joined: otherwise the others would wait for this one.
+        # The error is reported after the processes have joined: otherwise the others would wait for this one.
         return False
 
 
 def check_all_resume(expected: bool, recipe: Recipe, collectives: Collectives) -> None:
-    """Check that all processes have left out the initial weights, or none; a collective.
+    """Check that either all processes or none left out the initial weights; a collective.
 
     Raises:
-        LaunchError: On every process, if one has.
+        LaunchError: On every process, if they differ.
     """
     if recipe.checkpoint.mirror is None or not _has_initial_weights(recipe):
         return
@@ -283,7 +283,7 @@ def check_all_resume(expected: bool, recipe: Recipe, collectives: Collectives) -
 
 
 def check_resumed(expected: bool, recipe: Recipe, decision: ResumeDecision) -> None:
-    """Check that a network without its initial weights is not trained from the start.
+    """Check that a network without its initial weights is not trained from scratch.
 
     Raises:
         CheckpointError: If it would be.
@@ -306,11 +306,11 @@ def _remote(address: str, retries: Retries | None = None) -> Remote:
 def restore_from_mirror(
     directory: RunDirectory, request: ResumeRequest, collectives: Collectives, say: Say
 ) -> MirrorState:
-    """Fetch what is newer at the address into the run directory, before the run is opened; a collective.
+    """Download newer files from the address into the run directory, before the run is opened; a collective.
 
     Raises:
-        StorageError: If the address cannot be read and there is nothing here to resume from either.
-        RunDirectoryError: If the copy is another run's.
+        StorageError: If the address cannot be read and there is no local checkpoint to resume from.
+        RunDirectoryError: If the copy belongs to another run.
     """
     address = request.recipe.checkpoint.mirror
     if address is None:
@@ -321,14 +321,14 @@ def restore_from_mirror(
 
 
 def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Callable[[], T], *, name: str) -> T:
-    """Run on the first rank what may take longer than ``parallel.timeout``, such as reading a large checkpoint.
+    """Run a call on the first rank that may take longer than ``parallel.timeout``, such as reading a large checkpoint.
 
-    The others wait in many short collectives, since one may not take that long. A collective; the result, or the error,
-    reaches every rank.
+    The others wait in many short collectives, since a single one may not take that long. Collective: every rank
+    receives the result or the error.
 
     Args:
-        collectives: The run's.
-        recipe: Its ``parallel.timeout`` is how long processes wait for one another.
+        collectives: The run's collectives.
+        recipe: Its ``parallel.timeout`` limits how long processes wait for one another.
         call: Runs in a thread if there are several processes.
         name: Name of the thread.
     """
@@ -345,8 +345,8 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
     """Read the commits at the address, and fetch the checkpoint to resume from; on the first process.
 
     Raises:
-        StorageError: If the address cannot be read, or nothing there is whole, and there is nothing here either.
-        RunDirectoryError: If the copy is another run's, or must not be resumed.
+        StorageError: If the address cannot be read or has no complete checkpoint, and there is no local one either.
+        RunDirectoryError: If the copy belongs to another run, or must not be resumed.
     """
     check_links(directory)
     foreign = [each.step or 0 for each in foreign_checkpoints(directory, request.recipe)]
@@ -355,7 +355,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
         remote = _remote(address)
         found = read_commits(remote)
         if not found.names:
-            # Find out whether anything can be written there before anything is trained.
+            # Check that the address is writable before any training.
             remote.write("README", _README)
     except StorageError as error:
         if newest is None:
@@ -396,10 +396,11 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
 
 
 def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) -> tuple[Commit, ...]:
-    """The commits of which the newest is to be fetched: with ``--resume CHECKPOINT`` only where nothing is here.
+    """Return the candidate commits, to fetch the newest; with ``--resume CHECKPOINT``, only if there is no local
+    checkpoint.
 
     Raises:
-        RunDirectoryError: If the checkpoint that was asked for is not there.
+        RunDirectoryError: If the requested checkpoint is not there.
     """
     if resume == "auto":
         return found.commits
@@ -421,7 +422,7 @@ def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
     """Refuse the copy of another run.
 
     Raises:
-        RunDirectoryError: If it is one.
+        RunDirectoryError: If the copy belongs to another run.
     """
     run = _copied_run(directory)
     if found.commits and (found.commits[0].run != run if run is not None else not never_trained(directory)):
@@ -432,7 +433,7 @@ def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
 
 
 def _copied_run(directory: RunDirectory) -> str | None:
-    """The identity under which the run in a directory is copied; None if it never was."""
+    """Return the identity under which the run in a directory is copied; None if it never was."""
     try:
         run = load_json((directory.root / _COPIED_RUN).read_text(encoding="utf-8"))["run"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -449,13 +450,13 @@ def mirror_checkpoints(
     collectives: Collectives,
     say: Say,
 ) -> Iterator[Mirroring | None]:
-    """Copy the run's checkpoints on the first process, as long as this is entered; a collective.
+    """Context in which the first process copies the run's checkpoints; a collective.
 
     Args:
-        directory: The run's, opened: its records are cut back.
-        request: What was asked for.
-        decision: How it begins.
-        mirror_state: What was found at the address before.
+        directory: The opened run directory, with its records cut back.
+        request: The user's request.
+        decision: How the run starts.
+        mirror_state: What was found at the address.
         collectives: All processes.
         say: Receives notices for the user.
     """
@@ -484,7 +485,7 @@ def mirror_checkpoints(
 
 
 def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirror_state: MirrorState) -> Mirroring:
-    """Begin to copy, starting with the chosen checkpoint if it is not there yet."""
+    """Start copying, beginning with the chosen checkpoint if it is not there yet."""
     address = request.recipe.checkpoint.mirror
     assert address is not None
     run = _copied_run(directory) or secrets.token_hex(8)
@@ -520,14 +521,14 @@ def wait_until_copied(
     has_ended: Callable[[Mirroring], bool],
     tick: Callable[[], object] = lambda: None,
 ) -> None:
-    """Wait until everything is copied, for ``checkpoint.mirror_wait`` at most; a collective.
+    """Wait until everything is copied, at most ``checkpoint.mirror_wait``; a collective.
 
     Args:
-        mirroring: What copies, on the first process.
-        recipe: The run's.
+        mirroring: The copying thread, on the first process.
+        recipe: The run's recipe.
         collectives: All processes.
-        has_ended: Whether nothing more is to be expected.
-        tick: Called now and then.
+        has_ended: Whether the run has ended, so that no more checkpoints follow.
+        tick: Called repeatedly while waiting.
     """
     patience = min(recipe.parallel.timeout.seconds / 10, 0.5)
     deadline = time.monotonic() + recipe.checkpoint.mirror_wait.seconds

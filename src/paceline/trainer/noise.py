@@ -1,8 +1,8 @@
 """Measure the noise of a run's gradients from its own micro-batches.
 
-The gradient of a step is there twice: as each micro-batch, or each process, leaves its part, and as the whole. Norms of
-both are all that the noise scale takes; no pass is made for it. They stay on the device until a record is due, and are
-then gathered with the numbers that are gathered anyway. Nothing here writes to a gradient.
+Each step has its gradient at two batch sizes: the part of each micro-batch or process, and the whole. The noise scale
+needs only the norms of both, so it takes no extra pass. The norms stay on the device until a record is due, and are
+then gathered together with other values. Gradients are never modified.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from paceline.plan import Plan
 from paceline.recipe.optimizer import Optimizer
 from paceline.trainer.precision import Precision
 
-# In measured steps: long enough for estimates that scatter widely, short enough to see the noise grow.
+# In measured steps: long enough to average estimates that scatter widely, short enough to see the noise grow.
 HALF_LIFE = 50
-# As many measured steps, before anything is concluded from them.
+# Measured steps required before drawing a conclusion.
 ENOUGH = 20
 
 
 @dataclass
 class _Step:
-    """What this process holds of a measured step.
+    """This process's data of a measured step.
 
     Attributes:
-        planned: Samples of the step over all processes, whose gradient's mean is taken over so many.
-        entries: Squared norms that each process gives.
-        used: Samples of this process that count, which are fewer where some could not be read.
-        whole: The whole gradient's norm.
-        parts: Of micro-batches: their samples, and their gradient's norm.
+        planned: Samples of the step over all processes, over which its gradient is averaged.
+        entries: Number of squared norms that each process contributes.
+        used: Samples of this process that count; fewer if some could not be read.
+        whole: Norm of the complete gradient.
+        parts: For each micro-batch, its samples and the norm of its gradient.
     """
 
     planned: int = 0
@@ -52,17 +52,18 @@ class _Step:
 
 
 class NoiseMeter:
-    """Measures some steps' gradient noise; part of the window's state in a checkpoint.
+    """Measures some steps' gradient noise; part of the step statistics in a checkpoint.
 
-    Exact runs give every logical rank's norm, so that any number of processes tells the same. Otherwise each process
-    gives that of its first micro-batch: where it is also its last, DDP has put the whole batch's gradient in its place
-    by the end of the backward pass, and so each parameter's is looked at when it is computed, before DDP takes it.
+    Exact runs record the norm of every logical rank, so that the result does not depend on the number of processes.
+    Otherwise each process records that of its first micro-batch. If this is also its last, DDP replaces the gradient by
+    that of the global batch before the backward pass ends; so each parameter's gradient is measured in a hook, before
+    DDP reduces it.
 
     Args:
-        network: Whose gradients.
-        plan: Says how processes work together.
+        network: The network whose gradients are measured.
+        plan: Says how processes cooperate.
         precision: May have scaled the loss.
-        averages_over: By which the reduction divides what it adds up.
+        averages_over: The divisor that the reduction applies to its sum.
     """
 
     def __init__(self, network: nn.Module, plan: Plan, precision: Precision, averages_over: int) -> None:
@@ -88,11 +89,11 @@ class NoiseMeter:
 
     @property
     def has_measured(self) -> bool:
-        """Whether there are averages yet."""
+        """Whether averages are available yet."""
         return self.averages.weight > 0
 
     def watching(self, batch: Batch) -> AbstractContextManager[None]:
-        """Around the backward pass of a micro-batch."""
+        """Context around the backward pass of a micro-batch."""
         step = self._open
         if step is None:
             return nullcontext()
@@ -112,10 +113,10 @@ class NoiseMeter:
             if parameter.grad is not None:
                 norms[index] = torch.linalg.vector_norm(parameter.grad)
 
-        # As this process computes them: the hooks are called before those of DDP.
+        # The gradient as this process computes it: these hooks run before DDP's.
         is_hooked = self._reduces and batch.slice.is_last
         for index, each in enumerate(self._parameters if is_hooked else ()):
-            register: Any = each.register_post_accumulate_grad_hook  # torch has not typed it
+            register: Any = each.register_post_accumulate_grad_hook  # torch has no type annotations for it
             handles += [register(partial(note, index))] if each.requires_grad else []
         try:
             yield
@@ -124,9 +125,10 @@ class NoiseMeter:
                 handle.remove()
         found = [norms[index] for index in sorted(norms)]
         if not is_hooked:
-            # In an exact run a micro-batch's own gradient, else the first one's share of the step's.
+            # In an exact run a micro-batch's own gradient, otherwise the first micro-batch's share of the step's
+            # gradient.
             found = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
-        # The loss was multiplied by this (trainer/step.py), and perhaps by fp16's scale.
+        # The loss was multiplied by this factor (trainer/step.py), and perhaps by fp16's scale.
         share = batch.weight * self._averages_over / batch.slice.step_weight
         norm = torch.linalg.vector_norm(torch.stack(found)).float()
         step.parts.append((batch.weight, self._precision.unscaled(norm) / share))
@@ -135,8 +137,8 @@ class NoiseMeter:
         """Close the step.
 
         Args:
-            norm: The whole gradient's, before it was clipped.
-            stepped: False if the optimizer did not move, since gradients were no numbers.
+            norm: The norm of the complete gradient before clipping.
+            stepped: False if the optimizer step was skipped because gradients were not finite.
         """
         step, self._open = self._open, None
         if step is None or norm is None or not stepped:
@@ -145,7 +147,9 @@ class NoiseMeter:
         self._pending.append(step)
 
     def take(self) -> list[float]:
-        """What this process has measured since the last time, as many numbers as every other; waits for the device."""
+        """Return this process's measurements since the last call, the same number of values on each; waits for the
+        device.
+        """
         pending, self._pending = self._pending, []
         norms = [each for step in pending for each in (step.whole, *(norm for _, norm in step.parts))]
         if not norms:
@@ -159,7 +163,7 @@ class NoiseMeter:
         return told
 
     def fold(self, everyones: Sequence[Sequence[float]]) -> None:
-        """Average what all processes have measured; the same on each of them."""
+        """Average the measurements of all processes; the result is the same on each."""
         rows = [iter(each) for each in everyones]
         while (row := [list(islice(each, 4)) for each in rows])[0]:
             planned, entries, _, whole = row[0]
@@ -168,19 +172,19 @@ class NoiseMeter:
             pairs = [(each[at], each[at + 1]) for each in parts for at in range(0, len(each), 2) if each[at]]
             weight = math.fsum(samples for samples, _ in pairs)
             if weight and used:
-                # fsum: whoever holds a part, the sum has the same bits. The mean over the samples that were planned is
-                # smaller than that over those which could be read.
+                # fsum: the sum has the same bits on whichever process holds a part. A mean over the planned samples is
+                # smaller than one over the samples that could be read.
                 square = math.fsum(samples * norm * norm for samples, norm in pairs) / weight
                 if found := estimate(weight / len(pairs), square, used, (whole * planned / used) ** 2):
                     self.averages.add(found)
 
     def gather(self, collectives: Collectives) -> None:
-        """Average what is still pending, before the state is saved; a collective."""
+        """Average pending measurements before the state is saved; a collective."""
         if self._pending:
             self.fold(collectives.gather(self.take()))
 
     def for_record(self) -> dict[str, float | None]:
-        """Its entries in a step record."""
+        """Return its entries in a step record."""
         found = self.averages.noise_scale()
         return {
             "noise_scale": None if found is None else found.middle,
@@ -191,17 +195,17 @@ class NoiseMeter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages, the same on every process."""
+        """Return the averages, the same on every process."""
         return {"averages": self.averages.to_json(), "has_warned": self.has_warned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from saved averages."""
+        """Restore saved averages."""
         self.averages.load(state["averages"])
         self.has_warned = bool(state["has_warned"])
 
 
 def mean_weight(geometry: StepGeometry) -> float:
-    """What a sample of a run counts for on average: the noise scale is in that."""
+    """Return the mean weight of a sample of a run: the noise scale is in that unit."""
     weights = geometry.weights
     return 1.0 if weights is None else float(weights.mean())
 
@@ -209,16 +213,15 @@ def mean_weight(geometry: StepGeometry) -> float:
 def linear_rule_warning(
     noise: NoiseMeter, optimizer: Optimizer, plan: Plan, geometry: StepGeometry, *, step: int, position: int
 ) -> str | None:
-    """One sentence, once in a run, where a rate in proportion to the batch exceeds what the gradients' noise bears.
+    """Warn once per run if a learning rate scaled with the batch exceeds what the gradient noise supports.
 
-    Before the warm-up is over nothing is said: the noise scale is smallest at the beginning, which is what a warm-up
-    is for.
+    It does not warn before the warm-up ends: the noise scale is smallest at the beginning, which is why runs warm up.
 
     Args:
-        noise: What was measured.
-        optimizer: The recipe's section.
-        plan: The run's.
-        geometry: What samples count for.
+        noise: The measured noise.
+        optimizer: The recipe's optimizer section.
+        plan: The run's plan.
+        geometry: The weights of the samples.
         step: Optimizer steps taken.
         position: Global batches used up.
     """
