@@ -95,7 +95,7 @@ class Mirroring:
             since, mirror = self._patient_since, self._mirror
             if self._patience is None or since is None or self._is_idle():
                 return False
-        # A large upload that was restarted and makes progress may take longer than ``mirror_wait`` allows for failures.
+        # A large upload that was restarted and makes progress may take longer than the recipe allows for failures.
         since = max(since, since if mirror is None else mirror.moved_at)
         return time.monotonic() - since > self._patience.seconds
 

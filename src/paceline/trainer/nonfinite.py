@@ -1,4 +1,4 @@
-"""Keep values that are not finite out of the weights, the checkpoints and the result of a run."""
+"""Keep non-finite values out of the weights, the checkpoints and the result of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from paceline.trainer.step_stats import Results, Window
 
 _REMEDY = "lower optimizer.lr, lengthen schedule.warmup, or set optimizer.clip_norm"
 
-# How many times the first loss is more than a fluctuation, and below what part of it something was learned.
+# How large a multiple of the first loss is more than a fluctuation, and below what fraction of it something was
+# learned.
 _EXPLODED = 10
 _LEARNED = 0.9
 
@@ -32,9 +33,9 @@ class Culprit(NamedTuple):
     """A micro-batch with a non-finite loss.
 
     Attributes:
-        rank: The process that had it.
-        loss: What the loss was.
-        samples: The samples inside.
+        rank: The process that computed it.
+        loss: The loss value.
+        samples: Its samples.
     """
 
     rank: int
@@ -45,17 +46,17 @@ class Culprit(NamedTuple):
 class NonFiniteGuard:
     """Skips the optimizer step if any process's loss, or the clipping norm, is not finite.
 
-    The processes agree without an extra collective: the flag travels with the gradient reduction. On a CPU it is
-    read before the update. On a GPU that is to stop, the host reads it late and does not wait; meanwhile the fused
-    optimizers leave such an update out by themselves. fp16 is left to its loss scaling.
+    The processes agree without an extra collective: the flag travels with the gradient reduction. On a CPU it is read
+    before the update. On a GPU the host reads it late, without waiting; meanwhile the fused optimizers skip such an
+    update by themselves. fp16 relies on its loss scaling instead.
 
     Args:
-        train: What to do.
-        optimizer: What is held back.
-        network: Its buffers are put back when a step is left out: BatchNorm's statistics would not recover.
+        train: The recipe's training section, which says what to do.
+        optimizer: The optimizer whose step is skipped.
+        network: Its buffers are restored when a step is skipped: BatchNorm's statistics would not recover.
         device: Where the losses are.
         active: False where the loss scaling of fp16 decides.
-        late: What reads the flag late, if not one made for the device.
+        late: Reader of the delayed flag; by default one for the device.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class NonFiniteGuard:
             torch._foreach_copy_(self._before, self._buffers)
 
     def mark(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        """1 for a micro-batch whose loss is no number, else 0: on the loss's device, which is not waited for."""
-        # Without samples, since all were broken, a loss is a mean over nothing, of which nothing reaches the gradient.
+        """Return 1 for a micro-batch whose loss is not finite, else 0; on the loss's device, without waiting for it."""
+        # If all samples were unreadable, the loss is a mean over nothing and contributes nothing to the gradient.
         if not self._active or not len(batch.ids):
             return None
         loss = loss.detach()
@@ -100,10 +101,10 @@ class NonFiniteGuard:
         return self._marked(loss)
 
     def allows_step(self, found: torch.Tensor, clip_norm: torch.Tensor | None) -> bool:
-        """Whether the optimizer is to be called.
+        """Whether to call the optimizer.
 
         Args:
-            found: The marks of all processes added up, as the reduction gave them.
+            found: The sum of all processes' marks, from the reduction.
             clip_norm: The norm by which the gradient was clipped; the same on all processes.
         """
         if not self._active:
@@ -117,13 +118,13 @@ class NonFiniteGuard:
                 torch._foreach_copy_(self._buffers, self._before)
             return not self._found
         if all(group.get("fused") for group in self._optimizer.param_groups):
-            # torch's fused kernels read it on the device, as they do for the loss scaling that it was made for.
+            # torch's fused kernels read it on the device, as they do for loss scaling, for which it was made.
             self._optimizer.found_inf = (found > 0).float()  # type: ignore[attr-defined]
         self._late.cast(found)
         return True
 
     def report(self, collectives: Collectives, recorder: Recorder, last_good: str) -> None:
-        """Once the step is counted: write down what was found, and end the run if it is not to go on; all alike.
+        """After the step is counted, record what was found, and end the run if it must stop; the same on every process.
 
         Args:
             collectives: All processes.
@@ -131,7 +132,7 @@ class NonFiniteGuard:
             last_good: Names the newest checkpoint, in a sentence.
 
         Raises:
-            TrainingError: If the run is to stop, or too many steps were left out.
+            TrainingError: If the run is to stop, or too many steps were skipped.
         """
         late = self._active and not self._waits and any(self._late.agreed())
         if not self._found and not late:
@@ -151,7 +152,7 @@ class NonFiniteGuard:
             what += f" on rank {culprits[0].rank}" * (collectives.world.world_size > 1)
             samples = sorted({sample for each in culprits for sample in each.samples})
             details = {"ranks": sorted({each.rank for each in culprits}), "samples": samples}
-        # A step is named as it would have been counted.
+        # Name the step by the number it would have had.
         place = f"at step {progress.position - lag - progress.skipped + self._found}"
         recorder.incident(
             "nonfinite_loss" if culprits else "nonfinite_gradient",
@@ -168,14 +169,14 @@ class NonFiniteGuard:
             )
 
     def _hold_buffers(self) -> None:
-        """Bring back the tensors that hold the buffers, where a forward pass has put others in their place."""
+        """Restore the tensors that hold the buffers, where a forward pass has replaced them."""
         for place in self._places:
             put_back(*place)
 
     def _marked(self, value: torch.Tensor) -> torch.Tensor:
         if self._on_host:
             return self._clean if math.isfinite(value.item()) else self._spoiled
-        # Infinity times zero is no number either; two kernels, and no branch.
+        # Infinity times zero is nan too; this takes two kernels and no branch.
         return (value * 0).float().nan_to_num(1.0)
 
 
@@ -205,9 +206,9 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
         TrainingError: With what to change.
     """
     for weights, network in models.items():
-        # Of weights that are spread over processes, each looks at its own part, which may be empty.
+        # With sharded weights, each process checks its own shard, which may be empty.
         mine = ((name, getattr(p, "to_local", lambda p=p: p)().detach()) for name, p in network.named_parameters())
-        # Other buffers may hold infinity for good: masks, the ends of ranges.
+        # Other buffers may validly hold infinity: masks, the ends of ranges.
         kept = ((name, b) for name, b in network.named_buffers() if name.rpartition(".")[2].startswith("running_"))
         for kind, state in (("the weight", mine), ("the statistic", kept)):
             tensors = {name: each for name, each in state if each.is_floating_point() and each.numel()}
@@ -219,7 +220,9 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
 
 
 def check_results(task: Task, results: Results, recorder: Recorder) -> None:
-    """Note the first of the evaluations, up to this one, whose metrics are not finite; the run may recover."""
+    """Record the first of the consecutive evaluations, up to this one, whose metrics are not finite; the run may
+    recover.
+    """
     wrong = _wrong_metrics(task, results)
     progress = recorder.progress
     if wrong and progress.nonfinite_since is None:
@@ -229,7 +232,7 @@ def check_results(task: Task, results: Results, recorder: Recorder) -> None:
 
 
 def check_outcome(task: Task, recorder: Recorder, last_good: str) -> None:
-    """Refuse to call a run completed whose last evaluation is not finite, or that never changed its weights.
+    """Refuse to mark a run as completed if its last evaluation is not finite, or if its weights never changed.
 
     Raises:
         TrainingError: With what to change.
@@ -249,12 +252,12 @@ def divergence(window: Window, results: Results) -> str:
 
     Args:
         window: The run's training losses.
-        results: Those of its last evaluation.
+        results: The results of its last evaluation.
     """
     first, last, worst = window.first_loss, window.last_loss, window.worst_loss
     if first is None or last is None:
         return ""
-    # A loss below one nat has not exploded, however small the first was.
+    # A loss below one nat has not diverged, however small the first loss was.
     most = _EXPLODED * max(first, 1.0)
     said = f"the run diverged: its training loss began at {first:.4g}, rose to {worst:.4g} and ended at {last:.4g}"
     if last > most or (worst > most and last > _LEARNED * first):
@@ -265,7 +268,7 @@ def divergence(window: Window, results: Results) -> str:
 
 
 def _failed(incident: str, what: str, recorder: Recorder, last_good: str) -> TrainingError:
-    """Record what ends the run, and return the error to raise."""
+    """Record the error that ends the run, and return it to be raised."""
     recorder.incident(incident, f"{what}; the run ends.")
     recorder.flush()
     return TrainingError(f"{what}; {_REMEDY}. {last_good}")
@@ -283,7 +286,7 @@ def _wrong_metrics(task: Task, results: Results) -> str:
 def not_finite(task: Task, metrics: Mapping[str, float]) -> tuple[str, ...]:
     """Return the names of the metrics that are infinite or nan.
 
-    A collected metric may be nan, which says that it is undefined: the area under a curve of one class only.
+    A collected metric may be nan, which means that it is undefined: the area under a curve of one class only.
     """
     collected = {metric.name for metric in task.measured if metric.is_collected}
     return tuple(

@@ -11,14 +11,15 @@ import torch
 from paceline.errors import TrainingError
 from paceline.recipe.training import GradScaler
 
-# Below it every gradient that fp16 could hold is lost: the overflow is in the forward pass, and nothing is learned.
+# Below this scale every gradient that fp16 can hold is lost: the overflow is in the forward pass, and nothing is
+# learned.
 _USELESS_SCALE = 2.0**-24
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class Precision:
-    """Autocast and loss scaling behind four verbs, so that the step has no branches for them.
+    """Autocast and loss scaling behind four methods, so that the training step needs no branches for them.
 
     Weights, optimizer state and the moving average stay fp32. fp16 scales the loss; a step whose gradients overflow is
     skipped, and reading that flag is the only host-device synchronisation of an fp16 step.
@@ -35,23 +36,23 @@ class Precision:
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
-        """Context around forward passes with the same weights: those that are cast are cast once, not in each pass.
+        """Context around forward passes with the same weights: each weight is cast once, not in every pass.
 
-        Autocast forgets them when its outermost context ends, and one that casts nothing counts as such.
+        Autocast clears this cache when its outermost context ends, even if that context casts nothing.
         """
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, enabled=False)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward pass of the (scaled) loss."""
+        """Run the backward pass of the (scaled) loss."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch
 
     def unscaled(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of a gradient of this step, at its true size, before :meth:`unscale` brought gradients there."""
-        # What the scaler multiplies a one by is the scale, on its device: nobody waits for it.
+        """Return the true norm of a gradient of this step, before :meth:`unscale` has scaled gradients back."""
+        # The scaler times one is the scale, on its device: nothing waits for it.
         return norm if self.scaler is None else norm / self.scaler.scale(torch.ones_like(norm))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring gradients to their true size, before they are measured or clipped."""
+        """Scale gradients back to their true size, before they are measured or clipped."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
@@ -82,7 +83,7 @@ class Precision:
 
 
 def set_float32_matmul(name: str) -> None:
-    """Choose how exactly this process multiplies fp32 numbers; ``default`` changes nothing."""
+    """Set the fp32 matrix multiplication precision of this process; ``default`` changes nothing."""
     if name == "default":
         return
     torch.set_float32_matmul_precision(name)

@@ -1,7 +1,7 @@
 """Prepare a run before its processes meet: task, plan, network, batches.
 
-Everything that a recipe can get wrong is found here, on every process alike, before a process group forms and
-before the run directory is touched.
+Every mistake in a recipe is found here, on every process alike, before a process group forms and before the run
+directory is touched.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def find_host_limits(
     """Compare the needs of loader processes with this machine.
 
     Args:
-        data: Facts of the data; nothing is found of tasks that do not say how they load their samples.
-        recipe: The run's.
+        data: Facts of the data; there are no findings for tasks that do not describe how they load samples.
+        recipe: The run's recipe.
         processes: Processes on this machine.
-        scored: Images of a batch that is scored.
-        trained: Images of a batch that is trained on.
+        scored: Images of an evaluation batch.
+        trained: Images of a training batch.
     """
     names = ("workers", "channels", "image_size", "evaluation_size")
     known = {name: data[name] for name in names if isinstance(data.get(name), int)}
-    # DALI's workers are threads, and what is in memory has none.
+    # DALI's workers are threads, and in-memory data has no workers.
     if data.get("backend") != "pytorch" or len(known) < len(names):
         return Findings()
     ratio = LARGEST_RATIO if "evaluation_shapes" in data else 1
@@ -81,12 +81,12 @@ def find_host_limits(
 
 
 def find_limits_of_plan(plan: Plan, recipe: Recipe) -> Findings:
-    """The same of a run."""
+    """Do the same for a run."""
     scored = plan.evaluation_batch_size if plan.evaluates else 0
     return find_host_limits(plan.data, recipe, plan.local_world_size, trained=plan.micro_batch_size, scored=scored)
 
 
-# Of one process: four terabytes of weights, more than any device holds.
+# For one process: four terabytes of weights, more than any device holds.
 _MOST_PARAMETERS = 10**12
 
 
@@ -105,18 +105,18 @@ class Prepared:
     cores: OwnCores | None = None
     notices: tuple[str, ...] = ()
     first_values: FirstValues | None = None
-    """Of a network without numbers, of which each process will hold a part; None for a whole one."""
+    """Values for a network without values, which is sharded over processes; None for a complete one."""
 
 
 def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     """Resolve device and plan, build the network and open the data.
 
     Raises:
-        PacelineError: For every mistake that can be known before training.
+        PacelineError: For every mistake that can be detected before training.
     """
     if recipe.train.deterministic or recipe.parallel.exact:
         reserve_deterministic_workspace()
-    # A task may have another usual loss than recipes.
+    # A task may have a default loss other than the recipe's.
     recipe = replace(recipe, train=replace(recipe.train, loss=task.recipe.train.loss))
     device = choose_device(recipe.parallel.device, world)
     check_trackers(recipe.telemetry.trackers)
@@ -126,10 +126,10 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     limits = find_limits_of_plan(plan, recipe)
     if limits.refusal:
         raise DataError(limits.refusal)
-    bind(cores)  # before loader processes and threads are begun, which inherit it
+    bind(cores)  # before loader processes and threads are started, which inherit it
     torch.set_num_threads(plan.threads_per_process)
     if recipe.train.deterministic or (recipe.parallel.exact and device.type != "cpu"):
-        # Only when asked: the call imports torch's compiler, which takes seconds.
+        # Only when requested: the call imports torch's compiler, which takes seconds.
         torch.use_deterministic_algorithms(mode=True)
     elif device.type == "cuda":
         # Let cuDNN measure which of its kernels is fastest for these shapes, as every reference trainer does.
@@ -166,10 +166,10 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
 
 
 def geometry_of(recipe: Recipe, plan: Plan, task: Task) -> StepGeometry:
-    """Which samples every step of a run uses, and what they weigh.
+    """Return which samples each step of a run uses, and their weights.
 
     Raises:
-        DataError: If one counts for nothing: a step of such would have no mean loss.
+        DataError: If a sample has weight zero: a step of such samples would have no mean loss.
     """
     classes, weights = task.sample_classes(), task.sample_weights()
     if weights is not None and len(weights) and int(weights.min()) < 1:
@@ -200,14 +200,14 @@ Planner = Callable[..., Plan]
 
 
 def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Planner:
-    """Ask a task for its facts and return what makes plans with them, so that the data are opened once.
+    """Get a task's facts and return a function that makes plans with them, so that the data are opened once.
 
     Raises:
         PacelineError: If the data cannot be used, or the task does not measure what the recipe asks for.
     """
     check_used_by(task)
     data = task.data_facts(world)
-    # The class is part of what a run is: weights of one task are not another's.
+    # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _about_classes(task, data)
     _check_named_metrics(task)
@@ -226,7 +226,7 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
 
 
 def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts]:
-    """The plan's facts of a task's classes, and those of the data with what is to be said of their weights."""
+    """Return the plan's facts of a task's classes and of the data, with a notice about class weights."""
     labels = task.sample_classes()
     unused: dict[str, str] = {}
     reasons: dict[str, str] = {}
@@ -250,10 +250,10 @@ def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFac
 
 
 def draws_of(task: Task) -> ClassDraws | None:
-    """How a task's samples are drawn, if not each once: each image once, however often it is repeated.
+    """Return how a task's samples are drawn, if not each once; repeats of an image count as one.
 
     Raises:
-        RecipeError: If they are to be drawn by class and by data set, or a set has no share of an epoch.
+        RecipeError: If the recipe draws them both by class and by data set, or a set has no share of an epoch.
     """
     classes, sets, data = task.sample_classes(), task.sample_sets(), task.recipe.data
     weights = task.weights_by_class("data.sampling")
@@ -273,17 +273,17 @@ def draws_of(task: Task) -> ClassDraws | None:
 
 
 def plan_run(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> Plan:
-    """The plan of a recipe on its data, before its network is known."""
+    """Return the plan of a recipe on its data, before its network is known."""
     return planner(recipe, task, machine, world)()
 
 
 def headline_of(task: Task) -> Metric:
-    """The main metric; a user's task may lack the one that its parent names."""
+    """Return the main metric; a custom task may lack the one that its parent names."""
     return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
 
 
 def _check_named_metrics(task: Task) -> None:
-    """Refuse metrics that the recipe names and the task cannot give the scores for, or that have names of its own."""
+    """Refuse metrics that the task cannot compute scores for, or whose names clash with its own."""
     asked = task.recipe.evaluate.metrics
     if asked and not task.gives_scores:
         raise RecipeError(
@@ -299,7 +299,7 @@ def _check_named_metrics(task: Task) -> None:
 
 
 def best_metric(task: Task) -> Metric:
-    """The metric that decides which evaluation is best.
+    """Return the metric that decides which evaluation is best.
 
     Raises:
         RecipeError: If the task does not measure the requested one.
@@ -309,15 +309,15 @@ def best_metric(task: Task) -> Metric:
 
 
 def find_metric(task: Task, name: str, asked: str) -> Metric:
-    """The metric of this name that a task measures, once it knows its data (:meth:`Task.data_facts`).
+    """Return a task's metric of this name, once the task knows its data (:meth:`Task.data_facts`).
 
     Args:
-        task: The run's.
-        name: The metric's.
-        asked: What asks for it, for the message.
+        task: The run's task.
+        name: Name of the metric.
+        asked: The setting that requests it, for the message.
 
     Raises:
-        RecipeError: If there is none.
+        RecipeError: If the task has no such metric.
     """
     known = {metric.name: metric for metric in task.measured}
     if name not in known:
@@ -328,22 +328,24 @@ def find_metric(task: Task, name: str, asked: str) -> Metric:
 
 
 def without_initial_weights(recipe: Recipe) -> Recipe:
-    """The recipe of weights that come from elsewhere, a checkpoint say: those it begins with may be out of reach."""
+    """Return the recipe without initial weights, for weights from elsewhere such as a checkpoint; the initial ones may
+    be out of reach.
+    """
     return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
 
 
 def without_mirror(recipe: Recipe) -> Recipe:
-    """The recipe of a run that is only tried, and of which nothing is to be copied anywhere."""
+    """Return the recipe for a trial run, without a mirror."""
     return replace(recipe, checkpoint=replace(recipe.checkpoint, mirror=None))
 
 
 def _build(
     recipe: Recipe, task: Task, placement: Placement, make_plan: Planner
 ) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
-    """The network, whole or, where each process is to hold a part of it, without numbers; and what is to be said."""
+    """Return the network, and notices: complete or, if it will be sharded, without values."""
     plan = make_plan()
-    # A plan that knows no network yet may come to weights that are spread over processes. On a CPU processes share the
-    # host's memory, and `auto` takes replicas unless they are very large.
+    # A plan made before the network is known may turn out to shard the weights. On a CPU processes share the host's
+    # memory, and `auto` uses replicas unless they are very large.
     is_open = plan.strategy == "ddp" and recipe.parallel.strategy == "auto" and plan.device == "cuda"
     if plan.strategy != "fsdp" and not is_open:
         return *build_network(recipe, task, placement), None
@@ -360,10 +362,10 @@ def _build(
 
 
 def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Module:
-    """The network that a run would train, with its frozen parts, adapters and recomputed blocks; no numbers in it.
+    """Return the network that a run would train, with frozen parts, adapters and recomputed blocks, but without values.
 
     Raises:
-        PacelineError: If the recipe names none, or one that cannot be built.
+        PacelineError: If the recipe names no network, or one that cannot be built.
     """
     try:
         with torch.device("meta"):
@@ -371,8 +373,8 @@ def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Modul
     except PacelineError:
         raise
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
-        # A constructor that looks at the numbers it has drawn. Real ones then: as much memory as the weights, for a
-        # moment.
+        # The constructor reads the values it has drawn. Use real ones then, which briefly takes as much memory as the
+        # weights.
         network = _built(recipe, task)
     return lay_out(network.to("meta"), channels_last=channels_last)
 
@@ -384,12 +386,12 @@ def _built(recipe: Recipe, task: Task) -> nn.Module:
 
 
 def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, FirstValues]:
-    """The network as every process will have it, but without numbers, and what gives them to it.
+    """Return the network as every process will have it, but without values, and the function that supplies them.
 
-    Its first values are those of the whole network with the same seed, to the bit.
+    Its initial values are bit-identical to those of the complete network with the same seed.
 
     Raises:
-        NotDeferrableError: If it has to be built whole; says why.
+        NotDeferrableError: If it has to be built with values; states why.
         PacelineError: For a mistake in the recipe.
     """
     for key in ("initialize_from", "pretrained"):
@@ -410,12 +412,12 @@ def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Mo
 
 
 def numbers_of(network: nn.Module) -> ParameterNumbers:
-    """How many parameters it has."""
+    """Return the number of parameters."""
     return ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
 
 
 def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.Module, tuple[str, ...]]:
-    """The network with its first weights, on the device, the same on every rank; and notices about them."""
+    """Return the network with its initial weights on the device, the same on every rank, and notices about them."""
     torch.manual_seed(recipe.seed)
     network = task.build_model()
     task.check_network(network)
@@ -429,7 +431,7 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
 
 
 def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
-    """Take the weights of ``model.initialize_from``, if there is one; returns notices about them.
+    """Load the weights of ``model.initialize_from``, if set; returns notices about them.
 
     Raises:
         PacelineError: If they are missing, unreadable or do not fit.
@@ -458,11 +460,11 @@ def place(network: nn.Module, placement: Placement) -> nn.Module:
 
 
 def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan:
-    """The plan of a run whose network is known.
+    """Return the plan of a run whose network is known.
 
     Raises:
         ModelError: If the network cannot be trained as the recipe asks.
-        RecipeError: If its state is to be spread over processes, and the rest of the recipe does not go with that.
+        RecipeError: If its state is to be sharded over processes, and the rest of the recipe does not support that.
     """
     check_backend(recipe.model)
     before = make_plan()
@@ -504,7 +506,9 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
 
 
 def _is_depthwise(network: nn.Module) -> bool:
-    """What makes fp32 the faster precision on CPUs, measured by benchmarks/precision_families.py."""
+    """Return the conditions under which fp32 is the faster precision on CPUs, measured by
+    benchmarks/precision_families.py.
+    """
     modules = list(network.modules())
     wide = [each for each in modules if isinstance(each, nn.Conv2d) and max(each.kernel_size) > 1]
     depthwise = sum(each.groups == each.in_channels > 1 for each in wide)
@@ -512,7 +516,7 @@ def _is_depthwise(network: nn.Module) -> bool:
 
 
 def _check_single_samples(prepared: Prepared) -> None:
-    """Find out before training whether BatchNorm can take a single sample, if a micro-batch will bring one.
+    """Check before training that BatchNorm accepts a single sample, if some micro-batch will have just one.
 
     Raises:
         RecipeError: If it cannot.
@@ -521,7 +525,7 @@ def _check_single_samples(prepared: Prepared) -> None:
     normalised = any(isinstance(each, _NormBase) for each in prepared.network.modules())
     if not normalised or geometry.smallest_part(plan.total_steps) > 1:
         return
-    # The run's first sample by itself, as training shows it: augmented, and of the first size.
+    # The run's first sample alone, as in training: augmented, and of the first size.
     alone = replace(geometry, global_batch_size=1, logical_ranks=1, growth=(), repeats=1, balanced=False)
     [sample] = prepared.pipeline.train_batches(alone, 0, 1, World())
     if not len(sample.ids):  # it could not be read
@@ -531,7 +535,7 @@ def _check_single_samples(prepared: Prepared) -> None:
         with torch.no_grad():
             prepared.task.loss(trial, sample)
     except ValueError as error:
-        # The step that has the smallest micro-batches is an epoch's last, or any.
+        # An epoch's last step has the smallest micro-batches, if any step does.
         epochs = plan.epochs
         steps = [(epochs.last_step_samples(p), p.logical_ranks) for p in epochs.finished_phases(plan.total_steps)]
         steps += [(phase.global_batch_size, phase.logical_ranks) for phase in epochs.phases]

@@ -26,14 +26,14 @@ from torch.backends import cuda
 
 from paceline.world import STOP_SIGNALS
 
-# A launcher and a terminal may both deliver one request; a second one counts only after this.
+# A launcher and a terminal may both deliver one request; a second signal counts only after this many seconds.
 _SAME_REQUEST_SECONDS = 1.0
 
 
 class StopRequest:
-    """Listens for stop signals while it is entered; a second signal ends the process at once.
+    """Context that listens for stop signals; a second signal ends the process at once.
 
-    Ending at once is safe at any moment: a checkpoint is whole or invisible.
+    Ending at once is safe at any moment: a checkpoint is complete or invisible.
     """
 
     def __init__(self) -> None:
@@ -66,24 +66,24 @@ class StopRequest:
             os._exit(128 + number)
 
 
-# Of <malloc.h>, for mallopt: when freed memory is returned; from which size on, and how many, blocks may be mapped each
-# by itself.
+# Constants of <malloc.h> for mallopt: when freed memory is returned, from which size blocks may be mapped separately,
+# and how many.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _NEVER, _NO_BLOCKS = -1, 0
-# What the library comes to by itself when large blocks are freed, and how many it maps unless told otherwise.
+# The values that the library reaches by itself when large blocks are freed, and its default number of mapped blocks.
 _USUAL = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20, _MMAP_MAX: 65_536}
-# Whoever has chosen for the process itself keeps what was chosen: the library's settings, or another allocator.
+# Keep what the user has chosen for the process: the library's settings, or another allocator.
 _MALLOC_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
 _SAYING = ("LD_PRELOAD", "GLIBC_TUNABLES")
-_keeping: list[torch.device] = []  # of runs within runs, all that keep it: the last to end gives it back
+_keeping: list[torch.device] = []  # of nested runs, all that keep freed memory: the last to end releases it
 
 
 @contextlib.contextmanager
 def keep_freed_memory(device: torch.device, environment: Mapping[str, str] = os.environ) -> Iterator[bool]:
     """Keep freed memory in the process until the end, then release it; returns whether it is kept.
 
-    It changes no number. Nothing is done on other devices, with another C library than GNU's, or where the
-    environment says how memory is to be had.
+    It does not change any result. It does nothing on other devices, with a C library other than GNU's, or if the
+    environment configures the allocator.
 
     Args:
         device: Where the network is.
@@ -140,7 +140,7 @@ def _set_autocast(device: str, state: tuple[bool, torch.dtype]) -> None:
 _OF_TORCH: tuple[Setting, ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_default_dtype, torch.set_default_dtype),
-    # The CPU is what holds where nothing was set.
+    # The CPU's precision applies where nothing was set.
     (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
     (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
@@ -148,8 +148,8 @@ _OF_TORCH: tuple[Setting, ...] = (
     ),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    # Torch has an old and a new name for precisions. The old ones come first, as they set the new ones too; of the new
-    # ones the general before the particular, which takes its value where it has none of its own.
+    # Torch has old and new names for precisions. Set the old ones first, since they set the new ones too; of the new
+    # ones set the general before the specific, which inherits if it has no value.
     *_of_torch(
         """
         utils.deterministic.fill_uninitialized_memory
@@ -178,7 +178,7 @@ _OF_THE_PROCESS: tuple[Setting, ...] = (
 
 
 def _read(read: Callable[[], Any]) -> Any:
-    """The value of a setting; None where torch refuses to tell, as an old and a new name of it say two things."""
+    """Return the value of a setting; None if torch refuses to read it because its old and new names disagree."""
     try:
         return read()
     except RuntimeError:
@@ -187,9 +187,9 @@ def _read(read: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def restore_torch_settings(*more: Setting) -> Iterator[None]:
-    """Put back, also after an error, every setting of torch that a run may change; a command ends after it."""
+    """Restore, also after an error, every torch setting that a run may change; for a command that ends afterwards."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's old names, which are all that some of its versions have
+        warnings.simplefilter("ignore")  # torch's old names, which are the only ones in some versions
         before = [(read, write, _read(read)) for read, write in (*_OF_TORCH, *more)]
     try:
         yield
@@ -197,14 +197,14 @@ def restore_torch_settings(*more: Setting) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for read, write, value in before:
-                # Only what is otherwise: to set some of them takes long, as it imports torch's compiler.
+                # Set only what differs: some of them are slow to set, because that imports torch's compiler.
                 if value is not None and _read(read) != value:
                     write(value)
 
 
 @contextlib.contextmanager
 def restore_globals(device: str | None = None) -> Iterator[None]:
-    """Give back, also after an error, every state that a run or the code it calls may have drawn from or set.
+    """Restore, also after an error, all global state that a run or the code it calls may have used or changed.
 
     These are the settings of torch, NumPy and the process, and the random states.
 
@@ -217,18 +217,18 @@ def restore_globals(device: str | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restore_random_states(device: str | None) -> Iterator[None]:
-    """Give back, also after an error, the random states of torch (those of its devices too), Python and NumPy.
+    """Restore, also after an error, the random states of torch (those of its devices too), Python and NumPy.
 
     Args:
-        device: ``parallel.device`` of the recipe that is about to run; the random states of devices that it cannot mean
-            are left alone. None if nothing will: then those of devices that are in use count.
+        device: ``parallel.device`` of the recipe that is about to run; the random states of other devices are left
+            alone. None if no recipe will run: then devices in use are restored.
     """
     python = random.getstate()
     numpy = np.random.get_state()  # noqa: NPY002  # the caller's global state, which newer generators have none of
     states = [(torch.set_rng_state, torch.get_rng_state())]
     for kind in ("cuda", "xpu"):
         module = torch.get_device_module(kind)
-        # A run would use the device, so that asking it for its state begins nothing that would not be begun.
+        # A run would use the device anyway, so reading its state initialises nothing extra.
         if module.is_initialized() if device is None else device in ("auto", kind) and module.is_available():
             states.append((module.set_rng_state_all, module.get_rng_state_all()))
     if device in (None, "auto", "mps") and torch.backends.mps.is_available():

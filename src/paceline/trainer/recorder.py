@@ -16,8 +16,8 @@ from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.step_stats import Progress
 
-# The slowest process shows in the parts of the step in which nobody waits; in an exchange the others wait for it.
-# In these all wait for one another, and one of them writes.
+# The slowest process shows in the parts of the step without waiting; in an exchange the others wait for it. In the
+# parts below all wait for one another, and one of them writes.
 _SHARED = ("communication", "logging")
 _OWN = tuple(index for index, phase in enumerate(PHASES) if phase not in _SHARED)
 
@@ -27,12 +27,12 @@ ALARMING_RECORDS = 3
 
 @dataclass(frozen=True)
 class Slowest:
-    """The process whose own work took longest since the last record.
+    """The process with the most work time since the last record.
 
     Attributes:
-        rank: Its number.
+        rank: Its rank.
         phase: Where it exceeds the others most.
-        factor: Its seconds per step in work of its own, over the median of the others'.
+        factor: Its work seconds per step, relative to the median of the others.
     """
 
     rank: int
@@ -45,11 +45,11 @@ def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str
 
     Args:
         seconds: By rank and phase.
-        waits_in: Phases in which processes wait for one another, because they exchange gradients or weights there.
-            Of these the shortest one counts for all, since who comes last does not wait.
+        waits_in: Phases in which processes wait for one another, because they exchange gradients or weights there. The
+            shortest of these times counts for all, since the last to arrive does not wait.
 
     Returns:
-        None for a single process, and where nothing was measured.
+        None for a single process, or if nothing was measured.
     """
     if len(seconds) < 2:
         return None
@@ -67,7 +67,7 @@ def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str
 
 
 def over_ranks(seconds: Sequence[Sequence[float]], *, untold: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """How much the processes differ: for each phase the least, the middle and the most seconds, and whose these are.
+    """Return how much the processes differ: minimum, median and maximum seconds of each phase, with their ranks.
 
     Args:
         seconds: By rank and phase, as for :func:`find_slowest`.
@@ -100,7 +100,7 @@ class SlowRanks:
         return True
 
 
-# How long the end of a run waits for its trackers, all of them together.
+# How long the end of a run waits for its trackers, in total.
 _PATIENCE_SECONDS = 30.0
 _PATIENCE_WHEN_STOPPED_SECONDS = 10.0
 _PATIENCE_AFTER_FAILURE_SECONDS = 2.0
@@ -111,13 +111,13 @@ class Recorder:
 
     Args:
         writer: Appends to the run's events; None on other ranks.
-        ledger: The numbers of the samples that this rank has used.
+        ledger: The indices of the samples that this rank has used.
         trackers: Other places for the events.
         display: Shows them.
         progress: The run's position when an incident is written.
 
     Attributes:
-        slow_ranks: Ranks that the others had to wait for, up to now.
+        slow_ranks: Ranks that the others had to wait for so far.
         keeps_answers: Whether the answers of evaluations can still be kept.
     """
 
@@ -142,7 +142,7 @@ class Recorder:
         self.write(IncidentEvent(**self.progress.here, incident=incident, message=message, details=details or {}))
 
     def write(self, event: Event) -> None:
-        """Write one event everywhere."""
+        """Write one event to all destinations."""
         if self._writer is None:
             return
         document = event.to_json()
@@ -150,10 +150,10 @@ class Recorder:
             self._append(document)
             self._track(event, [tracker.write(document) for tracker in self._trackers])
             return
-        # What comes of the trackers' last records is part of the run's; the end stays the last of them.
+        # Incidents of the trackers' last records belong to the run; the end event stays the last one.
         self._track(event, [tracker.write(document) for tracker in self._trackers])
-        # A failed run's processes are ended soon, a stopped one's after its job's grace period; and the summary is
-        # still to be written.
+        # A failed run's processes are ended soon, and a stopped run's after its job's grace period; the summary must
+        # still be written.
         patience = {"failed": _PATIENCE_AFTER_FAILURE_SECONDS, "stopped": _PATIENCE_WHEN_STOPPED_SECONDS}
         deadline = time.monotonic() + patience.get(event.status, _PATIENCE_SECONDS)
         self._track(event, [tracker.close(deadline - time.monotonic()) for tracker in self._trackers])
@@ -165,7 +165,7 @@ class Recorder:
         self._display.record(document)
 
     def _track(self, event: Event, said: list[str]) -> None:
-        """Record what is to be told of the trackers, in their order."""
+        """Record the trackers' incidents, in order."""
         for tracker, message in zip(self._trackers, said, strict=True):
             if message:
                 here: dict[str, Any] = {"step": event.step, "position": event.position}
@@ -179,10 +179,10 @@ class Recorder:
             self._writer.flush(durable=durable)
 
     def close(self) -> None:
-        """Close all files, each whatever the others do."""
+        """Close all files, even if closing one fails."""
         with contextlib.ExitStack() as files:
             for tracker in self._trackers:
-                files.callback(tracker.close, _PATIENCE_AFTER_FAILURE_SECONDS)  # which no `finish` has closed
+                files.callback(tracker.close, _PATIENCE_AFTER_FAILURE_SECONDS)  # not closed by `finish`
             files.callback(self._ledger.close)
             if self._writer is not None:
                 files.callback(self._writer.close)

@@ -1,6 +1,7 @@
 """The parts of a run while it trains, on one process.
 
-Only the course of a run knows this class: loop, step, warm-up, saving and records. Components take what they use.
+Only the modules that drive a run use this class: loop, step, warm-up, saving and records. Components receive what they
+need.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ from paceline.world import World
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything one process holds of a run. The plan rules; what changes lies in :attr:`components`.
+    """The parts of a run on one process. The plan is authoritative; mutable state is in :attr:`components`.
 
     Attributes:
         network: The bare network; what the optimizer, checkpoints and digests see.
-        scored: What evaluation calls, by set of weights: the network and its average, compiled if asked.
-        compiled: Of these, the compiled ones.
+        scored: Networks that evaluation calls, by set of weights: the network and its average, compiled if requested.
+        compiled: The compiled ones among these.
         strategy: Holds the network as the step calls it, compiled and wrapped.
-        components: What a checkpoint holds, by name.
-        writer: Writes checkpoints, on the first rank, or its part of them.
-        cadence: Knows when one is due by the clock.
-        identity: Of this run among all others.
+        components: The contents of a checkpoint, by name.
+        writer: Writes checkpoints: complete ones on the first rank, or this rank's shards.
+        cadence: Decides when a checkpoint is due by time.
+        identity: Unique identity of this run.
         saved_position: Position of the newest checkpoint; -1 before the first.
-        saved_name: Its folder; empty before the first.
-        file_metadata: What each weights file says about itself.
-        mirroring: Copies checkpoints to an address, on the first rank; None if the recipe asks for no copy.
-        utilisation: What the throughput is compared with; None where the device is not known, and on other ranks.
+        saved_name: Its directory name; empty before the first.
+        file_metadata: Metadata written into each weights file.
+        mirroring: Copies checkpoints to an address, on the first rank; None without ``checkpoint.mirror``.
+        utilisation: Reference for the throughput; None for an unknown device, and on other ranks.
     """
 
     recipe: Recipe
@@ -118,63 +119,63 @@ class Run:
     def begin_step(self) -> None:
         """Notify all followers that a step starts."""
         self.guard.begin_step()
-        self.task.take_logged()  # what passes before the first step, or an evaluation, may have left
+        self.task.take_logged()  # left over from before the first step, or from an evaluation
         self.heartbeat.begin_step(self.progress.position + 1)
         self.freeze_schedule.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
 
     def backward(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Backward pass of a micro-batch; its gradient is looked at on the way if that is due."""
+        """Run the backward pass of a micro-batch; its gradient is measured if due."""
         with self.noise.watching(batch):
             self.precision.backward(loss)
 
     def control_flags(self) -> ControlFlags:
-        """What this process votes for: a stop, if it was asked to or cannot write checkpoints any more, and a save."""
+        """Return this process's flags: stop, if requested or if checkpoints can no longer be written, and save."""
         stop = self.stop.requested or self.writer.has_failed or bool(self.callbacks.stopped_by)
         stop = stop or (self.mirroring is not None and self.mirroring.has_failed)
         return ControlFlags(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 
     @property
     def checkpoints(self) -> CheckpointStore:
-        """The run's checkpoints on the disk."""
+        """The run's checkpoints on disk."""
         return CheckpointStore(self.directory.checkpoints)
 
     @property
     def load(self) -> StepLoad | None:
-        """What the step just done had the processes compute; None where samples have no lengths."""
+        """Amount of computation of the last step, over all processes; None if samples have no lengths."""
         return self.geometry.load(self.progress.position - 1, self.world.world_size)
 
     @property
     def timed_pipeline(self) -> TimedPipeline | None:
-        """The pipeline, if it tells when it brings batches to the device."""
+        """The pipeline, if it reports when it moves batches to the device."""
         return as_timed(self.pipeline)
 
     @property
     def untold(self) -> frozenset[str]:
-        """Phases whose time cannot be told from others' here."""
+        """Phases whose time cannot be separated from others here."""
         parts = {"communication": self.strategy.tells_communication, "h2d": self.timed_pipeline is not None}
         return frozenset(phase for phase, is_told in parts.items() if not is_told)
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may use up its samples without moving the weights, and the run goes on."""
+        """Whether a step may use up its samples without changing the weights, while the run continues."""
         return self.precision.scaler is not None or self.guard.skips
 
     def span(
         self, phase: str, *, meets: bool = False, samples: SampleIds = NO_SAMPLES
     ) -> AbstractContextManager[None, None]:
-        """Around a phase of a step: it is timed, and the watchdog knows of it.
+        """Context around a phase of a step: times it and reports it to the watchdog.
 
         Args:
-            phase: One of the clock's.
+            phase: One of the clock's phases.
             meets: Whether the processes wait for one another inside.
-            samples: What is in hand then.
+            samples: The samples being processed.
         """
         self.heartbeat.enter(phase, last=meets, samples=samples)
         return self.clock.span(phase)
 
     def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
-        """Share of the devices' peak that a throughput reaches, as records have it; empty where it is not known."""
+        """Return the fraction of the devices' peak that a throughput reaches, as recorded; empty if unknown."""
         return {} if self.utilisation is None else self.utilisation.for_record(samples_per_second)
 
     def models(self) -> dict[str, nn.Module]:
@@ -182,17 +183,17 @@ class Run:
         return {"model": self.network} | ({} if self.ema is None else {"ema": self.ema.module})
 
     def due(self, occasion: Occasion, *, ahead: int = 0) -> bool:
-        """Whether something done now and then, and at the end, is due now (or ``ahead`` steps later)."""
+        """Whether something done periodically and at the end is due now (or ``ahead`` steps later)."""
         return self.plan.is_due(occasion, self.progress.position + ahead)
 
     def checkpoint_due(self, agreed: ControlFlags) -> bool:
-        """Whether to save here: so many steps are done, it is time, or the last evaluation was the best so far."""
-        # A vote that is read late is still heard after the save that it asked for.
+        """Whether to save now: by step count, by time, or because the last evaluation was the best so far."""
+        # A flag that is read late still applies after the save that it requested.
         is_news = self.saved_position < 0 or self.progress.position - self.saved_position > VOTE_LAG
         return self.due("checkpoint") or (agreed.save and is_news) or self.found_best()
 
     def ending(self, agreed: ControlFlags) -> str:
-        """Why the run ends here, or an empty string; the same on all processes."""
+        """Return why the run ends here, or an empty string; the same on all processes."""
         if self.progress.position >= self.plan.total_steps:
             return "duration"
         if self.plan.until_step is not None and self.progress.position >= self.plan.until_step:
@@ -203,13 +204,13 @@ class Run:
         return "signal" if agreed.stop else ""
 
     def found_best(self) -> bool:
-        """Whether an evaluation at this very step was the best so far and is to be kept."""
+        """Whether an evaluation at exactly this step was the best so far and is to be kept."""
         best = self.progress.best
         return self.recipe.checkpoint.keep_best and bool(best) and best["position"] == self.progress.position
 
     @property
     def last_good(self) -> str:
-        """Names the newest checkpoint, in a sentence; what is not finite is never saved."""
+        """Name the newest checkpoint in a sentence; non-finite state is never saved."""
         if not self.saved_name:
             return "No checkpoint was saved before."
         return f"The last good checkpoint is {self.directory.checkpoints / self.saved_name}."

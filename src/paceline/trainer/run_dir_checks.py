@@ -36,7 +36,7 @@ from paceline.telemetry.trackers import TRACKERS
 def check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:
     """Check that all processes see the same directory: the first one writes a token that all read.
 
-    A network's file system may take its time to show what another host has made.
+    A network file system may take time to show files that another host has created.
 
     Raises:
         LaunchError: On every process, naming the first that does not see it.
@@ -68,7 +68,7 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
 
 
 def _word() -> str:
-    """Say who holds the lock, with a word that is new each time: an older one may have been copied along."""
+    """Write the lock's owner, with a token that is new each time: an older file may have been copied along."""
     return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
 
 
@@ -78,7 +78,7 @@ def _read_or_nothing(path: Path) -> str | None:
     return None
 
 
-# What may differ between a run and its continuation: none of it changes which samples a step sees.
+# Keys that may differ between a run and its continuation: none of them changes which samples a step sees.
 _FREE = (
     *("train.duration", "train.until", "train.precision", "train.nonfinite", "train.max_nonfinite"),
     *("evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
@@ -89,7 +89,7 @@ _NAMED = 4
 
 
 def fixed_differences(old: Recipe, new: Recipe) -> str:
-    """Name the keys that differ and must not for one recipe to continue the run of another; empty if none does."""
+    """Name the differing keys that prevent one recipe from continuing the run of another; empty if there are none."""
     changed = {key: values for key, values in differences(old, new).items() if not key.startswith(_FREE)}
     return "; ".join(f"{key} was {old} and is now {new}" for key, (old, new) in list(changed.items())[:_NAMED])
 
@@ -97,11 +97,11 @@ def fixed_differences(old: Recipe, new: Recipe) -> str:
 def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[DamagedCheckpoint]:
     """Find the checkpoints that belong to another run: by its identity, or by the recipe that their weights carry.
 
-    Damaged checkpoints are not among them, and those of earlier versions have no identity.
+    Damaged checkpoints are left out; those of earlier versions have no identity.
 
     Args:
-        directory: The run's.
-        recipe: The run's.
+        directory: The run directory.
+        recipe: The run's recipe.
     """
     own, store = reader.read_identity(directory), CheckpointStore(directory.checkpoints)
     found = []
@@ -118,7 +118,8 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         model = manifest.components.get("model")
         if model is None or not model.tensor_files:
             continue
-        # Damaged is found out later, and a version's recipe that cannot be read is no other one.
+        # Damage is detected later, and a recipe of another version that cannot be read does not count as a different
+        # one.
         with contextlib.suppress(OSError, ValueError, KeyError, PacelineError):
             stored = load_json(read_header(path / model.tensor_files[0])[1]["recipe"])
             if changed := fixed_differences(stored_recipe(stored, str(path)), recipe):
@@ -129,10 +130,10 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
 def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe, total_steps: int) -> Choice:
     """On the first rank: choose the checkpoint to resume from, and cut the records back to it.
 
-    Nothing is changed before the checkpoint is found, or none was ever whole.
+    Nothing is changed before the checkpoint is found, or it is certain that none was ever complete.
 
     Raises:
-        CheckpointError: If there were checkpoints and none of the run's is whole, or the requested one is not.
+        CheckpointError: If there were checkpoints and none of the run's is complete, or the requested one is not.
         RunDirectoryError: If the run is already beyond its requested end.
     """
     store, foreign = CheckpointStore(directory.checkpoints), foreign_checkpoints(directory, recipe)
@@ -146,7 +147,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
             "train.duration; give a longer one, or go back: resume from one of its checkpoints."
         )
     lost = []
-    if choice.path is not None:  # the event of a checkpoint is on the disk before the checkpoint is
+    if choice.path is not None:  # the event of a checkpoint reaches the disk before the checkpoint does
         has_events, is_recorded, last = directory.events.exists(), False, 0
         for event in reader.read_events(directory.events) if has_events else ():
             last = event["step"]
@@ -173,7 +174,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
 
 
 def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[DamagedCheckpoint]) -> None:
-    """Refuse to begin again by itself, and to go on from another run's checkpoint."""
+    """Refuse to start over silently, and to resume from another run's checkpoint."""
     if choice.lost_everything:
         raise CheckpointError(
             f"no checkpoint in {directory.checkpoints} is intact: {choice.damaged[0].reason} To start again, use "
@@ -198,20 +199,20 @@ def _check_none_is_lost(directory: RunDirectory) -> None:
         )
 
 
-# Numbers of the plan that must not change at a resume: arithmetic and samples depend on them.
+# Plan values that must not change at a resume: numerics and samples depend on them.
 _FIXED_NUMBERS = {
     "precision": "train.precision",
     "channels_last": "model.channels_last",
     "train_samples": "data.path",
     "steps_per_epoch": "batch.global_size",
-    # Otherwise a longer run would freeze again what it trains already.
+    # Otherwise a longer run would freeze again parts that it already trains.
     "lengths_sha256": "the samples' lengths, which batch.balance uses",
     "classes_sha256": "the samples' classes or sets, which data.sampling or data.mixture uses",
     "unfreeze_steps": "model.unfreeze, whose percentages are of train.duration",
     "freeze_after_steps": "model.freeze_after, whose percentages are of train.duration",
 }
 
-# Facts of its data that must not change, and what to say of a run in which they have.
+# Facts about its data that must not change, with the message if they have.
 _FIXED_DATA = {
     "task": "the run in {where} trains the task {before}, not {now}; use the same task",
     "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
@@ -221,7 +222,7 @@ _FIXED_DATA = {
     "same weights, preferably a checkpoint file",
 }
 
-# Those that an exact run must also keep: its bits depend on them.
+# Facts that an exact run must also keep: its bits depend on them.
 _FIXED_IF_EXACT = {
     "strategy": "parallel.exact",
     "logical_ranks": "parallel.logical_ranks",
@@ -232,7 +233,7 @@ _FIXED_IF_EXACT = {
 # These affect the bits only where the CPU computes.
 _ON_CPU_ONLY = ("threads_per_process",)
 
-# Numbers that may change at a resume, with a notice: arithmetic then rounds differently.
+# Plan values that may change at a resume, with a notice: rounding then differs.
 _BITS = {
     "logical_ranks": "micro-batches per step",
     "world_size": "processes",
@@ -250,8 +251,8 @@ class ResumeRequest:
         recipe: The resolved recipe.
         plan: Its plan in this world.
         resume: ``auto``, ``never``, or the path of a checkpoint of this run.
-        device_facts: What the trainer knows of the device, for environment.json.
-        lengths: Lengths of the training samples, where these matter.
+        device_facts: The trainer's facts about the device, for environment.json.
+        lengths: Lengths of the training samples, if they matter.
         draws: How samples are drawn, if not each once.
     """
 
@@ -283,7 +284,7 @@ class ResumeDecision:
 
 
 class RunLock:
-    """Keeps two launches from writing to one run directory; released by the system even after SIGKILL."""
+    """Lock that prevents two launches from writing to one run directory; the system releases it even after SIGKILL."""
 
     def __init__(self, directory: RunDirectory, *, is_new: bool = False) -> None:
         self._root, self._is_new = directory.root, is_new
@@ -302,20 +303,20 @@ class RunLock:
                 "failed still saves there; wait for it, stop it, or choose another run directory."
             ) from None
         except OSError:
-            pass  # a file system without locks: the check is a courtesy
+            pass  # a file system without locks: the check is best effort
         with contextlib.suppress(OSError):  # only for the message above
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, _word().encode(), 0)
 
     def outlast(self, under_way: Future[Any]) -> None:
-        """Keep other launches out until this save has ended too, even if the lock is released earlier."""
-        # The system holds the lock as long as one descriptor of it is open.
+        """Keep other launches out until this save has ended, even if the lock is released earlier."""
+        # The system holds the lock as long as one of its descriptors is open.
         another = os.dup(self._descriptor)
         under_way.add_done_callback(lambda _: os.close(another))
 
     def release(self) -> None:
         """Release the lock; an empty directory created for this run is removed."""
-        # A directory that is gone must not hide why the run ends.
+        # A missing directory must not hide why the run ends.
         with contextlib.suppress(OSError):
             if self._is_new and os.listdir(self._root) == [".lock"]:
                 (self._root / ".lock").unlink()
@@ -324,11 +325,11 @@ class RunLock:
 
 
 def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
-    """On the first rank: check the directory, write what was asked, and choose where to begin.
+    """On the first rank: check the directory, write the request, and choose where to start.
 
     Raises:
         RunDirectoryError: If the directory holds something else, or a run that this recipe does not continue.
-        CheckpointError: If there are, or were, checkpoints but none is whole.
+        CheckpointError: If there are, or were, checkpoints but none is complete.
     """
     try:
         return _open(directory, request)
@@ -366,15 +367,15 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
 
 
 def _take(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecision, *outdated: Path) -> ResumeDecision:
-    """Write what was asked, and leave nothing there that is no longer true."""
+    """Write the request, and remove files that no longer apply."""
     aside = tuple(_set_damaged_aside(directory))
-    # The outcome of an earlier launch is outdated: only a launch that ends writes it anew.
+    # The outcome of an earlier launch is outdated: only a launch that ends writes a new one.
     for each in (directory.summary, directory.mlperf_log, *outdated):
-        with contextlib.suppress(NotADirectoryError):  # reported by what would write there
+        with contextlib.suppress(NotADirectoryError):  # reported by the code that would write there
             each.unlink(missing_ok=True)
     for folder in (directory.checkpoints, directory.ledger):
         folder.mkdir(exist_ok=True)
-    # A run of an earlier version has no run.json, and a kill may come between a checkpoint and its note there.
+    # A run of an earlier version has no run.json, and a kill may come between a checkpoint and its entry there.
     own, path = reader.read_identity(directory), decision.choice.path
     if own is None:
         stored = None if path is None else read_manifest(path).facts.get("run")
@@ -387,14 +388,14 @@ def _take(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
         write_lengths(directory.sample_classes, request.draws.classes)
     write_json(directory.plan, request.plan.to_tree())
     write_json(directory.environment, capture_environment(request.device_facts))
-    # Last, since a directory counts as a run's once its recipe is there.
+    # Last, since a directory counts as a run's as soon as its recipe is there.
     write_text(directory.recipe, to_yaml(request.recipe))
     choice = replace(decision.choice, incidents=(*decision.choice.incidents, *aside))
     return replace(decision, choice=choice, identity=own.id)
 
 
 def check_links(directory: RunDirectory) -> None:
-    """Refuse dangling links: the disk they lead to may come back, and their targets must not be created anew.
+    """Refuse dangling links: the disk they point to may come back, so their targets must not be created again.
 
     Raises:
         RunDirectoryError: Naming the first.
@@ -408,7 +409,7 @@ def check_links(directory: RunDirectory) -> None:
 
 
 def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
-    """Rename outputs that no run depends on and that cannot be read; yields an incident for each."""
+    """Rename unreadable outputs that no run depends on; yields an incident for each."""
     best = directory.checkpoints / BEST_FILE_NAME
     for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log, best):
         if (why := _damage_of(directory, path)) is None:
@@ -421,7 +422,7 @@ def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
 
 
 def _damage_of(directory: RunDirectory, path: Path) -> str | None:
-    """Why a file cannot be read as what its name says; None if it can, or is not there."""
+    """Return why a file cannot be read as the format its name implies; None if it can, or does not exist."""
     if not path.exists():
         return None
     if not path.is_file():
@@ -435,12 +436,12 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
             return "it lacks 'id' or 'has_checkpoint'"
     except RunDirectoryError as error:
         if isinstance(error.__cause__, OSError):
-            raise  # the disk refused: that is no damage
+            raise  # a disk error, which is not damage
         return str(error)
     return None
 
 
-# What a launch that was killed early, or a batch job, may have left before there was a run.
+# Files that a launch killed early, or a batch job, may have left before there was a run.
 _OURS = (
     *("plan.json", "environment.json", "mirror.json", "run.json", ".lock"),
     *("sample_lengths.npy", "sample_classes.npy"),
@@ -466,7 +467,7 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
 
 
 def never_trained(directory: RunDirectory) -> bool:
-    """Whether no step was ever taken: nothing here then needs to be kept."""
+    """Whether no step was ever taken, so that nothing here needs to be kept."""
     used = any(path.stat().st_size for path in ledger_files(directory.ledger))
     return not used and not CheckpointStore(directory.checkpoints).steps() and not reader.had_checkpoint(directory)
 
@@ -476,11 +477,11 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
 
     Args:
         directory: Holds the run's recipe and plan.
-        asked: What was asked for.
-        address: Where the run is of which these are copies; None if it is there.
+        asked: The request.
+        address: The address that the files were copied from; None for the run's own directory.
 
     Raises:
-        RunDirectoryError: If it does not.
+        RunDirectoryError: If the request does not continue the run.
     """
     where = f"'{directory.root}'" if address is None else address
     elsewhere = "in another run directory" if address is None else "at another address (checkpoint.mirror)"
@@ -497,7 +498,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     for number, key in fixed.items():
         if number in _ON_CPU_ONLY and request.plan.device != "cpu":
             continue
-        # A key that the plan lacks is newer than the run.
+        # A key that the run's plan lacks is newer than the run.
         new = getattr(request.plan, number)
         old = plan.get(number, new)
         if old != new:
@@ -512,7 +513,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         )
     before, now = plan["data"], request.plan.data
     for key, what in _FIXED_DATA.items():
-        # Runs of earlier versions, and of data sets that are too large for it, have no digest of their content.
+        # Runs of earlier versions, and of very large data sets, have no digest of their content.
         is_known = key != "content_digest" or (key in before and key in now)
         if is_known and before.get(key) != now.get(key):
             told = what.format(
@@ -530,7 +531,7 @@ _PERHAPS_OTHER_BITS = "the same samples, but perhaps not the same bits"
 
 
 def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRequest) -> tuple[str, ...]:
-    """Say what has changed and may change."""
+    """Return notices about permitted changes."""
     notices = []
     current, mix = request.plan, request.recipe.data.mix
 

@@ -27,12 +27,12 @@ from paceline.trainer.recorder import find_slowest, over_ranks
 from paceline.trainer.run import Run
 from paceline.units import counted
 
-# Samples of the first batch that the report shows.
+# Samples of the first batch shown in the report.
 _SHOWN = 12
 
 
 def write_step(run: Run) -> None:
-    """Write a step record: where the host waits for the device, as a plain step does not."""
+    """Write a step record: here the host waits for the device, which an ordinary step does not."""
     with run.clock.span("logging"):
         run.collectives.on_first(partial(run.directory.check_in_place, before_saving=False))
         _write_step(run)
@@ -41,7 +41,7 @@ def write_step(run: Run) -> None:
 def _write_step(run: Run) -> None:
     timings = run.clock.drain()
     surprises = [each for network in run.compiled.values() for each in network.log.surprises()]
-    # The count of needless compilations travels as the last number.
+    # The number of avoidable recompilations is sent as the last value.
     drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
     measured = [each[:-1] for each in drained.seconds]
     slowest = find_slowest(measured, waits_in=run.strategy.waits_in)
@@ -117,7 +117,7 @@ def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> Non
 
 
 def _write_kept(run: Run, evaluation: Evaluation) -> None:
-    """Write what was kept of the answers; what stands against it is told once, and no reason to end a run."""
+    """Write what was kept of the answers; a problem is reported once and does not end the run."""
     keep = run.evaluator.keep
     if not keep.weights or not run.recorder.keeps_answers:
         return
@@ -167,7 +167,7 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
 
 
 def digests(run: Run) -> dict[str, str]:
-    """Digest of each set of weights; a collective if they are spread over processes."""
+    """Return a digest of each set of weights; a collective if they are sharded."""
     return {name: weights_sha256(network.state_dict()) for name, network in run.models().items()}
 
 
@@ -176,20 +176,20 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
 
     Args:
         run: The run.
-        status: How it is left.
+        status: How the run ended.
         ending: Why: ``duration``, ``until``, ``patience``, ``signal`` or ``error``.
-        sha256: What :func:`digests` gives.
+        sha256: The result of :func:`digests`.
     """
     plan, progress = run.plan, run.progress
     clock = run.clock.totals
-    # A failed run's ledgers may hold part of a step, and the other ranks' may not be on the disk.
+    # A failed run's ledgers may hold part of a step, and those of other ranks may not be on disk.
     ledger = None
     if status != "failed":
         over = plan.epochs.completed(progress.position)
         ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over, uses=run.geometry.uses).facts
     warning = divergence(run.window, progress.last) if status == "completed" else ""
     details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
-    # What part of its data the run has seen, if not all of it.
+    # The fraction of its data that the run has seen, if not all of it.
     if part := {key: plan.data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in plan.data}:
         details["data"] = {"digest": plan.data.get("digest"), **part}
     metrics: dict[str, Any] = {}
@@ -221,7 +221,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
 
 
 def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Keep the first samples of a run's very first batch for the report, and return the stream untouched."""
+    """Keep the first samples of a run's very first batch for the report, and return the stream unchanged."""
     ahead = ReadAhead(batches)
     if run.progress.position or run.world.rank or not run.recipe.evaluate.keep_examples or not (first := ahead.read()):
         return ahead.again()

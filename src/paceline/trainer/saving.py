@@ -26,9 +26,9 @@ from paceline.trainer.step_stats import Window
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save every component under the current step; a collective. Does nothing if this very state is saved.
+    """Save every component under the current step; a collective. Does nothing if this state is already saved.
 
-    Training pauses for the copy to host memory; the first rank writes it while all continue training.
+    Training pauses for the copy to host memory; the first rank writes it while training continues.
 
     Raises:
         CheckpointError: On every rank, if the save before this one has failed.
@@ -38,16 +38,16 @@ def save_checkpoint(run: Run) -> None:
         return
     begun = time.perf_counter()
     with run.clock.paused():
-        # First, since a save under way fails with it, and could not say why.
+        # First, because a save in progress fails with it and could not report why.
         run.collectives.on_first(run.directory.check_in_place)
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
         name = checkpoint_name(run.progress.step)
         report_mirror(run.mirroring, run.recorder)
         run.recorder.write(CheckpointEvent(**run.progress.here, checkpoint=name))
-        # Records reach the disk before the checkpoint that vouches for them does.
+        # Records must reach the disk before the checkpoint that refers to them.
         run.recorder.flush(durable=True)
-        # What differs between ranks is gathered; of the rest, the first rank's stands for all.
+        # Gather what differs between ranks; for the rest, the first rank's state represents all.
         run.window.gather()
         if not run.strategy.is_sharded:
             run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
@@ -55,7 +55,7 @@ def save_checkpoint(run: Run) -> None:
             staging_dir = run.collectives.on_first(lambda: run.checkpoints.make_staging_dir(run.progress.step))
             patience = run.recipe.parallel.timeout.seconds
             sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.given_up)
-            # Nobody begins before all have taken their state, and found nothing wrong with it.
+            # No process starts writing until all have captured their state without an error.
             run.writer.submit(run.collectives.on_all(lambda: _write_later(run, sharded)))
         run.saved_position, run.saved_name = run.progress.position, name
     if news := run.cadence.saved(time.perf_counter() - begun):
@@ -63,12 +63,12 @@ def save_checkpoint(run: Run) -> None:
 
 
 def finish_saving(run: Run) -> None:
-    """Wait for a running save, as long as it makes progress; a collective.
+    """Wait for a save in progress, as long as it advances; a collective.
 
     Raises:
         CheckpointError: On every rank, if it has failed.
     """
-    # Many short waits, since a collective may not take longer than parallel.timeout, but a save may.
+    # Many short waits, since one collective may not take longer than parallel.timeout, but a save may.
     patience = run.recipe.parallel.timeout.seconds / 10
     before: tuple[int, int] | None = None
     while (written := run.collectives.on_first(lambda: _written(run, patience))) is not None:
@@ -76,19 +76,19 @@ def finish_saving(run: Run) -> None:
             run.heartbeat.tick()
         before = written
         if run.strategy.is_sharded:
-            # Who cannot write may not be able to leave a note of it either.
+            # A process that cannot write may not be able to leave a note about it either.
             run.collectives.on_all(run.writer.raise_if_failed)
     run.collectives.on_first(run.writer.wait)
-    # What has failed elsewhere has failed on the first process too.
+    # A failure on another process has failed on the first process too.
     with contextlib.suppress(CheckpointError):
         run.writer.wait()
 
 
 def _written(run: Run, patience_seconds: float) -> tuple[int, int] | None:
-    """What changes as a save gets on: the bytes of all checkpoints, and the last change of the run directory.
+    """Return the signs of progress of a save: the bytes of all checkpoints, and the last change of the run directory.
 
     Returns:
-        None if there is no save under way any more.
+        None if no save is in progress any more.
     """
     if run.writer.is_over(within_seconds=patience_seconds):
         return None
@@ -102,11 +102,11 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
 
     Args:
         run: The run.
-        sharded: All processes, if each is to write its part; None if the first writes alone.
+        sharded: All processes, if each writes its shards; None if the first writes alone.
     """
     states = run.components.snapshot()
     for loss in Window.losses(states["window"]):
-        # Weights behind a loss that is not finite must not push out the last good checkpoint.
+        # Weights behind a non-finite loss must not displace the last good checkpoint.
         check_loss(loss, run.recorder, run.last_good)
     check_state(run.models(), run.recorder, run.last_good)
     step, position, best, mirroring = run.progress.step, run.progress.position, dict(run.progress.best), run.mirroring
@@ -131,8 +131,8 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, sharded=sharded)
         run.directory.check_in_place()
         write_identity(run.directory, Identity(run.identity, has_checkpoint=True))
-        if not run.directory.recipe.exists():  # removed while the run trained: without it, nothing resumes
-            run.directory.check_in_place()  # or the whole directory was moved
+        if not run.directory.recipe.exists():  # removed during training: without it, the run cannot be resumed
+            run.directory.check_in_place()  # or the complete directory was moved
             write_text(run.directory.recipe, to_yaml(run.recipe))
         protect = [*_note_best(run, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
@@ -147,7 +147,7 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
 def _note_best(run: Run, best: Mapping[str, Any]) -> list[int]:
     """Name the best step that has a checkpoint in best.json; returns it as the one to protect.
 
-    Without one the file is removed: it may name a step that the run went back from and will do again.
+    Without such a step the file is removed: it may name a step that the run has undone and will repeat.
     """
     store = run.checkpoints
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
@@ -192,10 +192,10 @@ def finish_mirroring(run: Run) -> None:
 
 
 def restore(run: Run, choice: Choice, *, resumes: int) -> None:
-    """Restore the state of the chosen checkpoint on every rank; ``resumes`` is how often that was done before."""
+    """Restore the state of the chosen checkpoint on every rank; ``resumes`` counts the earlier resumes."""
     if choice.path is not None:
         run.components.restore(read_components(choice.path, chunks=run.components.chunks()))
-        # The checkpoint knows none of the resumes that came after it.
+        # The checkpoint does not count resumes that came after it.
         run.progress.resumes = max(run.progress.resumes, resumes) + 1
         run.saved_position, run.saved_name = run.progress.position, choice.path.name
         # A kill between a save and its best.json would have left an older name there.

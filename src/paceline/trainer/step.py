@@ -28,7 +28,8 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
             with run.span("backward", meets=is_last, samples=batch.ids):
                 share = _share(loss, batch, run.strategy.averages_over)
                 mark = run.guard.mark(loss, batch)
-                # Votes and the mark are reduced with the gradients, so agreeing needs no extra collective.
+                # Control flags and the non-finite mark are reduced with the gradients, so agreeing needs no extra
+                # collective.
                 loss_with_votes = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
                 run.backward(loss_with_votes, batch)
         run.window.add(loss, batch)
@@ -43,7 +44,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
 
 
 def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """This rank's micro-batches of the next step; waiting for them is data wait."""
+    """Return this rank's micro-batches of the next step; waiting for them counts as data wait."""
     while True:
         with run.span("data_wait"):
             batch = next(batches)
@@ -59,13 +60,13 @@ def _place_of(batch: Batch) -> MicroBatch:
 
 
 def _share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor:
-    # A mean over the micro-batch becomes its part of the mean over the step's samples, or over its tokens.
+    # A mean over the micro-batch becomes its share of the mean over the step's samples or tokens.
     factor = batch.weight * averages_over / batch.slice.step_weight
     return loss if factor == 1 else loss * factor
 
 
 def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
-    """Key dropout by (seed, step, logical rank): no random state to save, and none that observers could disturb."""
+    """Key dropout by (seed, step, logical rank): there is no random state to save or for observers to disturb."""
     drawn = seed_of(seed, part.step, part.logical_rank)
     torch.default_generator.manual_seed(drawn)
     if device.type != "cpu":

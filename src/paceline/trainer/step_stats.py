@@ -38,14 +38,15 @@ class Progress:
         step: Optimizer steps taken.
         skipped: Steps not taken because fp16 gradients overflowed, or a loss was not finite; their samples are still
             used up.
-        nonfinite: Of these, those where a loss, or a gradient's norm, was no number.
-        nonfinite_since: Step of the first of the latest evaluations whose metrics were not finite; None if they are.
-        resumes: How often the run was continued.
+        nonfinite: The skipped steps whose loss or gradient norm was not finite.
+        nonfinite_since: Step of the first of the consecutive latest evaluations with non-finite metrics; None if the
+            latest is finite.
+        resumes: How often the run was resumed.
         best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
         last: Results of the last evaluation by set of weights.
         evaluations_since_best: Evaluations without a better one, for early stopping.
         broken_evaluation_ids: Evaluation samples known to be unreadable.
-        earlier_seconds: Time the run's earlier launches took, as far as it was saved.
+        earlier_seconds: Time of the run's earlier launches, up to their last save.
         begun: When this launch began, on ``time.perf_counter``'s clock.
     """
 
@@ -68,7 +69,7 @@ class Progress:
 
     @property
     def here(self) -> dict[str, Any]:
-        """Where an event happens: its ``step`` and ``position``."""
+        """The ``step`` and ``position`` of an event."""
         return {"step": self.step, "position": self.position}
 
     @property
@@ -87,7 +88,7 @@ class Progress:
         self.skipped += not stepped
 
     def take_results(self, results: Results, metric: Metric) -> None:
-        """Note an evaluation, and whether it is the best so far over all sets of weights."""
+        """Record an evaluation, and whether it is the best so far over all sets of weights."""
         self.last = results
         goodness = {name: _goodness(values[metric.name], metric) for name, values in results.items()}
         weights = max(goodness, key=lambda name: goodness[name])
@@ -114,7 +115,7 @@ class Progress:
 
 
 def _goodness(value: float, metric: Metric) -> float:
-    """A number that is larger for better values; what is no number is worst."""
+    """Return a number that is larger for better values; non-finite values rank worst."""
     if math.isnan(value):
         return -math.inf
     return value if metric.higher_is_better else -value
@@ -126,8 +127,8 @@ class Drained(NamedTuple):
     Attributes:
         loss: Mean training loss; None if every step was skipped.
         broken: Newly broken samples.
-        seconds: What each process measured, by rank.
-        logged: Means of what the task has logged, by name.
+        seconds: Measurements of each process, by rank.
+        logged: Means of the values logged by the task, by name.
     """
 
     loss: float | None
@@ -137,22 +138,23 @@ class Drained(NamedTuple):
 
 
 class Window:
-    """Losses since the last step record, on this rank; a checkpoint component, so that no record changes by a resume.
+    """Losses since the last step record, on this rank; a checkpoint component, so that a resume does not change any
+    record.
 
-    Losses stay on the device as they are until a record is due, and are then added up one after the other in
-    float64: the sum does not depend on where a checkpoint fell.
+    Losses stay on the device until a record is due, and are then added up one by one in float64, so that the sum does
+    not depend on when a checkpoint was saved.
 
     Args:
         collectives: The processes.
-        ledger: Where the numbers of the samples go.
-        device: Where losses are.
-        noise: What measures the gradients' noise, whose numbers travel with the losses; None for none.
-        take_logged: Gives what the task has logged of the micro-batch just done.
+        ledger: Receives the indices of the samples.
+        device: Device of the losses.
+        noise: Measures the gradient noise, whose values are gathered with the losses; None to measure none.
+        take_logged: Returns the values that the task logged for the last micro-batch.
 
     Attributes:
-        grad_norm: Gradient norm of the latest step, where it was measured.
-        first_loss: Loss of the run's first micro-batch on the first rank, or of its first step where that is summed up
-            over the processes.
+        grad_norm: Gradient norm of the latest step, if it was measured.
+        first_loss: Loss of the run's first micro-batch on the first rank, or of its first step if that is summed over
+            the processes.
         last_loss: Training loss of the latest step record.
         worst_loss: The largest of them.
     """
@@ -167,7 +169,7 @@ class Window:
     ) -> None:
         self._noise = noise
         self._take_logged = take_logged
-        # Sum and samples by name, and what is still on the device; of that, so much is of steps that were taken.
+        # Sum and samples by name, and the values still on the device, with the number of them from completed steps.
         self._logged: dict[str, list[float]] = {}
         self._pending_logged: list[tuple[str, torch.Tensor, int]] = []
         self._settled_logged = 0
@@ -188,7 +190,7 @@ class Window:
         self.broken_ids: set[int] = set()
 
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Take note of one micro-batch: its loss (left on the device) and the samples it used up."""
+        """Record one micro-batch: its loss (left on the device) and the samples it used up."""
         self._pending.append((loss.detach(), batch.weight))
         self._pending_logged += [(name, each, batch.weight) for name, each in self._take_logged().items()]
         if batch.slice.phantom:
@@ -200,11 +202,11 @@ class Window:
         self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
 
     def end_step(self, *, stepped: bool, combined: torch.Tensor | None = None) -> None:
-        """Close the step; the loss of one that was skipped, which may be no number, does not count.
+        """Close the step; the loss of a skipped step, which may not be finite, does not count.
 
         Args:
             stepped: False if the optimizer did not move.
-            combined: Losses and samples over all processes, [2], if they are known: the first one writes them down.
+            combined: Losses and samples over all processes, [2], if they are known: the first process records them.
         """
         if not stepped or combined is not None:
             del self._pending[self._settled :]
@@ -217,16 +219,16 @@ class Window:
             self._noise.end_step(self.grad_norm, stepped=stepped)
 
     def drain(self, seconds: Sequence[float] = ()) -> Drained:
-        """Bring together what all processes have since the last record; waits for the device.
+        """Combine the data of all processes since the last record; waits for the device.
 
         Args:
-            seconds: What this process measured, as many numbers as every other.
+            seconds: Measurements of this process; the same number of values on every process.
         """
         self._add_up()
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
         own = [*seconds, *([] if self._noise is None else self._noise.take())]
         world, width = self._collectives.world, len(own)
-        # Zero in the others' places: so one sum is a gathering too.
+        # Zero in the others' places: a single sum then also gathers.
         measured = [0.0] * (world.rank * width) + own + [0.0] * ((world.world_size - world.rank - 1) * width)
         sums = torch.tensor(
             [self._sum, self._samples, len(self.new_broken), len(self._logged), *measured],
@@ -235,7 +237,7 @@ class Window:
         )
         total, samples, broken, logged, *measured = self._collectives.reduce_sum(sums).tolist()
         self._sum, self._samples = 0.0, 0
-        # Within one window two ranks may meet the same sample, in two epochs: it is one incident.
+        # Within one window two ranks may read the same sample, in two epochs: that is one incident.
         parts = self._collectives.gather(self.new_broken) if broken else []
         found = [each for _, each in sorted({each.id: each for part in parts for each in part}.items())]
         self.new_broken = []
@@ -261,17 +263,17 @@ class Window:
             self._noise.gather(self._collectives)
 
     def state_dict(self) -> dict[str, Any]:
-        """Every rank's sums, as they were last gathered."""
+        """Return every rank's sums, as last gathered."""
         noise = {} if self._noise is None or not self._noise.has_measured else {"noise": self._noise.state_dict()}
         return {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss], **noise}
 
     @staticmethod
     def losses(state: Mapping[str, Any]) -> list[float]:
-        """Each process's mean loss since the last record, from what :meth:`state_dict` gave."""
+        """Return each process's mean loss since the last record, from the result of :meth:`state_dict`."""
         return [losses / max(samples, 1) for losses, samples, *_ in state["ranks"]]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's sums; in another world the first rank takes them all."""
+        """Load this rank's sums; with another world size the first rank loads them all."""
         world, ranks = self._collectives.world, state["ranks"]
         if len(ranks) == world.world_size:
             mine = [ranks[world.rank]]
@@ -302,7 +304,7 @@ class Window:
             return
         values = torch.stack([loss for loss, _ in self._pending]).tolist()
         for value, (_, weight) in zip(values, self._pending, strict=True):
-            # A weight of zero is a phantom's: its loss may be anything.
+            # A weight of zero marks padding, whose loss may be anything.
             if self.first_loss is None and weight:
                 self.first_loss = value
             self._sum += value * weight if weight else 0.0
@@ -311,7 +313,7 @@ class Window:
 
 
 def _sums_by_name(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Sums and samples of several parts together, by name; a name need not be in every part."""
+    """Return the combined sums and samples of several parts, by name; a name need not be in every part."""
     found: dict[str, list[float]] = {}
     for part in parts:
         for name, (value, samples) in part.items():
@@ -322,15 +324,15 @@ def _sums_by_name(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, l
 
 @dataclass(frozen=True, kw_only=True)
 class Utilisation:
-    """The reference for a run's throughput.
+    """Reference for a run's model FLOPs utilisation.
 
     Attributes:
         device: The device of each process.
         processes: How many there are.
-        flops: Of the model's forward and backward pass of a sample, by the peak that is meant: the precision in which
-            they are computed. Empty if they could not be counted.
-        why_not: Then, why.
-        seconds: What finding out took.
+        flops: FLOPs of the model's forward and backward pass of a sample, by the precision whose peak applies. Empty if
+            they could not be counted.
+        why_not: The reason, if they could not be counted.
+        seconds: Time spent counting.
     """
 
     device: Device
@@ -341,12 +343,12 @@ class Utilisation:
 
     @property
     def flops_per_sample(self) -> float:
-        """All of them; 0 if they could not be counted."""
+        """Total FLOPs of a sample; 0 if they could not be counted."""
         return sum(self.flops.values())
 
     @property
     def peak(self) -> float:
-        """Peak of one device in FLOP/s: each part at its own dense peak."""
+        """Peak of one device in FLOP/s, with each part at its own dense peak."""
         peak_of = Ceilings(self.device, "none").peak
         return self.flops_per_sample / sum(each / peak_of(name) for name, each in self.flops.items())
 
@@ -376,7 +378,7 @@ class Utilisation:
 def find_utilisation(prepared: Prepared) -> Utilisation | None:
     """Count the FLOPs of a run's network, if its device is known; None where it is not.
 
-    Nothing that goes wrong here ends the run, nothing is computed, and neither network nor random states are touched.
+    Errors here do not end the run. Nothing is computed, and neither network nor random states change.
     """
     plan = prepared.plan
     device = recognise(plan.device_name)
@@ -396,10 +398,10 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
 
 
 def _check_countable(prepared: Prepared) -> None:
-    """Find what makes the FLOPs of a sample another number from one step to the next, or not to be had without data.
+    """Check that the FLOPs of a sample are the same in every step and can be counted without data.
 
     Raises:
-        ModelError: If there is something.
+        ModelError: If they are not.
     """
     task, recipe, plan = prepared.task, prepared.recipe, prepared.plan
     if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
@@ -415,19 +417,19 @@ def _check_countable(prepared: Prepared) -> None:
 
 
 def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
-    # Only where it is used: torch's fake tensors take their time to import.
+    # Imported only where used: torch's fake tensors are slow to import.
     from paceline.models.flops import WorkCounter
     from paceline.trainer.fake_step import fake_step
 
     plan = prepared.plan
     machine = describe_machine(prepared.device, processes=plan.local_world_size)
-    # A copy, so that what the task keeps of the network that it builds stays that of the run.
+    # A copy, so that the task keeps its reference to the run's network.
     task = copy.copy(prepared.task)
     task.recipe = without_initial_weights(task.recipe)
     build = task.build_model
 
     def build_anew() -> nn.Module:
-        """A second network, whose numbers may be taken away."""
+        """Build a second network, whose values may be discarded."""
         network = build()
         if not {*prepared.network.modules()}.isdisjoint(network.modules()):
             raise ModelError("the factory returns the same network again, so there is no copy to count on")
@@ -444,5 +446,5 @@ def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
         ceilings = ceilings_of(plan, device, found)
         by_precision = ceilings.flops_by_precision(found.model_works)
         for name in by_precision:
-            ceilings.peak(name)  # a network may choose numbers that the device has no units for
+            ceilings.peak(name)  # a network may choose dtypes that the device has no units for
         return {name: each / step.micro_batch for name, each in by_precision.items()}

@@ -59,7 +59,7 @@ Reporter = Callable[[RunDirectory], object]
 
 _PATIENCE_SECONDS = 5.0
 _ROWS_SHOWN = 20
-# Parameters of the largest network that is built whole to be planned: four hundred megabytes.
+# Parameters of the largest network that is built with values for planning: four hundred megabytes.
 _TRIED = 100_000_000
 
 
@@ -70,7 +70,7 @@ class TrainResult:
     Attributes:
         status: ``completed`` or ``stopped`` (run the same again to resume).
         run_dir: The run directory.
-        summary: What summary.json says.
+        summary: Content of summary.json.
         was_complete: True if there was nothing left to do.
     """
 
@@ -81,7 +81,7 @@ class TrainResult:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """The last evaluation's results, and under ``best`` and ``last`` more of them."""
+        """The last evaluation's results, with more of them under ``best`` and ``last``."""
         return self.summary.metrics
 
     def history(self, kind: str = "evaluation") -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to train, apart from the recipe.
+    """Training options that are not in the recipe.
 
     Attributes:
         run_dir: The run directory; None makes a new one under ``runs/``.
@@ -127,8 +127,8 @@ class Options:
         display: Where progress is shown.
         task: Makes the task, instead of the one the recipe names.
         callbacks: Observers of the run.
-        report: Writes the report of a run that has ended, if the recipe asks for one; called on the first
-            process when its records are whole.
+        report: Writes the report of a run that has ended, if the recipe asks for one; called on the first process when
+            its records are complete.
     """
 
     run_dir: Path | None = None
@@ -142,13 +142,13 @@ class Options:
 def plan_only(
     loaded: LoadedRecipe, *, world_size: int | None = None, run_dir: Path | None = None, elsewhere: bool = False
 ) -> Plan:
-    """The plan of a recipe, for this world or a world of any size, without training.
+    """Return the plan of a recipe, for this world or a world of any size, without training.
 
     Args:
         loaded: The recipe.
-        world_size: Processes of the run; None for those of this world.
+        world_size: Processes of the run; None for this world's size.
         run_dir: The run directory: a resumed run needs no initial weights.
-        elsewhere: Whether the run will start where there are weights that may not be here.
+        elsewhere: Whether the run will start on another machine, with weights that may be missing here.
 
     Raises:
         PacelineError: For the mistakes that training would find before it starts, including a network's name or
@@ -181,7 +181,7 @@ def plan_only(
         notes["this machine"] = " ".join(said)
     with restore_random_states("cpu"):
         network = preparation.build_shapes(recipe, task, channels_last=False)
-    if sum(each.numel() for each in network.parameters()) <= _TRIED:  # a larger one is planned without its numbers
+    if sum(each.numel() for each in network.parameters()) <= _TRIED:  # a larger one is planned without values
         network = task.build_model()
         task.check_network(network)
         preparation.take_initial_weights(network, replace(recipe.model, initialize_from=source))
@@ -193,7 +193,7 @@ def plan_only(
 
 
 def forecast_only(loaded: LoadedRecipe) -> MeasurementEvent | None:
-    """Expected time and memory of a run on this machine, from a few passes of one process; None if not worth it.
+    """Forecast the time and memory of a run on this machine, from a few passes of one process; None if not worthwhile.
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
@@ -216,7 +216,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     _check_restarts(everyone, options)
     launch = without_standby_ranks(everyone, recipe)
     if launch is None:
-        assert options.run_dir is not None  # which _check_restarts sees to
+        assert options.run_dir is not None  # checked by _check_restarts
         summary = wait_for_training(options.run_dir)
         return TrainResult(status="completed", run_dir=options.run_dir, summary=summary)
     loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(everyone, launch)))
@@ -229,14 +229,14 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
 
 @contextlib.contextmanager
 def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
-    """A run opened as training opens it, before its first step: for a study that takes its steps, and keeps nothing.
+    """Open a run as training does, before its first step, for a study that runs its steps and keeps nothing.
 
     Collective: every rank must call this.
 
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
-    # A task that is given is not measured for its feeding: that is for the run itself to find out.
+    # A given task is not measured for its loader processes: that is up to the run itself.
     options = replace(options, task=options.task or build_task)
     loaded = replace(loaded, recipe=preparation.without_mirror(loaded.recipe))
     with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opened):
@@ -251,11 +251,11 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
 def _opened(
     loaded: LoadedRecipe, options: Options, launch: Launch, started: float
 ) -> Iterator[tuple[LoadedRecipe, OpenedRun]]:
-    """Prepare a run, join its processes and open its directory; all are released when the context ends, last first."""
+    """Prepare a run, join its processes and open its directory; the context releases all of them in reverse order."""
     recipe, world = loaded.recipe, launch.world
     display = options.display if options.display and world.is_first else Display()
 
-    # Each process by itself: everything that the recipe can get wrong.
+    # Each process separately: every mistake that a recipe can contain.
     resumes = mirroring.will_resume(recipe, options.run_dir, world)
     with loading():
         make_task = build_task if options.task is None else options.task
@@ -273,14 +273,14 @@ def _opened(
 
         # All processes together: the same run, in the same directory.
         collectives = join(launch, prepared.device, timeout_seconds=prepared.recipe.parallel.timeout.seconds)
-        # Not after an error: taking the group down may wait for peers, and the error must be told first.
+        # Not after an error: destroying the group may wait for peers, and the error must be reported first.
         stack.push(lambda error, *_: None if error else leave())
         waiting = stack.enter_context(contextlib.closing(EndedBySignals(world)))
         directory, lock = stack.enter_context(_directory(options, loaded, collectives))
         _check_agreement(prepared, collectives)
         mirroring.check_all_resume(resumes, recipe, collectives)
 
-        # The first process: where the run begins, from the copy at an address or from what is here.
+        # The first process: where the run starts, from the copy at an address or from local files.
         request = ResumeRequest(
             recipe=prepared.recipe,
             plan=prepared.plan,
@@ -305,7 +305,7 @@ def _opened(
         mirroring.check_resumed(resumes, recipe, opening)
         opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
         if not opening.completed:
-            # The first process holds the directory open, so that a run that is moved still writes to its own.
+            # The first process keeps the directory open, so that a run whose directory is moved still writes to it.
             directory = collectives.on_all(
                 lambda: stack.enter_context(directory.held()) if world.is_first else directory
             )
@@ -331,10 +331,10 @@ def _opened(
 
 
 def _check_restarts(launch: Launch, options: Options) -> None:
-    """Processes that may be started again must then find what they had done.
+    """Check that processes that may be restarted will find their earlier progress.
 
     Raises:
-        LaunchError: If they would not, since every start would choose a run directory of its own, or go back.
+        LaunchError: If they would not, because every start would choose a new run directory, or start over.
     """
     if launch.comes_again is None:
         return
@@ -351,7 +351,7 @@ def _check_restarts(launch: Launch, options: Options) -> None:
 
 
 def _check_agreement(prepared: preparation.Prepared, collectives: Collectives) -> None:
-    """Find out before anything is written whether all processes are about to do the same.
+    """Check before anything is written that all processes are about to do the same.
 
     Raises:
         LaunchError: On every process, naming the first thing that differs.
@@ -380,12 +380,12 @@ def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> Tr
             result = _train_to_end(run)
         except BaseException as error:
             _wait_for_save(run, error, opened.lock)
-            # The error under way matters more than what a refusing disk says once more.
+            # The current error matters more than a repeated one from a failing disk.
             with contextlib.suppress(Exception):
                 if run.world.is_first:
                     message = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
                     run.recorder.flush()
-                    # Those that would have to bring their parts of the weights may be gone.
+                    # Processes that would have to contribute their shards of the weights may be gone.
                     sha256 = {} if run.strategy.is_sharded else digests(run)
                     _leave_summary(run, "failed", "error", sha256, message=message)
             with contextlib.suppress(Exception):
@@ -399,10 +399,10 @@ def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> Tr
 
 
 def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None:
-    """The last good state may be on its way to the disk when an error ends the run."""
+    """Wait for a save of the last good state that is in progress when an error ends the run."""
     save = run.writer.under_way
     if save is not None and not run.writer.is_over(within_seconds=_PATIENCE_SECONDS):
-        # A slow disk must not keep back the error; the save goes on, and is waited for when the interpreter ends.
+        # A slow disk must not delay the error; the save continues, and the interpreter waits for it at exit.
         run.writer.given_up.set()
         if lock is not None:
             lock.outlast(save)
@@ -435,7 +435,7 @@ def _train_to_end(run: Run) -> TrainResult:
                 run.recorder.incident("diverged", warning)
         return _conclude(run, status, ending)
     except ValueError as error:
-        # No plan foresees it where the other samples could not be read, or a module normalises by itself.
+        # The plan cannot foresee it if the other samples are unreadable, or if a module normalises by itself.
         if "more than 1 value per channel" in str(error):
             raise TrainingError(
                 f"step {run.progress.step + 1} has a micro-batch of one sample, which batch normalisation cannot train "
@@ -443,7 +443,7 @@ def _train_to_end(run: Run) -> TrainResult:
             ) from None
         raise
     except (RunDirectoryError, CheckpointError) as error:
-        # Asked for rightly, and then the disk refused: the run failed, not the request.
+        # The request was valid and then the disk failed: the run failed, not the request.
         raise TrainingError(str(error)) from error
 
 
@@ -522,7 +522,7 @@ def _leave_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, s
 def _directory(
     options: Options, loaded: LoadedRecipe, collectives: Collectives
 ) -> Iterator[tuple[RunDirectory, RunLock | None]]:
-    """The run directory, made if need be and held by the first rank; a new one that was not used goes again."""
+    """Open the run directory, created if needed and held by the first rank; a new one that was not used is removed."""
     held: list[RunLock] = []
 
     def take() -> Path:
@@ -543,7 +543,7 @@ def _directory(
 
 
 def leave_pages(run: Run, report: Reporter | None) -> None:
-    """Have the report and the log in MLPerf's format written, where the recipe wants them.
+    """Write the report and the log in MLPerf's format, if the recipe requests them.
 
     Errors in them do not change how the run ended.
     """
@@ -552,7 +552,7 @@ def leave_pages(run: Run, report: Reporter | None) -> None:
     try:
         run.directory.check_in_place()
     except RunDirectoryError:
-        return  # told already; nothing is written under the old name
+        return  # already reported; nothing is written under the old name
     asked = run.recipe.telemetry
     for what, write in (
         ("the log in MLPerf's format", write_mlperf_log if asked.mlperf else None),
@@ -566,14 +566,14 @@ def leave_pages(run: Run, report: Reporter | None) -> None:
                 run.display.message(f"note: {what} could not be written: {error}")
 
 
-# Ranks that cannot share the global batch stand by. Where nodes come and go, as many processes train as can share the
-# batch evenly. The others wait until torchrun starts all again because a node has gone or come.
+# Ranks that cannot share the global batch stand by. With elastic nodes, as many processes train as can share the batch
+# evenly. The others wait until torchrun restarts all because a node has left or joined.
 
 
 def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
-    """The launch of those that train; None if this process is not among them.
+    """Return the launch of the training processes; None if this process is not one of them.
 
-    A launch whose size is fixed stays as it is: the plan refuses one that does not fit.
+    A launch of fixed size is unchanged: the plan refuses one that does not fit.
     """
     world = launch.world
     usable = usable_processes(recipe, 1, world.world_size)
@@ -582,7 +582,7 @@ def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
     size = usable[0]
     if world.rank >= size:
         return None
-    # torchrun numbers the processes of a machine one after another.
+    # torchrun numbers the processes of a machine consecutively.
     first_here = world.rank - world.local_rank
     trained = World(
         rank=world.rank,
@@ -594,14 +594,14 @@ def without_standby_ranks(launch: Launch, recipe: Recipe) -> Launch | None:
 
 
 def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
-    """Notices about a launch whose hosts come and go, or return."""
+    """Return notices about a launch whose hosts may leave, join or return."""
     notices = []
     came, size = launch.world.world_size, training.world.world_size
     if came != size:
         notices.append(f"{size} of {came} processes train: more cannot share the global batch evenly; the others wait")
     several_hosts = launch.world.local_world_size < launch.world.world_size
     if launch.store is not None and (launch.changes_size or (launch.comes_again is not None and several_hosts)):
-        # Seen with torch 2.14: a host that joins later waits for an address that only the first round was told.
+        # Seen with torch 2.14: a host that joins later waits for an address that was published only in the first round.
         notices.append(
             f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise hosts that "
             "join later, or again, do not find the others"
@@ -610,13 +610,12 @@ def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
 
 
 def wait_for_training(run_dir: Path, *, poll_seconds: float = 1, patience_seconds: float = 60) -> Summary:
-    """On a standby rank: wait until the run is complete. A signal ends it as any program.
+    """On a standby rank: wait until the run is complete. A signal ends it like any program.
 
     Args:
         run_dir: The directory that all hosts share.
         poll_seconds: How often to look.
-        patience_seconds: A summary that stays unchanged for so long is final: a run that is trained longer deletes it
-            first.
+        patience_seconds: A summary that stays unchanged for this long is final: extending a run deletes it first.
     """
     directory = RunDirectory(run_dir)
     begun = time.monotonic()
@@ -633,6 +632,6 @@ def wait_for_training(run_dir: Path, *, poll_seconds: float = 1, patience_second
 def _completed(directory: RunDirectory) -> Summary | None:
     try:
         summary = read_summary(directory)
-    except RunDirectoryError:  # not there, or seen by this host while it was replaced
+    except RunDirectoryError:  # missing, or read while it was being replaced
         return None
     return summary if summary.status == "completed" else None

@@ -30,9 +30,9 @@ from paceline.world import World
 def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Send the first batch through forward, backward and reduction, and return the stream with it put back.
 
-    DDP packs its gradient buckets anew after its first backward pass, in the order in which gradients arrived. With
-    three or more processes the packing decides in which order a ring adds up, and so the last bits: a resumed run
-    must have done it before its first step, as the uninterrupted one had.
+    DDP rebuilds its gradient buckets after its first backward pass, in the order in which gradients arrived. With three
+    or more processes the buckets determine the order of summation in a ring, and so the last bits. A resumed run must
+    therefore rebuild them before its first step, as the uninterrupted run had.
 
     Raises:
         ModelError: If parameters took no part in the loss: other processes would wait for their gradients forever.
@@ -43,17 +43,17 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
     _send_through(run, first)
-    # What is frozen until later, as it was in the step before: a change with the first step comes with that step.
+    # Parts frozen until later stay frozen as in the step before: a change due at the first step happens in that step.
     if run.freeze_schedule.at(max(run.progress.step - 1, 0)):
         _send_through(run, first)
     return chain([first], batches)
 
 
 def claim_memory(run: Run) -> None:
-    """Send the largest micro-batch through forward and backward, where samples are of unequal length.
+    """Send the largest micro-batch through forward and backward, if samples differ in length.
 
-    Memory is then claimed once, and not bit by bit as longer samples turn up; and what is too large fails at once. All
-    processes send the same one, whoever's it will be.
+    Memory is then allocated once, not gradually as longer samples appear, and a batch that does not fit fails at once.
+    All processes send the same micro-batch, whichever of them will train on it.
     """
     largest = run.geometry.costliest(run.progress.position, run.plan.total_steps)
     if largest is None:
@@ -78,7 +78,7 @@ def _send_through(run: Run, first: Batch) -> None:
             run.optimizer.zero_grad(set_to_none=True)
 
 
-# fp16 loses small numbers; by this much they are raised, in both of what is compared.
+# fp16 loses small values; both sides of the comparison are scaled up by this factor.
 FP16_SCALE = 1024.0
 _ROUNDS = 5
 
@@ -91,7 +91,9 @@ def _told(ratios: Sequence[float]) -> str:
 
 
 class GradientProbe:
-    """Forward and backward passes of one micro-batch that move nothing: no weight, buffer, gradient or random state."""
+    """Runs forward and backward passes of one micro-batch without changing weights, buffers, gradients or random
+    states.
+    """
 
     def __init__(self, run: Run, replicas: Replicas, batch: Batch) -> None:
         self.run = run
@@ -101,7 +103,7 @@ class GradientProbe:
 
     @contextmanager
     def without_a_trace(self) -> Iterator[None]:
-        """Put buffers and random states back to where they are now, also after an error."""
+        """Restore buffers and random states to their current values afterwards, also after an error."""
         device = self.run.device
         on_device: dict[str, Any] = {"devices": [device.index or 0], "device_type": device.type}
         random_states = torch.random.fork_rng(**({"devices": []} if device.type == "cpu" else on_device))
@@ -109,19 +111,19 @@ class GradientProbe:
             yield
 
     def gradients(self, model: Callable[..., Any], *, autocast: bool = True) -> Gradients:
-        """The gradient of this batch, by parameter; those that take no part are left out."""
+        """Return the gradient of this batch by parameter, without unused parameters."""
         run = self.run
         seed_forward(run.recipe.seed, self.batch.slice, run.device)
         with run.precision.autocast() if autocast else ExitStack():
             loss = run.task.loss(model, self.batch)
         if run.precision.scaler is not None:
             loss = loss * FP16_SCALE
-        # Not backward(): nothing is added to anything, and no hook of a wrapper's hears of it.
+        # Not backward(): nothing is accumulated, and a wrapper's hooks are not called.
         found = torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
         return {name: each for name, each in zip(self._named, found, strict=True) if each is not None}
 
     def compare(self, first: Callable[[], Any], second: Callable[[], Any]) -> list[float]:
-        """Time two things in turns, both of which have been done before: seconds of the first over the second's."""
+        """Time two already warm functions alternately; return the seconds of the first divided by the second's."""
 
         def seconds(act: Callable[[], Any]) -> float:
             self.settle()
@@ -133,7 +135,7 @@ class GradientProbe:
         return [seconds(first) / seconds(second) for _ in range(_ROUNDS)]
 
     def settle(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its queued work."""
         if self.run.device.type != "cpu":
             torch.get_device_module(self.run.device).synchronize()
 
@@ -145,7 +147,7 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         ModelError: On every process, if the compiled network is wrong.
     """
     asked = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
-    # A network that is spread over processes cannot be tried by itself: what determinism costs there is not measured.
+    # A sharded network cannot be tried separately: there the cost of determinism is not measured.
     if run.progress.position or not asked or not isinstance(run.strategy, Replicas):
         return batches
     first = next(batches, None)
@@ -173,7 +175,7 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
     """Measure the cost of deterministic kernels on the uncompiled network.
 
     Raises:
-        ModelError: If an operation has none.
+        ModelError: If an operation has no deterministic kernel.
     """
     run = probe.run
 
@@ -181,7 +183,7 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
         return probe.gradients(run.network)
 
     def freely() -> Gradients:
-        """The same as in a run that does not ask for determinism."""
+        """Apply the settings of a run that does not request determinism."""
         benchmark = torch.backends.cudnn.benchmark
         torch.use_deterministic_algorithms(mode=False)
         torch.backends.cudnn.benchmark = run.device.type == "cuda"
@@ -208,16 +210,17 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
     )
 
 
-# How far a parameter's gradient may be from the uncompiled one's, in shares of its length. Where numbers are rounded
-# to 16 bits or fewer, so many times the distance between the uncompiled gradient and the one in fp32 is allowed too.
+# How far a parameter's gradient may be from the uncompiled one's, relative to its norm. With rounding to 16 bits or
+# fewer, this multiple of the distance between the uncompiled gradient and the fp32 gradient is allowed too.
 _TOLERANCE = {"fp32": 1e-3, "bf16": 1e-2, "fp16": 1e-2, "fp8": 5e-2}
 _ROUNDING = 4.0
-# Of the whole gradient's length: what is noise in a parameter whose gradient vanishes (a bias before a BatchNorm).
+# Relative to the norm of the complete gradient: noise in a parameter whose gradient vanishes (a bias before a
+# BatchNorm).
 _NEGLIGIBLE = 1e-4
 
 
 def check_compiled(probe: GradientProbe) -> MeasurementEvent:
-    """Compare one micro-batch's gradient, compiled and not, and time both.
+    """Compare one micro-batch's gradient with and without compilation, and time both.
 
     Raises:
         ModelError: If they differ by more than rounding.
@@ -251,7 +254,7 @@ def check_compiled(probe: GradientProbe) -> MeasurementEvent:
 
 
 def _distance(probe: GradientProbe, found: Gradients, expected: Gradients) -> float:
-    """Distance of two gradients over the length of the second.
+    """Return the distance of two gradients relative to the norm of the second.
 
     Raises:
         ModelError: If any parameter's differ by more than rounding.
@@ -261,7 +264,7 @@ def _distance(probe: GradientProbe, found: Gradients, expected: Gradients) -> fl
     exact = probe.gradients(run.network, autocast=False) if rounded else expected
     whole, numbers = _length(expected.values()), sum(each.numel() for each in expected.values())
     if not math.isfinite(whole):
-        return math.nan  # nothing can be said of it; the guard against losses that are no numbers will
+        return math.nan  # inconclusive; the guard against non-finite losses will handle it
     worst, at, allowed_there = 0.0, "", 1.0
     for name in {**expected, **found}:
         if name not in expected or name not in found:
