@@ -18,13 +18,13 @@ from paceline.units import TimeSpan, format_seconds
 
 T = TypeVar("T")
 
-_NICENESS = 5  # threads that compute have 0: the writer gets about a quarter of a core that both want
+_NICENESS = 5  # compute threads have 0: the writer gets about a quarter of a core when both compete for it
 
 
 class BackgroundWriter(Generic[T]):
-    """Runs one save at a time in the background; the next call raises what failed.
+    """Runs one save at a time in the background; the next call raises its error.
 
-    A save under way when the interpreter ends is finished first.
+    A save in progress when the interpreter exits is completed first.
 
     Attributes:
         given_up: Set to make a save stop waiting for other processes.
@@ -39,7 +39,7 @@ class BackgroundWriter(Generic[T]):
         """Start a save; wait for the previous one first.
 
         Raises:
-            RuntimeError: If it was not: two saves would write from the same copy of the state.
+            RuntimeError: If the previous save is not finished: both would write from the same copy of the state.
         """
         if self._under_way is not None:
             raise RuntimeError("a save is still under way")
@@ -73,13 +73,13 @@ class BackgroundWriter(Generic[T]):
         """Wait for the current save and return its result, once; None if there is none.
 
         Raises:
-            Exception: What the save raised.
+            Exception: The save's own error.
         """
         under_way, self._under_way = self._under_way, None
         return None if under_way is None else under_way.result()
 
     def close(self) -> None:
-        """End the thread; waits for the current save, and raises what it raised."""
+        """End the thread; waits for the current save, and raises its error."""
         try:
             self.wait()
         finally:
@@ -87,10 +87,10 @@ class BackgroundWriter(Generic[T]):
 
 
 def _give_way() -> None:
-    """Lower the priority of this thread, and of those that it starts; only Linux has a niceness of threads.
+    """Lower the priority of this thread, and of those that it starts; only Linux has a per-thread niceness.
 
-    Where all cores compute, each operation of a step waits for the slowest thread, and so the whole step would wait for
-    the writer. Whatever waits for the writer leaves the cores to it.
+    If all cores compute, each operation of a step waits for the slowest thread, and the step would wait for the writer.
+    Code that waits for the writer leaves the cores free for it.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -98,7 +98,7 @@ def _give_way() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS))
 
 
-# With `auto`, before there is a save to be measured.
+# With `auto`, before a save has been measured.
 _FIRST_SECONDS = 60.0
 _MARGIN_SECONDS = 60.0
 
@@ -110,7 +110,7 @@ def job_ends_at(environ: Mapping[str, str]) -> float | None:
 
 
 def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
-    """Training time between two checkpoints that loses least, to saves and to what failures undo, in seconds.
+    """Return the interval between checkpoints, in seconds, that loses the least time to saves and failures.
 
     First-order optimum of Young (1974), which Daly (2006) refines; the two differ by less than the cost itself as long
     as a save costs much less than the time between failures.
@@ -123,10 +123,10 @@ def young_interval(cost_seconds: float, mtbf_seconds: float) -> float:
 
 
 class Cadence:
-    """Tells the first rank when to ask for a checkpoint; all ranks agree on it as on a stop.
+    """Tells the first rank when to request a checkpoint; all ranks then agree on it as they do on a stop.
 
     Args:
-        checkpoint: What the recipe asks for.
+        checkpoint: The recipe's checkpoint section.
         ends_at: Unix time at which the job will be ended from outside; None if unknown.
         clock: A monotonic clock in seconds.
     """
@@ -153,10 +153,10 @@ class Cadence:
         return now - self._saved_at >= self._interval
 
     def saved(self, paused_seconds: float) -> str | None:
-        """Note a started save and its training pause; return a message if the interval changes."""
+        """Record a started save and its training pause; return a message if the interval changes."""
         now = self._clock()
         if self._ends_at is not None and now >= self._last_chance():
-            self._ends_at = None  # one is enough
+            self._ends_at = None  # once is enough
         self._saved_at = now
         if not self._is_auto:
             return None
@@ -170,10 +170,10 @@ class Cadence:
         )
 
     def wrote(self, seconds: float) -> None:
-        """Note how long a checkpoint took to reach the disk."""
+        """Record how long a checkpoint took to reach the disk."""
         self._write_seconds = seconds
 
     def _last_chance(self) -> float:
-        """When a save must begin to be whole before the job is ended."""
+        """Return when a save must begin to be complete before the job is ended."""
         assert self._ends_at is not None
         return self._ends_at - _MARGIN_SECONDS - 3 * self._write_seconds

@@ -1,7 +1,7 @@
-"""Durable files: neither a kill nor a power cut leaves half of one.
+"""Durable files: neither a kill nor a power cut leaves a partial file.
 
-Every byte of a checkpoint goes through this file: new files only, flushed to the device before anyone may rely on them,
-with their SHA-256 computed from the intended bytes, not from those that arrived.
+Every byte of a checkpoint goes through this file: new files only, flushed to the device before anything relies on them,
+with a SHA-256 of the intended bytes, not of those that arrived.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _ADVICE = {
     errno.EROFS: "Choose a run directory on a writable file system.",
 }
 
-# A file is missing, or not what it should be. Any other error is the disk's, and says nothing about the file.
+# A file is missing, or of the wrong kind. Any other error comes from the disk and does not depend on the file's
+# content.
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
 _PAUSES_SECONDS = (0.1, 0.4, 1.5)
 
-# Most bytes that are written between two flushes: a save is seen to make progress, however slow the disk, and the pages
-# that it fills do not crowd out those of the data.
+# Maximum bytes written between two flushes: a save makes visible progress, however slow the disk, and the pages that it
+# fills do not crowd out the data's.
 _PIECE_BYTES = 64 * 2**20
-# Most bytes in one call: larger ones took twice as much processor time (docs/decisions/0005, benchmarks/checkpoint.py).
+# Maximum bytes per call: larger ones took twice as much processor time (docs/decisions/0005, benchmarks/checkpoint.py).
 _WRITE_BYTES = 2**20
 
 P = ParamSpec("P")
@@ -52,7 +53,7 @@ class FileFacts:
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether the disk or the system failed to read, whatever the file's content."""
+    """Whether the disk or the system failed to read, regardless of the file's content."""
     return error.errno not in _NOT_THERE
 
 
@@ -75,7 +76,7 @@ def patient(read: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def reporting_disk_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn an :class:`OSError` into one message: what could not be done, where, why, and what to change.
+    """Turn an :class:`OSError` into one message: what failed, where, why, and what to change.
 
     Raises:
         CheckpointError: With the original error as its cause.
@@ -91,7 +92,7 @@ def reporting_disk_errors(action: str, path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
-    """Write a new file and wait until the device has it.
+    """Write a new file and wait until it is on the device.
 
     Raises:
         OSError: If the file exists, or the disk fails.
@@ -128,7 +129,7 @@ def hash_file(path: Path) -> FileFacts:
 def size_of(directory: Path) -> int:
     """Return the size of a directory's files, which may change meanwhile."""
     size = 0
-    for folder, _, files in os.walk(directory):  # which leaves out a folder that has just gone
+    for folder, _, files in os.walk(directory):  # skips a folder that has just been removed
         for name in files:
             with suppress(OSError):
                 size += os.stat(os.path.join(folder, name)).st_size
@@ -137,7 +138,7 @@ def size_of(directory: Path) -> int:
 
 @patient
 def read_regular_file(path: Path) -> bytes:
-    """Read a whole file; a pipe or a device, which might never end, is refused as an :class:`OSError`."""
+    """Read a complete file; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
     with open(path, "rb") as file:

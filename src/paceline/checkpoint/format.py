@@ -1,13 +1,12 @@
 """The files of a checkpoint: states as JSON with named tensors, tensors as safetensors, and the manifest.
 
-Nothing in these files can run code. A state is split into a JSON structure and named tensors. Plain JSON values stand
-for themselves, so that a person can read the structure; everything that JSON cannot express is an object with one key
-that
-begins with ``$``: tuples, dictionaries with keys that are not plain strings, floats that are not finite (with their
-exact bits), very large integers, and tensors.
+Nothing in these files can run code. A state is split into a JSON structure and named tensors. Plain JSON values
+represent themselves, so that a person can read the structure; everything that JSON cannot express is an object with one
+key that begins with ``$``: tuples, dictionaries with keys that are not plain strings, floats that are not finite (with
+their exact bits), very large integers, and tensors.
 
-Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is taken
-on the way. They are read by the safetensors library, after the header's length has been checked.
+Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is
+computed while writing. The safetensors library reads them, after the header's length has been checked.
 
 The manifest is the last file written. It lists every other file with size and SHA-256 and every tensor with dtype and
 shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
@@ -45,7 +44,7 @@ from paceline.plain_json import load_json
 
 MANIFEST = "manifest.json"
 _FORMAT_VERSION = 1
-_SIZE_LIMIT_BYTES = 100_000_000  # of a manifest, and of a safetensors header
+_SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
 _PART = re.compile(r"/part-\d{5}\.safetensors")
@@ -53,7 +52,7 @@ _PART = re.compile(r"/part-\d{5}\.safetensors")
 _LARGEST_PLAIN_BITS = 64  # longer integers are written as hexadecimal: JSON readers limit decimal digits
 
 _PREFIX_BYTES = 8
-_METADATA = "__metadata__"  # the one key that a safetensors header keeps for itself
+_METADATA = "__metadata__"  # the only key that a safetensors header reserves
 _RAW_DTYPES = "raw_dtypes"  # metadata entry: tensors whose dtype the format lacks, stored as bytes
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -63,7 +62,7 @@ _CODES = {
 }  # fmt: skip
 _DTYPES = {code: name for name, code in _CODES.items()}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
-# What else is found under the name of a weights file, by its first bytes in lower case.
+# Other formats found under the name of a weights file, by their first bytes in lower case.
 _OTHERS = {
     LFS_START[:8]: LFS_POINTER,
     b"<!doctyp": "an HTML page: download the file itself",
@@ -83,7 +82,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor | Part) -> TensorSpec:
-        """Describe a tensor on any device; of a part, the whole tensor."""
+        """Describe a tensor on any device; for a shard, describe the complete tensor."""
         values = tensor.tensor if isinstance(tensor, Part) else tensor
         return cls(str(values.dtype).removeprefix("torch."), tuple(tensor.shape))
 
@@ -96,9 +95,9 @@ class Part:
     """This process's part of a tensor that is sharded over processes.
 
     Attributes:
-        tensor: Its values; empty if another process has the same part and writes it.
-        shape: Of the whole tensor.
-        offsets: Where the part begins in it, in each dimension.
+        tensor: Its values; empty if another process holds and writes the same part.
+        shape: Shape of the complete tensor.
+        offsets: Start of the part in the complete tensor, in each dimension.
     """
 
     tensor: Tensor
@@ -157,7 +156,7 @@ def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class _Encoded:
-    """A state taken apart: its ``structure``, and its ``tensors`` by name."""
+    """A state split into its ``structure`` and its ``tensors`` by name."""
 
     def __init__(self, state: Any, where: str) -> None:
         self.where, self.tensors = where, dict[str, Tensor | Part]()
@@ -173,7 +172,7 @@ class _Encoded:
             return {"$tensor": self._add(value, path)}
         if isinstance(value, dict):
             return self._encode_dict(value, path)
-        # The exact type: a subclass (numpy.float64, an enum, a named tuple) would come back as another.
+        # Check the exact type: a subclass (numpy.float64, an enum, a named tuple) would be restored as another type.
         kind = type(value)
         if kind is list or kind is tuple:
             items = [self._encode(item, (*path, index)) for index, item in enumerate(value)]
@@ -200,7 +199,7 @@ class _Encoded:
         is_dense = plain.layout is torch.strided and not plain.is_quantized and not plain.is_meta
         if type(plain) is not Tensor or not is_dense:
             raise self._unsupported("the tensor (only a dense, whole tensor with values can be saved)", tensor, path)
-        # 'a.b' may be one key or two; a lone surrogate cannot be written as UTF-8.
+        # 'a.b' may be one key or two; a lone surrogate cannot be encoded as UTF-8.
         base = _utf8(".".join(map(str, path)) if path else "tensor")
         name, count = base, 1
         while name in self.tensors or name == _METADATA:
@@ -221,8 +220,8 @@ def _on_host(tensor: Tensor) -> Tensor:
     on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
     if on_host.is_contiguous():
         return on_host
-    # Not by torch: in the thread that writes, it would begin threads beside those that compute, and as long as there
-    # are more of these than cores, OpenMP lets none of them wait actively: every operation of every step is held up.
+    # Do not use torch here: in the writer thread it would start threads next to those that compute. While there are
+    # more threads than cores, OpenMP does not let any of them spin, which slows down every operation of every step.
     same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
     numbers = np.ascontiguousarray(on_host.view(same_width[tensor.dtype.itemsize]).numpy())
     return torch.from_numpy(numbers).view(tensor.dtype)
@@ -236,7 +235,7 @@ def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     mark = next((key for key in node if key.startswith("$")), None)
     if mark is None:
         return {key: _decode(item, tensors) for key, item in node.items()}
-    ((_, content),) = node.items()  # a mark stands alone
+    ((_, content),) = node.items()  # a marker has no sibling keys
     match mark:
         case "$tensor":
             return tensors[content]
@@ -263,7 +262,7 @@ class TensorFile:
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileFacts:
-    """Write contiguous CPU tensors to a new file and wait until the device has it.
+    """Write contiguous CPU tensors to a new file and wait until it is on the device.
 
     Raises:
         OSError: If the file exists, or the disk fails.
@@ -286,7 +285,7 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         yield len(text).to_bytes(_PREFIX_BYTES, "little")
         yield text
         for _, tensor in ordered:
-            # A contiguous tensor of at most one element may have any stride, which view() would refuse.
+            # A contiguous tensor of at most one element may have any stride, which view() would reject.
             yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
     return write_file(path, pieces())
@@ -310,7 +309,7 @@ def parse_tensor_file(content: bytes) -> TensorFile:
     """Build the tensors of a file from its bytes.
 
     Raises:
-        ValueError: Naming the rule that is broken.
+        ValueError: Naming the broken rule.
     """
     _, metadata, raw = _parse_header(content, len(content))
     try:
@@ -335,7 +334,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
 
     Raises:
         OSError: If it cannot be read.
-        ValueError: Naming the rule that is broken.
+        ValueError: Naming the broken rule.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -355,7 +354,9 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
 
 
 def pickle_hint(start: bytes, name: str = "") -> str:
-    """Return a clause about pickles when a file begins like one, or is a program by its name; else an empty string."""
+    """Return a clause about pickles if a file begins like one, or about programs if its name says so; else an empty
+    string.
+    """
     if name.endswith((".pt2", ".onnx")):
         return (
             "; a torch.export or ONNX program has no weights that can be read by name: give the run it was "
@@ -369,10 +370,10 @@ def pickle_hint(start: bytes, name: str = "") -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name.
+    """Return the dtype with this name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such dtype.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -381,7 +382,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _utf8(text: str) -> str:
-    # Lone surrogates have no UTF-8 form, and one bad letter must not cost a checkpoint.
+    # Lone surrogates have no UTF-8 form, and one invalid character must not cost a checkpoint.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -434,13 +435,13 @@ class ComponentEntry:
 
     @property
     def tensor_files(self) -> list[str]:
-        """The files with the tensors: one, or one for each process that wrote a part."""
+        """The files that contain the tensors: one, or one for each process that wrote a part."""
         return sorted(name for name in self.files if name.endswith(".safetensors"))
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint holds.
+    """The contents of one checkpoint.
 
     Attributes:
         step: Optimizer steps done when it was taken.
@@ -454,7 +455,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Sum of the component files; the manifest itself is not counted."""
+        """Total size of the component files; the manifest itself is not counted."""
         return sum(file.size_bytes for entry in self.components.values() for file in entry.files.values())
 
     def to_bytes(self) -> bytes:
@@ -495,7 +496,7 @@ def parse_manifest(path: Path) -> Manifest:
 
     Raises:
         OSError: If it cannot be read.
-        ValueError: Naming the rule that is broken.
+        ValueError: Naming the broken rule.
     """
     file = path / MANIFEST
     if patient(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
@@ -539,7 +540,7 @@ def _component(name: str, entry: Any) -> ComponentEntry:
         if not _DIGEST.fullmatch(digest):
             raise ValueError(f"it holds {digest!r} where a SHA-256 is expected")
         files[key] = FileFacts(_count(value, "size_bytes"), digest)
-    # Comparing with the only allowed names, not searching for '..', leaves no way out of the directory.
+    # Comparing with the only allowed names, rather than searching for '..', rules out paths outside the directory.
     parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}
     expected = {f"{name}.json"} | ((parts or {f"{name}.safetensors"}) if tensors else set())
     if files.keys() != expected:

@@ -1,6 +1,6 @@
 """Folders in the layout of timm and the Hugging Face hub: ``config.json``, ``model.safetensors``, a ``README.md``.
 
-Ours also have our own description in the safetensors file; of timm's, ``config.json`` is all there is.
+Folders written by Paceline also have its description in the safetensors file; timm's have only ``config.json``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ UNNAMED = "class_names_unknown"
 """Entry of the description of data: the classes have numbers only, which are used as their names."""
 
 _LARGEST_CONFIG_BYTES = 50_000_000
-_ARCHITECTURE = re.compile(r"[A-Za-z0-9_]+")  # never package.module:factory, which would be code to import
+_ARCHITECTURE = re.compile(r"[A-Za-z0-9_]+")  # never package.module:factory, which would import code
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.tar", "*.ckpt")
 _INTERPOLATIONS = ("bilinear", "bicubic")
-# What timm takes where a folder is silent (timm.data.resolve_data_config).
+# timm's defaults for values missing from a folder (timm.data.resolve_data_config).
 _MEAN, _STD, _CROP = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 0.875
-# Of timm.create_model itself, not of a network: they open other files, or say once more what the folder says.
+# Options of timm.create_model itself, not of a network: they open other files, or repeat what the folder says.
 _NOT_OPTIONS = frozenset(
     {"model_name", "scriptable", "exportable", "no_jit", "features_only", "out_indices"} | OPENING_OPTIONS
 )
-# More than any published network has; beyond it the weights themselves must have as many.
+# More classes than any published network has; above it, the weights themselves must have as many.
 _MANY_CLASSES = 100_000
 _LONGEST_SIDE = 8192
 _SMALLEST_CROP = 0.1
@@ -47,7 +47,7 @@ def is_hub_folder(path: Path) -> bool:
 
 
 def hub_weights_file(path: Path) -> Path:
-    """The safetensors file of a hub folder.
+    """Return the safetensors file of a hub folder.
 
     Raises:
         CheckpointError: If it has none; pickles are never opened.
@@ -77,10 +77,11 @@ def hub_weights_file(path: Path) -> Path:
 
 
 def hub_metadata(path: Path) -> dict[str, str]:
-    """Describe the weights of a hub folder from its ``config.json``, as our own files describe theirs.
+    """Describe the weights of a hub folder from its ``config.json``, in the same form as Paceline's own files.
 
     Returns:
-        ``recipe`` and ``data`` as JSON, and more; or ``refusal``, why images cannot be prepared here as in timm.
+        ``recipe`` and ``data`` as JSON, and more; or ``refusal``, the reason why images cannot be preprocessed as in
+        timm.
 
     Raises:
         CheckpointError: If it is not such a folder, or has no usable description.
@@ -107,10 +108,10 @@ def hub_metadata(path: Path) -> dict[str, str]:
 
 
 def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
-    shown = config.get("pretrained_cfg", config)  # older folders have everything on one level
+    shown = config.get("pretrained_cfg", config)  # older folders have everything at the top level
     options = _options(config, shown)
     channels, height, width = (int(side) for side in shown.get("input_size") or (3, 224, 224))
-    # A network is built for the classes and channels at hand; these options would repeat them.
+    # A network is built for the given classes and channels; these options would repeat them.
     channels = int(options.pop("in_chans", channels))
     options.pop("num_classes", None)
     classes = int(config.get("num_classes", shown.get("num_classes", 1000)))
@@ -141,7 +142,7 @@ def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
     )
     if refusal := "; ".join(reason for applies, reason in reasons if applies):
         return {"refusal": refusal}
-    # timm rounds the side of the resized image down; this share of it leads to the same side.
+    # timm rounds the size of the resized image down; this fraction results in the same size.
     same_crop = height / math.floor(height / crop)
     images = {"image_size": height, "channels": channels, "mean": mean, "std": std}
     images |= {"evaluation_crop": same_crop, "interpolation": interpolation}
@@ -152,17 +153,17 @@ def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
         "classes": classes,
         "class_names": labels or [str(number) for number in range(classes)],
         "evaluation_size": height,
-        "always_resized": True,  # also an image of the right size, which networks of ours see unchanged
+        "always_resized": True,  # timm also resizes an image of the right size, which Paceline's networks receive unchanged
         **({} if labels else {UNNAMED: True}),
         **images,
     }
     recipe = {"task": "image_classification", "model": model, "data": images}
-    # timm computes in fp32 unless told otherwise.
+    # timm computes in fp32 by default.
     return {"recipe": json.dumps(recipe), "data": json.dumps(data), "precision": "fp32", "shown_by": "timm"}
 
 
 def _options(config: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the network's factory (``model_args``), without those that would open other files."""
+    """Return the arguments of the network's factory (``model_args``), without those that would open other files."""
     options = {key: value for key, value in (config.get("model_args") or {}).items() if value is not None}
     if wrong := sorted(_NOT_OPTIONS & options.keys()):
         raise ValueError(f"model_args has {wrong[0]}, which is not a network argument")
@@ -170,17 +171,17 @@ def _options(config: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, A
         raise ValueError("model_args turns global_pool off, and without it the network does not classify images")
     is_fixed = shown.get("fixed_input_size", False) and not options.get("dynamic_img_size")
     if is_fixed and options.get("strict_img_size", True):
-        # timm builds such a network for the size of the images, unless told of another one.
+        # timm builds such a network for the size of the images by default.
         _, height, width = (int(side) for side in shown.get("input_size") or (3, 224, 224))
         options.setdefault("img_size", [height, width] if height != width else height)
     return options
 
 
 def _labels(config: Mapping[str, Any], shown: Mapping[str, Any], classes: int) -> list[str]:
-    """Names in the order of the outputs; empty where there are none.
+    """Return class names in the order of the outputs; empty if there are none.
 
     Raises:
-        ValueError: If they are not one text for each.
+        ValueError: If they are not one string per output.
     """
     named = config.get("label_names") or config.get("labels") or shown.get("label_names") or ()
     if isinstance(named, Mapping):

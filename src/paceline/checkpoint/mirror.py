@@ -4,11 +4,12 @@
     records/…                           the growth of the run's records since the last copy
     commits/00000012-9c1b….json         names all of these, with sizes and SHA-256; written last
 
-An object store has no rename, so what makes a checkpoint exist is its commit: one small object, which exists or does
-not. An object in no commit is an interrupted upload; it is never read, and the next pruning deletes it.
+An object store has no rename, so a checkpoint exists once its commit does: one small object, which is written
+atomically. An object that is not in any commit is an interrupted upload; it is never read, and the next pruning deletes
+it.
 
 When a copy is fetched, the records come first and the checkpoint that vouches for them last: after a kill in between,
-the run resumes from an older checkpoint, to which records are cut back, or the fetching begins again.
+the run resumes from an older checkpoint, to which records are cut back, or the download starts again.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ from paceline.units import format_bytes
 
 _FORMAT_VERSION = 1
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
-# Uploads at a time: a library may hold some 100 MiB of each file.
+# Concurrent uploads: a library may hold some 100 MiB of each file.
 _AT_ONCE = 4
 _PIECE_BYTES = 64 * 2**20
-# More small pieces of a record than this are sent again as one, so that a long run's copy does not collect them.
+# If a record has more small pieces than this, they are sent again as one, so that a long run's copy does not accumulate
+# them.
 _MOST_PIECES = 32
-# Which run it is; small files.
+# Small files that identify the run.
 _IDENTIFYING = ("recipe.yaml", "plan.json", "environment.json")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
@@ -57,7 +59,7 @@ class Piece:
     Attributes:
         name: Relative to the address.
         size_bytes: Its size.
-        sha256: Of its content.
+        sha256: SHA-256 of its content.
     """
 
     name: str
@@ -70,13 +72,14 @@ class Commit:
     """A checkpoint at the address, and the records that belong to it.
 
     Attributes:
-        sequence: Commits of a run are numbered; the highest is the newest, even after a run went back.
+        sequence: Commits of a run are numbered; the highest is the newest, even after a run resumed from an earlier
+            step.
         run: The identity under which the run is copied.
-        step: Of the checkpoint.
+        step: Step of the checkpoint.
         files: The checkpoint's files by their names in it.
         records: Files of the run directory by their names in it, each in pieces.
         best: What ``best.json`` said.
-        name: Of its own object, relative to the address.
+        name: Name of the commit object, relative to the address.
     """
 
     sequence: int
@@ -89,7 +92,7 @@ class Commit:
 
     @property
     def pieces(self) -> set[str]:
-        """Names of all objects it needs."""
+        """Names of all objects that the commit needs."""
         return {each.name for each in self.files.values()} | {
             each.name for pieces in self.records.values() for each in pieces
         }
@@ -102,8 +105,8 @@ class Sendable:
     Attributes:
         step: Its step.
         path: Its directory.
-        growing: Record files of the run directory by name, and how many of their bytes belong to the checkpoint.
-        small: Files of the run directory that are sent whole.
+        growing: Record files of the run directory by name, with the number of bytes that belong to the checkpoint.
+        small: Files of the run directory that are sent completely.
         best: What ``best.json`` says.
     """
 
@@ -119,8 +122,8 @@ class Found:
     """The commits at an address.
 
     Attributes:
-        commits: Those that are whole, newest first.
-        damaged: Messages about those that are not.
+        commits: Complete commits, newest first.
+        damaged: Messages about incomplete ones.
         names: Names of all of their objects.
     """
 
@@ -132,12 +135,12 @@ class Found:
 class Mirror:
     """The copy of one run at an address; one thread of one process writes it.
 
-    It deletes only after its own first upload, and never after another launch has written there.
+    It deletes objects only after its first upload, and never after another launch has written there.
 
     Args:
         remote: The address.
         run: The identity under which the run is copied.
-        found: What :func:`read_commits` found there.
+        found: The result of :func:`read_commits`.
     """
 
     def __init__(self, remote: Remote, run: str, found: Found) -> None:
@@ -147,7 +150,7 @@ class Mirror:
         self._launch = secrets.token_hex(4)
         self._reached: dict[str, int] = {}
         self._moved_at = float("-inf")
-        # What this launch has sent of each record; what earlier ones sent may have been cut back since.
+        # What this launch has sent of each record; data that earlier ones sent may have been cut back since.
         self._sent: dict[str, list[Piece]] = {}
 
     @property
@@ -156,7 +159,7 @@ class Mirror:
         return self._moved_at
 
     def send(self, what: Sendable, root: Path) -> None:
-        """Copy a checkpoint and its records there; when this returns, the newest commit names them.
+        """Copy a checkpoint and its records to the address; on return, the newest commit names them.
 
         Args:
             what: The checkpoint.
@@ -165,7 +168,7 @@ class Mirror:
         Raises:
             CheckpointError: If the checkpoint is gone.
             UnreadableError: If it, or a record, cannot be read now.
-            StorageError: If the address refuses, or another launch writes there.
+            StorageError: If the address reports an error, or another launch writes there.
         """
         newest = next(iter(in_line(self._commits.values())), None)
         digest = hashlib.sha256(_manifest_bytes(what.path)).hexdigest()
@@ -187,7 +190,7 @@ class Mirror:
             for name, facts in entry.files.items()
         }
         there = self._remote.listed(folder)
-        # An upload that was broken off is gone on with.
+        # Continue an interrupted upload.
         missing = {
             name: piece
             for name, piece in files.items()
@@ -202,7 +205,7 @@ class Mirror:
         files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", len(before), digest)
         self._remote.write(f"{folder}/{MANIFEST}", before)
         if _manifest_bytes(what.path) != before:
-            # Directories of checkpoints are replaced as a whole: with the manifest the same, so was all before it.
+            # Checkpoint directories are replaced as a whole: if the manifest is unchanged, so is everything before it.
             raise CheckpointError(f"{what.path} was replaced while it was copied.")
         there = self._remote.listed(folder)
         for piece in files.values():
@@ -216,17 +219,17 @@ class Mirror:
         self._remote.upload(source, name, lambda sent: self._note(name, sent))
 
     def _note(self, name: str, sent: int) -> None:
-        # What was sent before and lost is no progress when it is sent again.
+        # Resending data that was sent before and lost does not count as progress.
         if sent > self._reached.get(name, 0):
             self._reached[name], self._moved_at = sent, time.monotonic()
 
     def _send_growing(self, source: Path, name: str, size: int) -> tuple[Piece, ...]:
-        """The pieces of a record's first ``size`` bytes; what is new since the last time is sent."""
+        """Return the pieces of a record's first ``size`` bytes; data that is new since the last call is sent."""
         sent = self._sent.get(name, [])
         if sum(each.size_bytes for each in sent) > size:
             sent = []
         elif sum(each.size_bytes < _PIECE_BYTES for each in sent) > _MOST_PIECES:
-            # Of a long record the full pieces at its beginning are never sent again.
+            # The full pieces at the start of a long record are never sent again.
             sent = list(itertools.takewhile(lambda each: each.size_bytes == _PIECE_BYTES, sent))
         sent, begin = list(sent), sum(each.size_bytes for each in sent)
         with _reading(source) as file:
@@ -254,7 +257,7 @@ class Mirror:
         return Piece(name, len(content), hashlib.sha256(content).hexdigest())
 
     def _commit(self, what: Sendable, files: Mapping[str, Piece], records: Mapping[str, tuple[Piece, ...]]) -> None:
-        # One of ours may have arrived although no answer came back.
+        # A commit of this launch may have been stored although no response arrived.
         sequence = max((number for number, _ in self._commit_names()), default=0) + 1
         name = f"commits/{sequence:08d}-{self._launch}.json"
         commit = Commit(
@@ -264,7 +267,7 @@ class Mirror:
         self._commits[name] = commit
 
     def _commit_names(self) -> list[tuple[int, str]]:
-        """The numbers and names of the commits that are there now.
+        """Return the numbers and names of the commits that are there now.
 
         Raises:
             TakenError: If another launch has written one.
@@ -278,9 +281,11 @@ class Mirror:
         return there
 
     def prune(self, *, keep: int) -> None:
-        """Delete all but the newest commits of ``keep`` steps and that of the best one, and what none of them names.
+        """Delete all but the newest commits of ``keep`` steps and the best step's, and all objects that they do not
+        name.
 
-        Of a run that went back, what it left behind goes too: its newest commit does not build on that.
+        If the run resumed from an earlier step, the abandoned commits are deleted too: its newest commit does not build
+        on them.
 
         Raises:
             StorageError: If the address fails, or has lost uploads; the next call continues.
@@ -291,27 +296,27 @@ class Mirror:
         if not kept:
             return
         present = [*self._remote.listed("checkpoints"), *self._remote.listed("records")]
-        # What others are deleted for must be there: a launch that began later may have taken it for litter.
+        # The commits that stay must exist: a launch that started later may have deleted their objects as leftovers.
         newest = in_line(kept.values())[0]
         if lost := newest.pieces.difference(present):
-            del self._commits[newest.name]  # so that the next try sends it again
+            del self._commits[newest.name]  # so that the next attempt sends it again
             self._sent.clear()
             raise StorageError(f"{self._remote.path(min(lost))} is missing, but a commit lists it.")
-        # Names first: what is half deleted is not to be chosen.
+        # Delete names first: a partly deleted checkpoint must not be chosen.
         self._remote.delete([name for _, name in there if name not in kept])
         self._commits = dict(kept)
         needed: set[str] = set().union(*(each.pieces for each in kept.values()))
-        # What this launch has sent of its records, the next commit builds on.
+        # The next commit builds on the records that this launch has sent.
         needed |= {piece.name for pieces in self._sent.values() for piece in pieces}
         self._remote.delete([name for name in present if name not in needed])
 
 
 class TakenError(StorageError):
-    """Another launch writes to the same address: a permanent error."""
+    """Another launch writes to the same address; a permanent error."""
 
 
 def in_line(commits: Iterable[Commit]) -> list[Commit]:
-    """Return the commits that the newest builds on, newest first, without those that the run went back from."""
+    """Return the commits that the newest builds on, newest first, without those that the run has abandoned."""
     line: list[Commit] = []
     for each in sorted(commits, key=lambda each: (each.sequence, each.step, each.name), reverse=True):
         if not line or each.step <= line[-1].step:
@@ -403,23 +408,23 @@ def fetch_newest(
     say: Callable[[str], None],
     accept: Callable[[Path], None] | None = None,
 ) -> Commit | None:
-    """Copy the newest checkpoint that is whole at the address into a run directory, with the best one and the records.
+    """Copy the newest complete checkpoint at the address into a run directory, with the best one and the records.
 
     Args:
         remote: The address.
-        commits: What is there.
+        commits: The commits at the address.
         root: The run directory, whose records are replaced.
         beyond: Use only a checkpoint of a later step; -1 for any.
-        say: Takes progress lines.
-        accept: Raises if the run whose recipe, plan and environment are in a folder is not the one wanted; called
-            before anything is written here.
+        say: Receives progress lines.
+        accept: Raises if the run whose recipe, plan and environment are in a folder is not the right one; called before
+            anything is written locally.
 
     Returns:
-        What was fetched; None if there is none beyond.
+        The commit that was fetched; None if none is beyond that step.
 
     Raises:
         StorageError: If the address cannot be read, or everything there is damaged.
-        CheckpointError: If this disk fails.
+        CheckpointError: If the local disk fails.
     """
     damaged: list[str] = []
     line = in_line(commits)
@@ -448,7 +453,7 @@ def fetch_newest(
 
 
 class _DamagedError(Exception):
-    """An object is not what its commit says."""
+    """An object differs from its commit's description."""
 
 
 def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path) -> None:
@@ -456,7 +461,7 @@ def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path
     for path in (*(root / "ledger").glob("rank-*.ids"), root / "run.json"):
         if str(path.relative_to(root)) not in commit.records:
             path.unlink(missing_ok=True)
-    # The recipe last: with it, a directory counts as a run.
+    # The recipe last: a directory with one counts as a run.
     for name in sorted(commit.records, key=lambda each: each == "recipe.yaml"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         _fetch_record(remote, commit.records[name], root / name)
@@ -464,7 +469,7 @@ def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path
     has_best = best is not None and (best.step == commit.step or best.step in store.steps())
     of_best = next((each for each in commits if best is not None and each.step == best.step), None)
     if of_best is not None and not has_best:
-        # Without its best checkpoint the run resumes too, and keeps its next best one.
+        # A run resumes without its best checkpoint too, and saves the next best one.
         with contextlib.suppress(_DamagedError):
             _fetch_checkpoint(remote, of_best, store)
             has_best = True
@@ -474,7 +479,7 @@ def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path
 
 
 def _fetch_record(remote: Remote, pieces: Iterable[Piece], target: Path) -> None:
-    """Write a record's pieces one after another, and give it its name when all are there."""
+    """Write a record's pieces one after another, and rename the file once it is complete."""
     partial = target.with_name(f".{target.name}.fetched")
     try:
         with reporting_disk_errors("fetch a record to", target):
@@ -494,7 +499,7 @@ def _fetch_record(remote: Remote, pieces: Iterable[Piece], target: Path) -> None
 
 
 def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) -> None:
-    """Download a checkpoint into a staging directory, verify it, and give it its name."""
+    """Download a checkpoint into a staging directory, verify it, and rename it into place."""
     staging_dir = store.make_staging_dir(commit.step)
     try:
         with reporting_disk_errors(f"fetch the checkpoint of step {commit.step} to", staging_dir):

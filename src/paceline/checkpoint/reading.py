@@ -1,7 +1,7 @@
 """Verify and read a checkpoint.
 
-Everything is checked before use: the manifest against its own digest, every file against its size and SHA-256,
-every tensor against the inventory. Reading a component checks the very bytes it then uses.
+Everything is checked before use: the manifest against its own digest, every file against its size and SHA-256, every
+tensor against the inventory. Reading a component checks the same bytes that it then uses.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CheckpointError: If it is not a checkpoint, or the manifest is missing, damaged or of another version.
-        UnreadableError: If it cannot be read now, as from every function here.
+        UnreadableError: If it cannot be read now; every function here may raise this.
     """
     path = Path(path)
     with _naming(path, MANIFEST):
         try:
-            # Not Path.is_dir, which may take an error of the disk for an answer.
+            # Not Path.is_dir, which may treat a disk error as "no".
             is_folder = path.is_symlink() or stat.S_ISDIR(patient(os.stat)(path).st_mode)
         except FileNotFoundError:
             is_folder = False
@@ -67,7 +67,7 @@ def check_sizes(path: Path) -> Manifest:
     """Check what can be checked without reading the values: the manifest, and each file's presence and size.
 
     Raises:
-        CheckpointError: Naming the file and the rule it breaks.
+        CheckpointError: Naming the file and the broken rule.
     """
     path = Path(path)
     found = read_manifest(path)
@@ -85,7 +85,7 @@ def verify(path: Path) -> Manifest:
     """Check every byte of a checkpoint; memory use does not depend on its size.
 
     Raises:
-        CheckpointError: Naming the file and the rule it breaks.
+        CheckpointError: Naming the file and the broken rule.
     """
     path = Path(path)
     found = check_sizes(path)
@@ -105,13 +105,13 @@ def verify(path: Path) -> Manifest:
 def read_components(
     path: Path, names: Collection[str] | None = None, *, chunks: Mapping[str, ChunkOf] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Read several components' states (default: all), checking their files on the way.
+    """Read several components' states (default: all), and check their files.
 
     Args:
         path: The checkpoint.
         names: The components.
-        chunks: The wanted part of each tensor, by component; only that is read, so digests are not compared:
-            :func:`verify` does that.
+        chunks: The requested part of each tensor, by component. Only that part is read, so digests are not compared;
+            use :func:`verify` for that.
 
     Returns:
         The states as they were saved, by name; tensors are on the CPU and share no memory with one another.
@@ -144,7 +144,7 @@ def read_components(
 
 
 def read_weights_file(path: Path, name: str) -> TensorFile:
-    """Read one component's tensors and its file's metadata, checking these very bytes and no other file's.
+    """Read one component's tensors and its file's metadata, checking the bytes that are returned.
 
     Raises:
         CheckpointError: If the checkpoint lacks the component, or the file is damaged.
@@ -194,12 +194,12 @@ def _compare(found: FileFacts, expected: FileFacts) -> None:
 
 
 class _DamagedError(CheckpointError):
-    """A message that names the checkpoint and the file already."""
+    """An error message that already names the checkpoint and the file."""
 
 
 @contextmanager
 def _naming(path: Path, name: str) -> Iterator[None]:
-    """Name the checkpoint and the file that an error is about."""
+    """Add the checkpoint and the file to an error's message."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,11 +1,11 @@
-"""Sharded saves: tensors of which each process holds a part, and processes that write one checkpoint together.
+"""Sharded saves: several processes, each with a part of the tensors, write one checkpoint together.
 
-A component of which processes hold parts has a folder with a file for each process. The header of each file says where
-its tensors begin in the whole ones, under the key that torch.distributed.checkpoint reads: its
-``HuggingFaceStorageReader`` opens such a folder too.
+A sharded component has a folder with one file per process. The header of each file gives the offsets of its tensors in
+the complete ones, under the key that torch.distributed.checkpoint reads: its ``HuggingFaceStorageReader`` opens such a
+folder too.
 
-No collective is needed: each process writes its files into the staging directory that the first has made, and then a
-note of what it wrote. The first waits for the notes; only it writes the manifest and gives the directory its name.
+No collective is needed: each process writes its files into the staging directory created by the first, and then a note
+that lists them. The first waits for the notes; only it writes the manifest and renames the directory.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ Files = dict[str, dict[str, FileFacts]]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box cut out of a tensor: where it begins and how large it is, in each dimension."""
+    """A box within a tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that selects it from the whole tensor."""
+        """The index that selects the box from the complete tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Chunk) -> Chunk:
-        """The intersection; its size is zero in a dimension where there is none."""
+        """Return the intersection; its size is zero in a dimension without overlap."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = (min(mine.stop, its.stop) for mine, its in zip(self.slices, other.slices, strict=True))
         return Chunk(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
 
     def within(self, outer: Chunk) -> Chunk:
-        """The same box with offsets relative to one around it."""
+        """Return the same box with offsets relative to an enclosing one."""
         return Chunk(tuple(mine - its for mine, its in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
@@ -67,13 +67,13 @@ ChunkOf = Callable[[str, TensorSpec], Chunk | None]
 def write_parts(
     directory: Path, component: str, tensors: Mapping[str, Tensor | Part], header: Mapping[str, str], *, rank: int
 ) -> dict[str, FileFacts]:
-    """Write a process's parts of a component; the first process also writes tensors that are whole.
+    """Write a process's parts of a component; the first process also writes unsharded tensors.
 
     Returns:
         The files by their names in the checkpoint: one, or none if there is nothing to write.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If the disk fails.
     """
     offsets, values = {}, {}
     for key, each in tensors.items():
@@ -93,10 +93,10 @@ def write_parts(
 
 
 def check_cover(specs: Mapping[str, TensorSpec], files: Iterable[tuple[Mapping[str, TensorSpec], Any]]) -> None:
-    """Check that the tensors of one or several files make up the whole ones.
+    """Check that the tensors of one or several files make up the complete ones.
 
     Args:
-        specs: The whole tensors.
+        specs: The complete tensors.
         files: Tensors and metadata of each file.
 
     Raises:
@@ -117,7 +117,7 @@ def check_cover(specs: Mapping[str, TensorSpec], files: Iterable[tuple[Mapping[s
 
 
 def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> dict[str, Tensor]:
-    """Put whole tensors together from the files of all processes.
+    """Assemble complete tensors from the files of all processes.
 
     Raises:
         ValueError: Naming the tensor that does not fit, or is incomplete.
@@ -142,10 +142,10 @@ def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> di
 
 
 def read_chunks(files: Iterable[Path], specs: Mapping[str, TensorSpec], chunk_of: ChunkOf) -> dict[str, Tensor]:
-    """Read parts of stored tensors, which may be whole or in parts themselves; nothing else is read.
+    """Read only the requested parts of stored tensors, which may themselves be sharded or complete.
 
     Raises:
-        ValueError: If a file is not what its checkpoint says.
+        ValueError: If a file differs from its checkpoint's description.
     """
     wanted = {key: chunk_of(key, spec) or Chunk((0,) * len(spec.shape), spec.shape) for key, spec in specs.items()}
     taken = {key: torch.empty(chunk.sizes, dtype=dtype_of(specs[key].dtype)) for key, chunk in wanted.items()}
@@ -169,7 +169,7 @@ def read_chunks(files: Iterable[Path], specs: Mapping[str, TensorSpec], chunk_of
 def _placed(
     specs: Mapping[str, TensorSpec], inventory: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> dict[str, Chunk]:
-    """Where a file's tensors lie in the whole ones; a file without offsets holds whole ones."""
+    """Return the boxes of a file's tensors in the complete ones; a file without offsets holds complete tensors."""
     try:
         offsets = load_json(metadata.get(_OFFSETS, "{}"))
         starts = {key: tuple(entry["saved_offsets"]) for key, entry in offsets.items()}
@@ -197,12 +197,12 @@ def _placed(
 
 @dataclass(frozen=True)
 class ShardedSave:
-    """A save by several processes, as one of them sees it.
+    """One process's view of a save by several processes.
 
     Attributes:
         staging_dir: The hidden directory, which exists.
-        rank: This process.
-        world_size: How many write.
+        rank: Rank of this process.
+        world_size: Number of processes that write.
         patience_seconds: How long the first process waits while no other makes progress.
         given_up: Set when the run has failed elsewhere: the notes may never come.
     """
@@ -214,10 +214,10 @@ class ShardedSave:
     given_up: threading.Event = field(default_factory=threading.Event)
 
     def leave_note(self, files: Files, *, error: str | None = None) -> None:
-        """Tell the first process what this one has written, or why it could not.
+        """Report to the first process what this one has written, or why it failed.
 
         Raises:
-            OSError: If the disk fails for this too.
+            OSError: If the disk fails here too.
         """
         listed = {name: {file: vars(facts) for file, facts in entry.items()} for name, entry in files.items()}
         note = self._note(self.rank)
@@ -229,7 +229,7 @@ class ShardedSave:
         """Wait for the others' notes and remove them; return the files that all of them have written.
 
         Raises:
-            CheckpointError: If a process could not write, or makes no progress.
+            CheckpointError: If a process could not write, or does not make progress.
         """
         files: Files = {}
         for rank in range(1, self.world_size):

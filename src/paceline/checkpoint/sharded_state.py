@@ -1,6 +1,6 @@
 """Checkpoint components for a model and an optimizer whose tensors are sharded over processes.
 
-Their state has a :class:`Part` for each of torch's distributed tensors. It is restored from a checkpoint of any number
+Their state has a :class:`Part` for each distributed tensor of torch. It can be restored from a checkpoint of any number
 of processes, sharded or not: each process reads the part that it holds.
 """
 
@@ -21,24 +21,24 @@ from paceline.errors import CheckpointError
 
 
 class ShardedModel:
-    """A module with distributed parameters as a component of a checkpoint."""
+    """A module with distributed parameters as a checkpoint component."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """Parts for distributed tensors; the others unchanged."""
+        """Return parts for distributed tensors, and other tensors unchanged."""
         return {key: as_part(tensor) for key, tensor in self._module.state_dict().items()}
 
     def chunk_of(self, key: str, spec: TensorSpec) -> Chunk | None:
-        """What this process holds of a stored tensor.
+        """Return the part of a stored tensor that this process holds.
 
         Raises:
-            CheckpointError: If the module has another tensor of this name.
+            CheckpointError: If the module's tensor of this name has another shape.
         """
         live = self._module.state_dict().get(key)
         if live is None:
-            return None  # reported by check_state_dict, with all others
+            return None  # check_state_dict reports it, with all others
         if TensorSpec.of(live) != spec:
             raise CheckpointError(
                 f"{key!r} is {spec} in the checkpoint, but the live object has {TensorSpec.of(live)}. Nothing is cast "
@@ -58,25 +58,25 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Load this process's parts, and the whole tensors."""
+        """Load this process's parts, and the unsharded tensors."""
         for key, live in self._module.state_dict().items():
             mine = live.to_local() if isinstance(live, DTensor) else live
             mine.copy_(state[key])
 
 
 class ShardedOptimizer:
-    """An optimizer of distributed parameters as a component of a checkpoint."""
+    """An optimizer of distributed parameters as a checkpoint component."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state dictionary, with parts for distributed tensors."""
+        """Return the optimizer's state dictionary, with parts for distributed tensors."""
         state: dict[str, Any] = map_tensors(self._optimizer.state_dict(), as_part)
         return state
 
     def chunk_of(self, key: str, spec: TensorSpec) -> Chunk | None:
-        """What this process holds of a stored tensor: the parameter's part, if the tensor has its shape."""
+        """Return this process's part of a stored tensor: the parameter's part, if the shapes agree."""
         _, index, *_ = key.split(".")
         parameter = self._parameters().get(int(index)) if index.isdigit() else None
         if not isinstance(parameter, DTensor) or tuple(parameter.shape) != spec.shape:
@@ -84,7 +84,7 @@ class ShardedOptimizer:
         return chunk_of(parameter)
 
     def check_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Raise :class:`CheckpointError` if the state is not of such an optimizer."""
+        """Raise :class:`CheckpointError` if the state does not belong to such an optimizer."""
         check_optimizer_state(self._optimizer, self._distributed(state))
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -104,9 +104,9 @@ class ShardedOptimizer:
 
 
 def as_part(tensor: Tensor) -> Tensor | Part:
-    """Return this process's part of a distributed tensor; any other tensor unchanged.
+    """Return this process's part of a distributed tensor, or any other tensor unchanged.
 
-    Of processes that hold the same part, only the first has values to write.
+    If several processes hold the same part, only the first has values to write.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -120,7 +120,7 @@ def as_part(tensor: Tensor) -> Tensor | Part:
 
 
 def chunk_of(tensor: Tensor) -> Chunk | None:
-    """What this process holds of a tensor; None if that is all of it."""
+    """Return the box of a tensor that this process holds; None if it holds all of it."""
     if not isinstance(tensor, DTensor) or all(each.is_replicate() for each in tensor.placements):
         return None
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -128,7 +128,7 @@ def chunk_of(tensor: Tensor) -> Chunk | None:
 
 
 def _like(value: Any, parameter: Tensor | None) -> Any:
-    """Turn a part that was read into a tensor that is sharded like its parameter."""
+    """Convert a part that was read to a tensor sharded like its parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
         return value
     local: Tensor = parameter.to_local()

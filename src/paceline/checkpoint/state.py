@@ -30,8 +30,8 @@ State = Mapping[str, Any]
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 """Prefixes that DistributedDataParallel, torch.compile and other trainers add to every name."""
 
-_MOST_THREADS = 4  # more do not raise the memory's bandwidth
-# How the update is executed, not what it computes: these stay as the live optimizer has them.
+_MOST_THREADS = 4  # more threads do not increase memory throughput
+# Options for how the update is executed, not what it computes: the live optimizer's values are kept.
 _EXECUTION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = _EXECUTION_OPTIONS | {"params", "param_names", "initial_lr"}
 # State that has its parameter's shape in every optimizer that uses the name.
@@ -40,7 +40,7 @@ _SAME_RECIPE = "Use the recipe it was saved with."
 
 
 class Component(Protocol):
-    """Something whose state is saved and restored, such as a ``torch.nn.Module``."""
+    """An object whose state is saved and restored, such as a ``torch.nn.Module``."""
 
     def state_dict(self) -> State:
         """Return the state: nested containers of plain values and tensors."""
@@ -53,19 +53,19 @@ class Component(Protocol):
 
 @runtime_checkable
 class SelfChecking(Protocol):
-    """A component that checks a saved state itself, because its live one may be empty (a fresh optimizer)."""
+    """A component that validates a saved state itself, because its live state may be empty (a fresh optimizer)."""
 
     def check_state_dict(self, state: State, /) -> None:
-        """Raise :class:`CheckpointError` if the state does not fit; change nothing."""
+        """Raise :class:`CheckpointError` if the state does not fit, without changing anything."""
         ...
 
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A component of whose tensors each process holds, and reads, only a part."""
+    """A component of which each process holds and reads only a part of the tensors."""
 
     def chunk_of(self, key: str, spec: TensorSpec, /) -> Chunk | None:
-        """What this process holds of a stored tensor; None if it is all of it."""
+        """Return the box of a stored tensor that this process holds; None for all of it."""
         ...
 
 
@@ -89,18 +89,18 @@ class Registry:
     def snapshot(self) -> dict[str, State]:
         """Copy every state to host memory, so that training can continue while the copy is written.
 
-        The copy waits for the device: this is the pause that a save costs. The next snapshot overwrites it.
+        The copy waits for the device: this is the pause of a save. The next snapshot overwrites the copy.
         """
         states = {name: self._copies.take(name, component.state_dict()) for name, component in self._components.items()}
         self._copies.settle()
         return states
 
     def chunks(self) -> dict[str, ChunkOf]:
-        """What this process holds of the tensors of sharded components, by component."""
+        """Return, by component, the parts of sharded components' tensors that this process holds."""
         return {name: each.chunk_of for name, each in self._components.items() if isinstance(each, Sharded)}
 
     def restore(self, states: Mapping[str, State]) -> None:
-        """Give every component its state; all are checked before the first is changed.
+        """Restore every component; all states are checked before the first component is changed.
 
         Raises:
             CheckpointError: If a component is missing or extra, or a state does not fit; names both.
@@ -127,7 +127,7 @@ class Registry:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Name the component that an error is about: a state that was damaged or made by hand can fail anywhere."""
+    """Add the component's name to an error: a damaged or hand-made state can fail anywhere."""
     try:
         yield
     except CheckpointError:
@@ -155,7 +155,7 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
 
 
 def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
-    """Return weights without the wrapper prefixes of all their names, and these prefixes.
+    """Return weights with wrapper prefixes removed from all names, and these prefixes.
 
     They are removed only if none of the network's own names has them.
     """
@@ -169,7 +169,7 @@ def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
 
 
 def fitted(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return weights under a network's names and in its dtypes, and notices of the changes.
+    """Return weights with a network's names and dtypes, and notices about the changes.
 
     Half precision is widened to float32, which is exact.
     """
@@ -187,14 +187,14 @@ def fitted(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
 class HostCopies:
     """Host memory for one snapshot at a time; the next overwrites it.
 
-    New memory costs a page fault for every few thousand bytes, which takes longer than the copy. One copy of the state
-    is therefore held from the first save to the end of the run.
+    New memory costs a page fault for every few thousand bytes, which takes longer than the copy itself. One copy of the
+    state is therefore kept from the first save to the end of the run.
     """
 
     def __init__(self) -> None:
-        # Of each tensor: its dtype, shape and strides, and the copy.
+        # For each tensor: its dtype, shape and strides, and the copy.
         self._copies: dict[tuple[str, int], tuple[Any, Tensor]] = {}
-        self._pending: list[tuple[Any, Any]] = []  # bytes to be copied on the CPU: where to, and from where
+        self._pending: list[tuple[Any, Any]] = []  # pairs of bytes to copy on the CPU: destination and source
         self._devices: set[torch.device] = set()
 
     def take(self, name: str, state: Any) -> Any:
@@ -203,11 +203,11 @@ class HostCopies:
         return map_tensors(state, lambda tensor: self._copy((name, next(number)), tensor.detach()))
 
     def settle(self) -> None:
-        """Copy what is on the CPU, and wait until the copies from other devices have arrived.
+        """Copy CPU tensors, and wait until the copies from other devices have arrived.
 
-        The copies on the CPU are shared out among Python's threads, which memory copies run in parallel. torch would
-        cut each copy into parts and wait for the slowest of its threads, hundreds of times over: on a machine that does
-        other work too, that takes many times as long.
+        The CPU copies are divided among Python threads, since memory copies release the interpreter's lock. torch would
+        split each copy and wait for its slowest thread, hundreds of times: that takes many times as long on a busy
+        machine.
         """
         shares: list[list[tuple[Any, Any]]] = [[] for _ in range(min(available_cores(), _MOST_THREADS))]
         filled = [0] * len(shares)
@@ -225,12 +225,12 @@ class HostCopies:
 
     def _copy(self, key: tuple[str, int], live: Tensor) -> Tensor:
         if live.layout != torch.strided or live.is_meta:
-            return live  # cannot be written to a file: refused by name when it is to be written
+            return live  # cannot be written to a file: refused by name on writing
         live = live.resolve_conj().resolve_neg()
         kind = live.dtype, live.shape, live.stride()
         known, copy = self._copies.get(key, (None, live))
         if known != kind:
-            # Page-locked for CUDA, so that the device copies by itself, and all tensors at once.
+            # Page-locked for CUDA, so that the device copies asynchronously, and all tensors at once.
             copy = torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
             self._copies[key] = kind, copy
         if live.device.type == "cpu" and live.stride() == copy.stride() and _is_dense(live):
@@ -249,7 +249,7 @@ def _copy_all(pairs: list[tuple[Any, Any]]) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, in whatever order."""
+    """Whether its elements fill one contiguous block of memory, in any order."""
     return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
@@ -258,17 +258,17 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 class OptimizerComponent:
-    """An optimizer as a component of a checkpoint."""
+    """An optimizer as a checkpoint component."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's own state dictionary."""
+        """Return the optimizer's state dictionary."""
         return self.optimizer.state_dict()
 
     def check_state_dict(self, state: State, /) -> None:
-        """Raise :class:`CheckpointError` if the state is not of such an optimizer."""
+        """Raise :class:`CheckpointError` if the state does not belong to such an optimizer."""
         check_optimizer_state(self.optimizer, state)
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -279,11 +279,11 @@ class OptimizerComponent:
 def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
     """Restore an optimizer: its options, and its per-parameter state with the saved dtypes.
 
-    Tensors go where the optimizer wants them (moments to their parameter's device, in the parameter's memory format).
-    The options that say only how the update is executed (``fused``, ``foreach``, ...) keep their live values.
+    Tensors are placed where the optimizer expects them (moments to their parameter's device, in the parameter's memory
+    format). Options that affect only how the update is executed (``fused``, ``foreach``, ...) keep their live values.
 
     Raises:
-        CheckpointError: If the state has other groups, parameters, options or shapes; then nothing changed.
+        CheckpointError: If the state has other groups, parameters, options or shapes; nothing is changed then.
     """
     check_optimizer_state(optimizer, state)
     groups = []
@@ -299,7 +299,7 @@ def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
 
 
 def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
-    """Compare a saved state with an optimizer that may not have made a step yet.
+    """Compare a saved state with an optimizer that may not have taken a step yet.
 
     Raises:
         CheckpointError: Naming the group or parameter, what was found and what was expected.
@@ -322,7 +322,8 @@ def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
             )
         unknown = sorted(saved.keys() - live.keys() - _NOT_COMPARED)
         absent = sorted(live.keys() - saved.keys() - _NOT_COMPARED)
-        # A newer PyTorch may know one more option: its default is kept. Differing both ways is another optimizer.
+        # A newer PyTorch may have one more option: its default is kept. If both sides have extra options, it is another
+        # optimizer.
         if unknown and absent:
             raise CheckpointError(
                 f"optimizer: parameter group {index} was saved by another optimizer: it has {', '.join(unknown)} "
@@ -359,11 +360,11 @@ def _parameters(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> dic
 
 
 def _with_saved_bits(saved: Any, loaded: Any, parameter: Tensor) -> Any:
-    """Take the structure and devices that the optimizer chose, with the values and dtypes that were saved."""
+    """Return the optimizer's structure and devices with the saved values and dtypes."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         if saved.shape != parameter.shape:
             return saved.detach().to(loaded.device, copy=True)
-        # Moments in another memory format than their parameter would take the optimizer's slow path.
+        # Moments in a memory format other than their parameter's would take the optimizer's slow path.
         like = torch.empty_like(parameter, dtype=saved.dtype, device=loaded.device, requires_grad=False)
         with torch.no_grad():
             return like.copy_(saved)

@@ -1,11 +1,10 @@
-"""The checkpoints of a run, one of which is always complete.
+"""The checkpoints of a run; at least one is always complete.
 
 A checkpoint is written under a hidden name, flushed, and renamed into place: under its own name it is complete or
-absent.
-Older ones go only after the new one is durable, and leave their name before they are deleted.
+absent. Older ones are removed only after the new one is durable, and are renamed before they are deleted.
 
 Each component has a file ``NAME.json`` (structure and plain values) and, if it has tensors, ``NAME.safetensors``, or a
-folder ``NAME`` where each process holds a part of them; the manifest, which lists them all, is written last.
+folder ``NAME`` if its tensors are sharded; the manifest, which lists them all, is written last.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _BEST_LEFTOVER = ".saving-best-"
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is now durable, its size and the seconds that the save took."""
+    """A checkpoint that is now durable, with its size and the seconds that the save took."""
 
     path: Path
     step: int
@@ -73,7 +72,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A directory with the name of a checkpoint that does not verify, and the reason."""
+    """A directory with a checkpoint's name that does not verify, and the reason."""
 
     path: Path
     step: int | None
@@ -85,10 +84,10 @@ class Best:
     """The best step so far, and its measurement.
 
     Attributes:
-        step: Names the checkpoint.
+        step: Step of the checkpoint.
         metric: Name of the deciding metric.
         value: Its value, in the metric's own unit.
-        weights: Which weights it was measured with, ``model`` or ``ema``.
+        weights: The weights it was measured with, ``model`` or ``ema``.
     """
 
     step: int
@@ -103,7 +102,7 @@ class CheckpointPayload:
 
     Attributes:
         step: Optimizer steps done.
-        facts: For the manifest.
+        facts: Facts for the manifest.
         components: Structure and tensors by component name.
         header: Metadata of each safetensors file.
     """
@@ -117,7 +116,7 @@ class CheckpointPayload:
     def of(
         cls, step: int, components: Mapping[str, State], facts: Mapping[str, Any], file_metadata: Mapping[str, str]
     ) -> CheckpointPayload:
-        """Encode everything, so that unsupported values are found before anything is written.
+        """Encode all components, so that unsupported values are found before anything is written.
 
         Raises:
             CheckpointError: Naming the component, or the path of the object, that cannot be saved.
@@ -135,7 +134,7 @@ class CheckpointPayload:
         """Write the files of one process: its parts and, on the first, everything else.
 
         Raises:
-            OSError: If the disk refuses.
+            OSError: If the disk fails.
         """
         written: Files = {}
         for name, (structure, tensors) in self.components.items():
@@ -156,7 +155,7 @@ class CheckpointPayload:
         """Write the manifest and flush the directory; return the size of all files in bytes.
 
         Raises:
-            OSError: If the disk refuses.
+            OSError: If the disk fails.
         """
         entries = {
             name: ComponentEntry(written[name], {key: TensorSpec.of(each) for key, each in tensors.items()})
@@ -169,7 +168,7 @@ class CheckpointPayload:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint directory's name, or None if it is not such a name."""
+    """Return the step in a checkpoint directory's name, or None for any other name."""
     match = _NAME.fullmatch(Path(path).name)
     return int(match[1]) if match and checkpoint_name(int(match[1])) == f"step-{match[1]}" else None
 
@@ -181,10 +180,10 @@ class CheckpointStore:
         self.directory = Path(directory)
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is, or would be."""
+        """Return the path of a step's checkpoint, whether or not it exists."""
         path = self.directory / checkpoint_name(step)
         aside = _aside(path)
-        # Killed between the two renames of a replacement, the old checkpoint is still under this name.
+        # After a kill between the two renames of a replacement, the old checkpoint is still under this name.
         return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
 
     def save(
@@ -197,14 +196,14 @@ class CheckpointStore:
         file_metadata: Mapping[str, str] | None = None,
         sharded: ShardedSave | None = None,
     ) -> SavedCheckpoint:
-        """Write a checkpoint; when this returns it survives a kill and a power cut.
+        """Write a checkpoint; on return it survives a kill and a power cut.
 
         Args:
             step: Optimizer steps done.
             components: State by name; ``NAME.json`` and, if it has tensors, ``NAME.safetensors``.
             facts: JSON-able facts for the manifest; also written as strings into each safetensors header.
             replace: Replace an existing checkpoint of this step.
-            file_metadata: Further entries of each safetensors header, so that a file alone explains itself.
+            file_metadata: Additional entries of each safetensors header, so that each file is self-describing.
             sharded: The other processes, if they hold parts of the state and write them with :meth:`write_share`.
 
         Raises:
@@ -237,7 +236,7 @@ class CheckpointStore:
         file_metadata: Mapping[str, str],
         sharded: ShardedSave,
     ) -> None:
-        """On a process other than the first: write the parts that it holds, and tell the first.
+        """Write the parts that this process holds and notify the first process; for all processes but the first.
 
         Raises:
             CheckpointError: If they could not be written; the first process's save fails too.
@@ -252,16 +251,16 @@ class CheckpointStore:
             sharded.leave_note(written)
 
     def make_staging_dir(self, step: int) -> Path:
-        """Make the hidden directory that several processes will write into.
+        """Create the hidden directory that several processes will write into.
 
         Raises:
-            CheckpointError: If the disk refuses.
+            CheckpointError: If the disk fails.
         """
         with reporting_disk_errors(f"write the checkpoint of step {step} at", self.directory / checkpoint_name(step)):
             if not self.directory.is_dir():
                 os.makedirs(self.directory, exist_ok=True)
                 sync_directory(self.directory.parent)
-            # What a killed save or deletion left. Removing it is a courtesy: a failure must not cost this save.
+            # Leftovers of a killed save or deletion. Removing them is best effort: a failure must not cost this save.
             for path in map(Path, self._entries()):
                 replacing = path.with_suffix("")
                 if _LEFTOVER.fullmatch(path.name):
@@ -274,14 +273,14 @@ class CheckpointStore:
             return staging_dir
 
     def adopt(self, staging_dir: Path, step: int) -> Path:
-        """Put a whole checkpoint that was copied into a staging directory under its own name.
+        """Rename a complete checkpoint that was copied into a staging directory to its final name.
 
         Args:
-            staging_dir: The directory (:meth:`make_staging_dir`), verified, and all of it on the disk.
+            staging_dir: The directory (:meth:`make_staging_dir`), verified and flushed to the disk.
             step: Its step; an existing checkpoint of this step is replaced.
 
         Raises:
-            CheckpointError: If the disk refuses.
+            CheckpointError: If the disk fails.
         """
         target = self.directory / checkpoint_name(step)
         with reporting_disk_errors(f"put the checkpoint of step {step} at", target):
@@ -290,19 +289,19 @@ class CheckpointStore:
         return target
 
     def steps(self) -> list[int]:
-        """Return the steps with a checkpoint of that name, or a link of that name, ascending; none is verified."""
+        """Return the steps that have a directory or link with a checkpoint's name, ascending; none is verified."""
         with reporting_disk_errors("list the checkpoints in", self.directory):
             found = {step_of(Path(entry)) for entry in self._entries() if entry.is_symlink() or entry.is_dir()}
         return sorted(step for step in found if step is not None)
 
     def newest_whole(self, *, without: Collection[int] = ()) -> tuple[Path | None, list[DamagedCheckpoint]]:
-        """Return the newest checkpoint that verifies, and the newer ones that do not, newest first.
+        """Return the newest valid checkpoint, and the newer invalid ones, newest first.
 
         Args:
             without: Steps to ignore.
 
         Raises:
-            UnreadableError: If that cannot be found out now.
+            UnreadableError: If this cannot be determined now.
         """
 
         def verified(path: Path) -> Path:
@@ -318,17 +317,17 @@ class CheckpointStore:
     def read_newest(
         self, read: Callable[[Path], T], *, without: Collection[int] = ()
     ) -> tuple[T | None, list[DamagedCheckpoint]]:
-        """Read the newest checkpoint that is whole, while another process may save, rename and prune.
+        """Read the newest complete checkpoint, while another process may save, rename and prune.
 
         Args:
             read: Reads a checkpoint; raises a CheckpointError if it is damaged.
             without: Steps to ignore.
 
         Returns:
-            What was read, or None if no checkpoint is whole; and the newer ones that are damaged, newest first.
+            The result of ``read``, or None if no checkpoint is complete; and the newer damaged ones, newest first.
 
         Raises:
-            UnreadableError: If one that may be whole cannot be read now.
+            UnreadableError: If one that may be complete cannot be read now.
         """
         damaged: list[DamagedCheckpoint] = []
         for step in sorted(set(self.steps()).difference(without), reverse=True):
@@ -344,7 +343,7 @@ class CheckpointStore:
         return None, damaged
 
     def set_aside(self, damaged: DamagedCheckpoint, ending: str = "damaged") -> Path:
-        """Rename a checkpoint that cannot be used to ``step-N.damaged``: kept, but no longer a checkpoint.
+        """Rename an unusable checkpoint to ``step-N.damaged``: it is kept, but no longer counts as a checkpoint.
 
         Raises:
             CheckpointError: If it is not in this store, or cannot be renamed.
@@ -362,7 +361,7 @@ class CheckpointStore:
         return target
 
     def prune(self, *, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Delete all but the ``keep`` newest checkpoints and the steps in ``protect``; call it after a save.
+        """Delete all but the ``keep`` newest checkpoints and the steps in ``protect``; call this after a save.
 
         Only checkpoints with a valid manifest and files of the right size count as kept, so a torn one never displaces
         a complete one.
@@ -371,7 +370,7 @@ class CheckpointStore:
             The deleted steps, ascending.
 
         Raises:
-            CheckpointError: If ``keep`` is below 1, or the disk refuses.
+            CheckpointError: If ``keep`` is below 1, or the disk fails.
         """
         if keep < 1:
             raise CheckpointError(f"found keep={keep}, but at least 1 checkpoint must be kept; give 1 or more.")
@@ -394,17 +393,17 @@ class CheckpointStore:
             The deleted steps, ascending.
 
         Raises:
-            CheckpointError: If the disk refuses.
+            CheckpointError: If the disk fails.
         """
         later = [present for present in self.steps() if present > step]
         self._delete(later)
         return later
 
     def write_best(self, best: Best) -> None:
-        """Replace ``best.json`` atomically; either the old or the new content is always there.
+        """Replace ``best.json`` atomically; either the old or the new content is present at any moment.
 
         Raises:
-            CheckpointError: If the disk refuses; the previous file is untouched.
+            CheckpointError: If the disk fails; the previous file is untouched.
         """
         text = json.dumps(encode(asdict(best), where=BEST_FILE_NAME)[0], allow_nan=False).encode("ascii")
         temporary = self.directory / f"{_BEST_LEFTOVER}{secrets.token_hex(4)}"
@@ -424,7 +423,7 @@ class CheckpointStore:
         """Return the content of ``best.json``, or None if there is none.
 
         Raises:
-            CheckpointError: If it cannot be read or is not what :meth:`write_best` writes.
+            CheckpointError: If it cannot be read or is not in the format of :meth:`write_best`.
         """
         path = self.directory / BEST_FILE_NAME
         with reporting_disk_errors("read", path):
@@ -448,12 +447,12 @@ class CheckpointStore:
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
 
     def size_bytes(self) -> int:
-        """Size of all checkpoints now, with those being written or deleted: it changes meanwhile."""
+        """Return the size of all checkpoints now, including those being written or deleted."""
         return size_of(self.directory)
 
     @patient
     def _entries(self) -> list[os.DirEntry[str]]:
-        """List names with their kinds at one moment: by the time a kind is asked for, the entry may be gone."""
+        """List names with their kinds at one moment: an entry may be gone by the time its kind is queried."""
         try:
             with os.scandir(self.directory) as entries:
                 return list(entries)
@@ -479,7 +478,7 @@ class CheckpointStore:
         self._forget_replaced(target)
 
     def _forget_replaced(self, target: Path) -> None:
-        # The new checkpoint is durable by now: what fails here is only space, and the next save tries again.
+        # The new checkpoint is durable by now: a failure here only costs space, and the next save tries again.
         hidden = self._hidden("deleting", step_of(target) or 0)
         with contextlib.suppress(OSError):
             os.rename(_aside(target), hidden)
@@ -496,7 +495,7 @@ class CheckpointStore:
                     if os.path.lexists(each):
                         hidden.append(self._hidden("deleting", step))
                         os.rename(each, hidden[-1])
-            # Names first, everywhere: a power cut must not bring back a name whose files are gone.
+            # Remove names before content: a power cut must not restore a name whose files are gone.
             sync_directory(self.directory)
             for path in hidden:
                 _remove(path)
@@ -506,7 +505,7 @@ def read_in_place(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
     """Read a checkpoint; if another process replaces it meanwhile, read the new one.
 
     Raises:
-        CheckpointError: As ``read`` does, of a checkpoint that was there all the time.
+        CheckpointError: As raised by ``read``, for a checkpoint that was not replaced.
     """
     while True:
         path = find()
@@ -520,7 +519,7 @@ def read_in_place(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from, and the newer ones that cannot be used.
+    """The checkpoint to resume from, and newer unusable ones.
 
     Attributes:
         path: The checkpoint, or None to start at step 0.
@@ -536,14 +535,14 @@ class Choice:
 
     @property
     def lost_everything(self) -> bool:
-        """True if there are checkpoints but none is complete: only the user may decide to start again."""
+        """Whether there are checkpoints but none is complete: only the user may decide to start over."""
         return self.path is None and bool(self.damaged)
 
 
 def choose(store: CheckpointStore, *, wanted: Path | None = None, foreign: Collection[int] = ()) -> Choice:
-    """Choose the checkpoint to resume from: the requested one, or the newest complete one; nothing is changed.
+    """Choose the checkpoint to resume from: the requested one, or the newest complete one, without changing anything.
 
-    One process chooses and shares its choice, so that all load the same one.
+    One process chooses and broadcasts its choice, so that all load the same checkpoint.
 
     Args:
         store: The run's checkpoints.
@@ -560,7 +559,9 @@ def choose(store: CheckpointStore, *, wanted: Path | None = None, foreign: Colle
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a directory, or a link, from another of that name; None if there is none."""
+    """Return a value that distinguishes a directory, or a link, from another of the same name; None if it does not
+    exist.
+    """
     try:
         found = os.lstat(path)
     except OSError:
@@ -569,8 +570,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; of a link to one, only the link."""
-    if path.is_symlink() or not path.is_dir():  # of a named pipe, rmtree waits for a writer
+    """Delete a checkpoint; for a link to one, delete only the link."""
+    if path.is_symlink() or not path.is_dir():  # on a named pipe, rmtree would wait for a writer
         path.unlink()
     else:
         shutil.rmtree(path)

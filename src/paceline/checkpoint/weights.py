@@ -1,4 +1,4 @@
-"""Weights of a run, a checkpoint or a lone safetensors file: read, checked and loaded into their network."""
+"""Read, check and load the weights of a run, a checkpoint or a single safetensors file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _GIVE = (
     "a run directory, a checkpoint directory, a safetensors file or a hub folder; predict and serve take ONNX files too"
 )
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
-_TRANSPOSED = ".lora_transposed"  # beside a layer whose weight is [in, out]
+_TRANSPOSED = ".lora_transposed"  # next to a layer whose weight is [in, out]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ class SavedWeights:
 
     @cached_property
     def plain(self) -> dict[str, Tensor]:
-        """The tensors of the network without low-rank adapters, which are merged into its weights."""
+        """The network's tensors with low-rank adapters merged into its weights."""
         model = self.described("recipe").get("model") if "recipe" in self.metadata else None
         adapters = model.get("adapters") if isinstance(model, Mapping) else None
         rank, alpha = (adapters.get("rank"), adapters.get("alpha")) if isinstance(adapters, Mapping) else (None, None)
-        # What is not a number is refused where the recipe is validated.
+        # Values that are not numbers are refused where the recipe is validated.
         if type(rank) is not int or rank <= 0 or not isinstance(alpha, int | float):
             return self.state
         return without_adapters(self.state, rank, alpha, where=str(self.path))
@@ -88,7 +88,7 @@ class SavedWeights:
 
 
 class _Described(dict[str, Any]):
-    """A file's description of its data; an absent entry is an error that names it."""
+    """Return a file's description of its data; an absent entry is an error that names it."""
 
     def __init__(self, entry: Mapping[str, Any], path: Path) -> None:
         super().__init__(entry)
@@ -102,7 +102,7 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
     """Read an entry of a weights file's description, and check the values used in computations.
 
     Raises:
-        ValueError: Naming the rule that is broken.
+        ValueError: Naming the broken rule.
     """
     entry = load_json(text)
     if not isinstance(entry, dict):
@@ -112,7 +112,7 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
         wrong = [name for name in ("model", "data", "evaluate") if not isinstance(entry.get(name, {}), dict)]
         if wrong:
             raise ValueError(f"found {wrong[0]}={str(entry[wrong[0]])[:80]}, but it must be a section")
-    # A task of one's own, which has a colon in its name, may describe its data in its own way.
+    # A custom task, which has a colon in its name, may describe its data in its own format.
     task = entry.get("task")
     is_ours = not isinstance(task, str) or ":" not in task or task.startswith("paceline.")
     for name, value in entry.items() if key == "data" and is_ours else ():
@@ -170,13 +170,13 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> SavedWeights:
-    """Read weights; ``auto`` takes the moving average where there is one.
+    """Read weights; ``auto`` takes the moving average if there is one.
 
-    From a checkpoint, only the manifest and the requested weights are read and verified; of several, the newest with
-    intact weights is used.
+    From a checkpoint, only the manifest and the requested weights are read and verified; of several checkpoints, the
+    newest with intact weights is used.
 
     Args:
-        target: A run directory, a checkpoint directory, a safetensors file or a hub folder, ours or timm's.
+        target: A run directory, a checkpoint directory, a safetensors file or a hub folder, Paceline's or timm's.
         weights: ``auto``, ``model`` or ``ema``.
         best: In a run directory, take the best checkpoint instead of the newest.
 
@@ -199,7 +199,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
         raise CheckpointError(f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.")
     if not best:
         return _newest(target, weights)
-    # Another one may become the best meanwhile, and this one be pruned.
+    # Meanwhile another one may become the best, and this one may be pruned.
     return read_in_place(lambda: _best_of(target), partial(_from_checkpoint, weights=weights))
 
 
@@ -207,7 +207,7 @@ def check_target(target: Path) -> None:
     """Check, before any work, that the target for reading weights exists.
 
     Raises:
-        CheckpointError: If there is not.
+        CheckpointError: If it does not.
     """
     with reporting_disk_errors("look for", target):
         if target.exists():
@@ -241,7 +241,7 @@ def _newest(target: Path, weights: str) -> SavedWeights:
 
 
 class _NotHeldError(CheckpointError):
-    """A whole checkpoint without the weights asked for: older ones hold none either."""
+    """A complete checkpoint without the requested weights; older ones do not have them either."""
 
 
 def _from_checkpoint(path: Path, weights: str) -> SavedWeights:
@@ -255,7 +255,7 @@ def _from_checkpoint(path: Path, weights: str) -> SavedWeights:
 
 
 def _asked(saved: SavedWeights, weights: str) -> SavedWeights:
-    """Return the one set of weights of a file, unless another set was asked for."""
+    """Return a file's only set of weights, unless another set was requested."""
     if weights not in ("auto", saved.weights):
         raise CheckpointError(
             f"{saved.path} holds the '{saved.weights}' weights alone, not '{weights}': leave out --weights, or give "
@@ -267,7 +267,7 @@ def _asked(saved: SavedWeights, weights: str) -> SavedWeights:
 def _from_file(path: Path) -> SavedWeights:
     content = read_tensor_file(path)
     state, metadata = content.tensors, dict(content.metadata)
-    # What `paceline export` wrote says which they are; a checkpoint's file is named after them.
+    # Files written by `paceline export` name their set of weights; a checkpoint's files are named after it.
     said = (metadata.get("weights"), metadata.get("component"), path.stem)
     name = next((each for each in said if each in ("model", "ema")), "model")
     if metadata.pop(ROUNDED, None) == "bf16":
@@ -277,7 +277,7 @@ def _from_file(path: Path) -> SavedWeights:
 
 def _from_hub_folder(path: Path) -> SavedWeights:
     saved = _from_file(hub_weights_file(path))
-    if "recipe" in saved.metadata:  # ours, which says more than its config.json
+    if "recipe" in saved.metadata:  # Paceline's own file, which says more than its config.json
         return saved
     return replace(saved, metadata={**saved.metadata, **hub_metadata(path)})
 
@@ -291,14 +291,14 @@ def _best_of(run: Path) -> Path:
 
 
 def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, where: str) -> dict[str, Tensor]:
-    """Merge low-rank adapters into the weights of their layers: W + alpha / rank · B A, for linear ones, convolutions.
+    """Merge low-rank adapters into the weights of linear and convolution layers: W + alpha / rank · B A.
 
     The result has the plain network's names and cost, and needs no other library.
 
     Args:
-        state: Tensors as a network with adapters has them.
+        state: Tensors of a network with adapters.
         rank: Rows of each A, and columns of each B.
-        alpha: Factor on what they compute, times the rank.
+        alpha: The adapters' scaling factor, multiplied by the rank.
         where: The file, for the message.
 
     Raises:
@@ -320,7 +320,7 @@ def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, wh
         base, down, up = found = [state.get(name, torch.tensor(0)) for name in names]
         is_transposed = f"{layer}{_TRANSPOSED}" in state
         sides = base.shape[::-1] if is_transposed else base.shape
-        # A: [rank, in, ...], B: [out, rank] or [out, rank, 1, 1]; together shaped as the weight.
+        # A: [rank, in, ...], B: [out, rank] or [out, rank, 1, 1]; the product has the weight's shape.
         fits = [down.shape, up.shape] == [(rank, *sides[1:]), (*sides[:1], rank, *(1 for _ in sides[2:]))]
         is_whole = base.ndim > 1 and all(each.is_floating_point() for each in found)
         if not (fits and is_whole) or f"{layer}.weight" in state:
@@ -334,10 +334,10 @@ def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, wh
 
 
 def load_trained(network: nn.Module, saved: SavedWeights) -> None:
-    """Load saved weights into their network, and log what was changed for that (by default to standard error).
+    """Load saved weights into their network, and log any conversions (by default to standard error).
 
     Raises:
-        CheckpointError: If they do not fit it.
+        CheckpointError: If they do not fit the network.
         NotFiniteError: As :func:`check_finite`.
     """
     own = network.state_dict()
@@ -355,7 +355,7 @@ def check_finite(saved: SavedWeights) -> None:
     """Refuse weights, or means and standard deviations of their data, that are not finite numbers.
 
     Raises:
-        NotFiniteError: Naming the first by name, as a file has no order.
+        NotFiniteError: Naming the first in alphabetical order, as a file has no order.
     """
     check_tensors(dict(sorted(saved.plain.items())), str(saved.path))
     if "data" in saved.metadata:
@@ -385,16 +385,16 @@ def check_scale(data: Mapping[str, Any], where: str) -> None:
 def _is_spoiled(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
-    values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite does not know float8
+    values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite does not support float8
     if bool(values.isfinite().all()):
         return False
-    # An attention mask of zeros and -inf, which many networks keep as a buffer, is valid.
+    # A mask of zeros and -inf, which many networks keep as a buffer for attention, is valid.
     zeros = values == 0
     return tensor.ndim < 2 or not (bool(zeros.any()) and bool((zeros | (values == -torch.inf)).all()))
 
 
 def weights_sha256(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over the entries in sorted key order: the key's UTF-8 bytes, then the tensor's bytes.
+    """Return the SHA-256 of the entries in sorted key order: the key's UTF-8 bytes, then the tensor's bytes.
 
     Tensors are taken contiguous, on the CPU, little-endian, in their own dtype. Sharded ones are gathered one at a
     time, which makes this a collective.

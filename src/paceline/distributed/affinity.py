@@ -1,8 +1,8 @@
-"""Choose the machine's cores that this process runs on.
+"""Choose the CPU cores that this process runs on.
 
 A GPU is attached to one socket's memory (its NUMA node). A process on another socket reaches it over the link between
-the sockets, and a process that moves between cores loses its caches. The choice is a function of the
-machine's layout, the mode and the process's number on the machine; loader processes and threads inherit it.
+the sockets, and a process that moves between cores loses its caches. The choice is a function of the machine's layout,
+the mode and the process's local rank; loader processes and threads inherit it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Topology:
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """All of them."""
+        """All cores."""
         return tuple(sorted(core for cores in self.nodes.values() for core in cores))
 
 
@@ -50,8 +50,8 @@ class OwnCores:
 
     Attributes:
         cpus: Logical CPUs it may run on.
-        threads: Physical cores that are its own, or its share of those it has in common with others; at least one.
-        why: In words.
+        threads: Number of physical cores reserved for it, or its share of cores shared with others; at least one.
+        why: The reason, in words.
     """
 
     cpus: frozenset[int]
@@ -60,11 +60,11 @@ class OwnCores:
 
 
 def read_topology(allowed: frozenset[int], sys: Path = _SYS) -> Topology:
-    """The cores that hold the allowed CPUs, by NUMA node; all on node 0 where the system does not tell.
+    """Return the cores that hold the allowed CPUs, by NUMA node; all on node 0 if the system does not report nodes.
 
     Args:
-        allowed: Logical CPUs that this process may use: a container or a batch system may lend it some only.
-        sys: Where Linux describes the machine.
+        allowed: Logical CPUs that this process may use: a container or a batch system may restrict them.
+        sys: Linux's directory that describes the machine.
     """
     nodes: dict[int, tuple[Core, ...]] = {}
     known: frozenset[int] = frozenset()
@@ -87,9 +87,9 @@ def _cores(cpus: frozenset[int], sys: Path) -> tuple[Core, ...]:
 
 
 def node_of_device(bus: str, sys: Path = _SYS) -> int | None:
-    """The NUMA node of a PCI device such as ``0000:17:00.0``; None where the system does not tell."""
+    """Return the NUMA node of a PCI device such as ``0000:17:00.0``; None if the system does not report it."""
     text = _read(sys / "bus/pci/devices" / bus.lower() / "numa_node").strip()
-    return int(text) if text.isdigit() else None  # it is -1 where there is one node only, or none is known
+    return int(text) if text.isdigit() else None  # it is -1 if there is only one node, or none is known
 
 
 def _read(path: Path) -> str:
@@ -100,7 +100,7 @@ def _read(path: Path) -> str:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Read Linux's list of CPUs, such as ``0-3,8``."""
+    """Parse Linux's CPU list format, such as ``0-3,8``."""
     found: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         found.update(range(int(first), int(last or first) + 1))
@@ -108,7 +108,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def format_cpus(cpus: frozenset[int]) -> str:
-    """Write CPUs as Linux does: ``0-3,8``."""
+    """Format CPUs as Linux does: ``0-3,8``."""
     runs = [[cpu for _, cpu in run] for _, run in groupby(enumerate(sorted(cpus)), lambda item: item[1] - item[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
@@ -117,11 +117,11 @@ def own_cores(mode: str, topology: Topology, local_rank: int, homes: Sequence[in
     """Choose the cores of one process.
 
     Args:
-        mode: ``socket``: all near its device; ``single``: the first of those; ``single_unique``: one of those that
-            nobody else has; ``interleaved``, ``contiguous``: as many of those as everyone else, and nobody else's.
-        topology: What may be used.
-        local_rank: The process's number on this machine.
-        homes: For each process on this machine, the NUMA node of its device; None where there is none.
+        mode: ``socket``: all near its device; ``single``: the first of those; ``single_unique``: one of those, unique
+            to the process; ``interleaved``, ``contiguous``: an equal, exclusive share of those.
+        topology: The cores that may be used.
+        local_rank: The process's rank on this machine.
+        homes: For each process on this machine, the NUMA node of its device; None without one.
 
     Raises:
         RecipeError: If there are not enough cores.
@@ -152,9 +152,9 @@ def own_cores(mode: str, topology: Topology, local_rank: int, homes: Sequence[in
 
 
 def _near(topology: Topology, homes: Sequence[int | None]) -> list[tuple[Core, ...]]:
-    """The cores near each process of this machine; two processes have the same or none in common."""
+    """Return the cores near each process of this machine; any two processes have identical or disjoint sets."""
     count = len(homes)
-    if all(home is None for home in homes):  # no devices, or a machine that does not tell: in equal parts
+    if all(home is None for home in homes):  # no devices, or a machine that does not report nodes: equal parts
         nodes = list(topology.nodes.values())
         parts = [nodes[_part(rank, count, len(nodes))] for rank in range(count)]
         near = [tuple(sorted(core for node in part for core in node)) for part in parts]
@@ -165,16 +165,16 @@ def _near(topology: Topology, homes: Sequence[int | None]) -> list[tuple[Core, .
 
 
 def _part(rank: int, count: int, nodes: int) -> slice:
-    """Which nodes are a process's: at least one, in order, several where there are fewer processes."""
+    """Return the nodes of a process: at least one, in order; several if there are fewer processes than nodes."""
     first = rank * nodes // count
     return slice(first, max(first + 1, (rank + 1) * nodes // count))
 
 
 def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping[str, str]) -> OwnCores | None:
-    """The cores that ``parallel.affinity`` gives this process; None where it leaves them to the system.
+    """Return the cores that ``parallel.affinity`` assigns to this process; None if it leaves them to the system.
 
     Raises:
-        RecipeError: If there are none to give, or others have given them out already.
+        RecipeError: If there are no cores to assign, or the launcher has already assigned them.
     """
     if mode == "none":
         return None
@@ -191,7 +191,7 @@ def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping
 
 
 def _homes(world: World, device: torch.device, mode: str) -> list[int | None]:
-    """Where each local process's device is; for GPUs, as :func:`choose_device` deals them out."""
+    """Return the NUMA node of each local process's device; for GPUs, as :func:`choose_device` assigns them."""
     if device.type != "cuda":
         return [None] * world.local_world_size
     visible = torch.cuda.device_count()
@@ -210,20 +210,20 @@ def _bus(index: int) -> str:
 
 
 def bind(cores: OwnCores | None) -> None:
-    """Pin all threads of this process there; new threads and child processes inherit it."""
+    """Pin all threads of this process to these CPUs; new threads and child processes inherit it."""
     if cores is not None:
         _set(lambda _: cores.cpus)
 
 
 @contextmanager
 def affinity_restored() -> Iterator[None]:
-    """Afterwards every thread may run where it could before, and one that was begun since, where this one could."""
+    """Restore each thread's CPU affinity afterwards; threads started meanwhile get this thread's earlier one."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
     before, mine = dict[int, set[int]](), os.sched_getaffinity(0)
     for thread in _threads():
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # it has ended meanwhile
             before[thread] = os.sched_getaffinity(thread)
     try:
         yield
@@ -234,12 +234,12 @@ def affinity_restored() -> Iterator[None]:
 
 def _set(cpus: Callable[[int], frozenset[int] | set[int]]) -> None:
     for thread in _threads():
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(thread, cpus(thread))
 
 
 def _threads() -> list[int]:
     try:
         return [int(path.name) for path in _THREADS.iterdir()]
-    except OSError:  # no /proc is mounted here: this thread alone
+    except OSError:  # no /proc is mounted here: only this thread
         return [0]

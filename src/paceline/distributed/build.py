@@ -30,21 +30,21 @@ def build_strategy(
     """Build the strategy the plan chose.
 
     Args:
-        plan: Says which.
+        plan: Names the strategy.
         network: The bare network, with the same weights and buffers on every process.
-        called: What a step calls: the network, compiled if asked.
+        called: The callable that a step uses: the network, compiled if requested.
         collectives: The processes.
-        device: Where the network is.
-        parallel: How gradients are sent, and weights are spread.
+        device: The network's device.
+        parallel: How gradients are reduced and weights are sharded.
         average: The average of the network's weights, if there is one.
-        value_of: The first values of a network without numbers, by name; None for one that has them.
+        value_of: The initial values, by name, of a network without values; None for one that has them.
     """
     if plan.strategy == "exact":
         return ExactDataParallel(network, called, collectives)
     if plan.strategy == "ddp":
         return DataParallel(network, called, collectives, device, parallel=parallel)
     if plan.strategy == "fsdp":
-        # Only where it is used: it takes its time to import.
+        # Imported only where used: it is slow to import.
         from paceline.distributed.fully_sharded import FullySharded
 
         return FullySharded(network, called, average, collectives, device, parallel=parallel, value_of=value_of)

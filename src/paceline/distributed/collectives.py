@@ -1,4 +1,4 @@
-"""Collectives of the run's processes; with one process they change nothing."""
+"""Collectives of the run's processes; with one process they do nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _POLL_SECONDS = 0.02
 
 
 def agents_store(address: str, world: World, *, timeout: timedelta) -> Store:
-    """Connect to the store that torchrun's agent keeps and return the part of it that is this launch's alone.
+    """Connect to the store of torchrun's agent and return a view of it that is private to this launch.
 
     Args:
         address: HOST:PORT of the store.
-        world: This process's place.
+        world: This process's rank and the world size.
         timeout: How long to wait for the store, and for the other processes.
 
     Raises:
@@ -38,10 +38,10 @@ def agents_store(address: str, world: World, *, timeout: timedelta) -> Store:
 
 
 def fresh_part(store: Store, world: World, *, timeout: timedelta) -> Store:
-    """Agree with the other processes of this launch on a new name, and return what the store keeps under it.
+    """Agree with the other processes of this launch on a new name, and return the store under that prefix.
 
-    Every process shows a token; the first answers each token with the name, and waits until all have read it. A dead
-    process's token is answered too, without effect: its successor's replaces it.
+    Every process publishes a token; the first answers each token with the name, and waits until all have read it. A
+    dead process's token is answered too, without effect: its successor's replaces it.
 
     Raises:
         LaunchError: If not all processes arrive before the timeout; names the missing ones.
@@ -86,10 +86,10 @@ def _learn_name(meeting: Store, world: World, timeout: timedelta) -> str:
 
 T = TypeVar("T")
 
-# What a broadcast of many tensors takes at a time: a copy of them is made for it.
+# Bytes that one broadcast of many tensors sends at a time: they are copied for it.
 _BROADCAST_BYTES = 256 * 2**20
 
-# Groups made here; one that the caller had made stays the caller's.
+# Groups created here; a group that the caller created stays the caller's.
 _ours: list[object] = []
 
 
@@ -107,7 +107,7 @@ class Collectives:
         return tensor
 
     def broadcast(self, value: T) -> T:
-        """Give every rank the first rank's value (any picklable object of our own making)."""
+        """Return the first rank's value (any picklable object created by Paceline) on every rank."""
         if self._alone:
             return value
         box = [value]
@@ -115,7 +115,7 @@ class Collectives:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Give every rank the values of all ranks, in rank order."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self._alone:
             return [value]
         values: list[Any] = [None] * self.world.world_size
@@ -123,7 +123,7 @@ class Collectives:
         return values
 
     def gather_on_first(self, value: T) -> list[T]:
-        """Give the first rank the values of all ranks, in rank order; the others get nothing."""
+        """Return the values of all ranks, in rank order, on the first rank; the others receive nothing."""
         if self._alone:
             return [value]
         values: list[Any] | None = [None] * self.world.world_size if self.world.is_first else None
@@ -131,7 +131,7 @@ class Collectives:
         return values or []
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Overwrite tensors of one device with the first rank's, as many as there is room for in one broadcast."""
+        """Overwrite tensors of one device with the first rank's, packing as many as fit into each broadcast."""
         if self._alone:
             return
         waiting: list[torch.Tensor] = []
@@ -146,7 +146,7 @@ class Collectives:
             self._broadcast_together(waiting)
 
     def _broadcast_together(self, tensors: list[torch.Tensor]) -> None:
-        # Widest elements first: so each piece of the bytes lies where its dtype may be read.
+        # Widest elements first, so that each piece of the buffer is aligned for its dtype.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
         with torch.no_grad():
             pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in ordered]
@@ -159,9 +159,9 @@ class Collectives:
                 tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run on the first rank alone; its result, or its error, reaches every rank alike.
+        """Run on the first rank only; every rank receives its result or raises its error.
 
-        An error without a message for the user is raised as it is on the first rank, and named on the others.
+        An error that is not a PacelineError is raised unchanged on the first rank, and named on the others.
 
         Raises:
             OtherProcessError: On the others, for such an error.
@@ -181,9 +181,9 @@ class Collectives:
         return result  # type: ignore[return-value]  # None only where T is None
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Run on every rank; an error for the user on one of them is raised on all alike, the first rank's first.
+        """Run on every rank; a PacelineError on any of them is raised on all, the lowest rank's first.
 
-        Any other error is raised as it is where it comes up, and named on the other ranks.
+        Any other error is raised unchanged where it occurs, and named on the other ranks.
 
         Raises:
             OtherProcessError: On the others, for such an error.
@@ -215,8 +215,8 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
     An existing group is used unchanged.
 
     Args:
-        launch: This process's place, and where the others are met.
-        device: The device whose tensors they will exchange.
+        launch: This process's rank, the world size and the rendezvous.
+        device: The device of the tensors to exchange.
         timeout_seconds: How long to wait for the others, here and in every collective.
 
     Raises:
@@ -234,7 +234,7 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
         timeout = dt.timedelta(seconds=timeout_seconds)
         try:
             with closing(EndedBySignals(world)), uninterrupted():
-                # A URL, or the store that torchrun's agent keeps.
+                # A URL, or the store of torchrun's agent.
                 store = None if launch.store is None else agents_store(launch.store, world, timeout=timeout)
                 torch.distributed.init_process_group(
                     torch.distributed.get_default_backend_for_device(device),
@@ -256,19 +256,19 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
 
 
 def open_store(name: str) -> Store | None:
-    """A part of the store in which the group was formed, with a connection of its own; None in a world of one."""
+    """Return a part of the group's store, over a separate connection; None in a world of one."""
     if not _is_joined():
         return None
-    # Torch has no public way to the store of a group that it formed from a URL.
+    # Torch has no public access to the store of a group that it formed from a URL.
     shared = torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001
     return PrefixStore(name, shared.clone())
 
 
 def leave() -> None:
-    """Dissolve the process group if :func:`join` has formed it.
+    """Destroy the process group if :func:`join` formed it.
 
-    What still holds it (a replica, in a cycle of references) is let go first: the group's threads end with its last
-    holder, and one that outlives the interpreter aborts the process when it touches a Python object.
+    Objects that still hold it (a replica, in a reference cycle) are released first: the group's threads end with its
+    last holder, and a thread that outlives the interpreter aborts the process when it touches a Python object.
     """
     if _is_joined() and torch.distributed.group.WORLD in _ours:
         gc.collect()

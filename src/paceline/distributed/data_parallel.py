@@ -17,11 +17,11 @@ from paceline.distributed.strategy import MicroBatch, Replicas, Stopwatch
 from paceline.distributed.voting import VOTES, Voting, VotingStrategy
 from paceline.recipe.running import Parallel
 
-# torch 2.14 renamed the switch.
+# torch 2.14 renamed the option.
 _DDP_PARAMETERS = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _BUFFER_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_PARAMETERS else "broadcast_buffers"
 
-# Layers whose running statistics are used in evaluation only, and what they are called.
+# Layers whose running statistics are used only in evaluation, and the names of those buffers.
 _NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -29,7 +29,7 @@ _NORMS = (
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
-# They send a bucket in another dtype and add it up there; the votes, zeros and ones, survive that.
+# These hooks send and sum a bucket in another dtype; the control flags, zeros and ones, survive that.
 _COMPRESSIONS: dict[str, Callable[..., Any]] = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
@@ -37,7 +37,7 @@ _COMPRESSIONS: dict[str, Callable[..., Any]] = {
 
 
 def has_training_buffers(network: nn.Module) -> bool:
-    """Whether a buffer may take part in training: any but the running statistics of torch's own norms."""
+    """Whether a buffer may take part in training: all except the running statistics of torch's own norms."""
     return any(
         not (isinstance(module, _NORMS) and name in _STATISTICS)
         for module in network.modules()
@@ -48,10 +48,10 @@ def has_training_buffers(network: nn.Module) -> bool:
 class DataParallel(VotingStrategy, Replicas):
     """torch's DistributedDataParallel: one replica per process, gradients averaged bucket by bucket.
 
-    DDP's broadcast of buffers before a step's first forward pass is off for networks whose only buffers are the
-    norms' running statistics: each rank's then follow its own micro-batches, and the first rank's become everyone's
-    when they are scored or saved. Other buffers may decide what is learned: they are the first rank's at each step,
-    so that neither evaluating nor saving can change them.
+    DDP's broadcast of buffers before a step's first forward pass is off for networks whose only buffers are the norms'
+    running statistics: each rank's then follow its own micro-batches, and the first rank's are broadcast before they
+    are scored or saved. Other buffers may affect training: the first rank's are broadcast at each step, so that neither
+    evaluating nor saving changes them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DataParallel(VotingStrategy, Replicas):
     ) -> None:
         super().__init__(collectives, device)
         has_buffers = has_training_buffers(network)
-        # DDP makes them the first process's where a step's first forward pass begins.
+        # DDP broadcasts them from the first process at the start of a step's first forward pass.
         self.waits_in = ("forward",) if has_buffers else ()
         self.is_rehearsed = collectives.world.world_size > 1
         self._carried_by(Voting(called, (VOTES,), torch.empty((), device=device)))
@@ -74,11 +74,11 @@ class DataParallel(VotingStrategy, Replicas):
             "device_ids": [device.index] if device.index is not None else None,
             "bucket_cap_mb": parallel.bucket_cap_mb,
             "gradient_as_bucket_view": True,
-            # The network is everyone's already (see build_run), and its average was copied from it; later on, each
-            # process keeps its own norms' statistics.
+            # The network is already the same on all processes (see build_run), and its average was copied from it;
+            # later each process keeps its own norms' statistics.
             "init_sync": False,
             "static_graph": parallel.static_graph,
-            # A static graph tells which they are.
+            # A static graph determines which parameters are unused.
             "find_unused_parameters": parallel.unused_parameters == "allow" and not parallel.static_graph,
             _BUFFER_SYNC: has_buffers,
         }
@@ -92,15 +92,15 @@ class DataParallel(VotingStrategy, Replicas):
         return wrapped
 
     def gradients_changed(self) -> None:
-        """Wrap the network again: DDP waits for the gradients of those parameters that need one when it is built."""
-        # The old one would go on counting gradients until it is collected.
+        """Wrap the network again: DDP decides at construction which parameters' gradients it waits for."""
+        # The old wrapper would continue to count gradients until it is collected.
         self._replica._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch has no other way
         self._replica = self._wrapped()
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
-        """From where a backward pass has computed all gradients to its end, it waits for the others'.
+        """Time the wait for other processes: from the last computed gradient to the end of the backward pass.
 
-        What is reduced beside the pass counts as nothing: it is hidden.
+        Reduction that overlaps the pass does not count, because it is hidden.
         """
         self._voting.computed = partial(stopwatch.switch, "communication")
 

@@ -17,7 +17,7 @@ from paceline.world import World
 
 
 def available_devices() -> dict[str, str]:
-    """Device types with the reason why each can or cannot be used."""
+    """Device types, with the reason why each is or is not available."""
     cuda = (
         f"{torch.cuda.device_count()} device(s)" if torch.cuda.is_available() else "no CUDA or ROCm device is visible"
     )
@@ -38,7 +38,7 @@ def is_available(device_type: str) -> bool:
 
 
 def choose_device(asked: str, world: World) -> torch.device:
-    """Resolve ``parallel.device`` for this process; GPUs are taken by local rank.
+    """Resolve ``parallel.device`` for this process; GPUs are assigned by local rank.
 
     Raises:
         RecipeError: If the requested device is not available.
@@ -62,7 +62,7 @@ def choose_device(asked: str, world: World) -> torch.device:
 
 
 def device_index(world: World, visible: int, *, bound_by_slurm: bool) -> int:
-    """Which of the visible devices is this process's: the local rank's, or the only one that Slurm shows the task.
+    """Return the index of this process's device: its local rank, or the only device that Slurm shows the task.
 
     Raises:
         RecipeError: If there are fewer devices than processes on this machine.
@@ -78,20 +78,20 @@ def device_index(world: World, visible: int, *, bound_by_slurm: bool) -> int:
 
 
 def reserve_deterministic_workspace() -> None:
-    """Let cuBLAS give the same sums each time; it takes heed only before this process first uses a CUDA device.
+    """Make cuBLAS deterministic; this works only before the process first uses a CUDA device.
 
-    A workspace that was set by the user stays.
+    A workspace setting of the user's is kept.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def describe_machine(device: torch.device, own: OwnCores | None = None, *, processes: int = 1) -> MachineFacts:
-    """Facts the plan needs; the same on every rank of a uniform cluster, but for ``own``.
+    """Return the device facts the plan needs; the same on every rank of a uniform cluster, except for ``own``.
 
     Args:
-        device: This process's.
-        own: The cores that are this process's, if it has some of its own.
-        processes: How many share this machine, and so the memory of its CPU.
+        device: This process's device.
+        own: The cores reserved for this process, if any.
+        processes: Number of processes on this machine, which share its host memory.
     """
     fast_bf16, why = _fast_bf16(device)
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -119,7 +119,7 @@ def _memory_bytes(device: torch.device, processes: int) -> int | None:
 
 
 def _lacks(device: torch.device, *, why_no_bf16: str) -> dict[str, str]:
-    """What this device cannot do, with the reason."""
+    """Return what this device cannot do, with the reasons."""
     lacks = {"bf16_products": why_no_bf16} if why_no_bf16 else {}
     if device.type != "cuda":
         lacks["fp8"] = f"it needs a CUDA device of compute capability 8.9 or more, and this run is on {device.type}"

@@ -1,4 +1,4 @@
-"""Read this process's rank and world from the environment: torchrun's, Slurm's, our launcher's, or none."""
+"""Read this process's rank and world from the environment: of torchrun, Slurm, Paceline's launcher, or none."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Launch:
     """A world and its rendezvous.
 
     Attributes:
-        world: This process's place.
+        world: This process's rank and the world size.
         rendezvous: URL for torch.distributed's ``init_method``.
         source: Who started the processes: ``alone``, ``torchrun``, ``slurm`` or ``paceline``.
-        store: HOST:PORT of the store that torchrun's agent keeps for its workers, where it keeps one. It outlives them.
-        restarts: How often they were restarted so far.
-        comes_again: Which of torchrun's settings may have it start them again, as it was written; None if none does.
+        store: HOST:PORT of the store that torchrun's agent keeps for its workers, if any. It outlives them.
+        restarts: How often the processes were restarted so far.
+        comes_again: The torchrun setting, as written, that allows it to restart the processes; None without one.
     """
 
     world: World
@@ -38,7 +38,7 @@ class Launch:
 
     @property
     def changes_size(self) -> bool:
-        """Whether nodes may come and go, so that the world may be of another size at the next start."""
+        """Whether nodes may join or leave, so that the world size may change at the next start."""
         return self.comes_again is not None and self.comes_again.startswith("--nnodes")
 
 
@@ -90,7 +90,7 @@ def _world(rank: int, local_rank: int, world_size: int, local_world_size: int) -
 def _comes_again(environ: Mapping[str, str]) -> str | None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    # torchrun tells its workers of no range of nodes; it stands in what started torchrun, their parent.
+    # torchrun does not tell its workers the range of nodes; it is on the command line of their parent, torchrun itself.
     nodes = _option(Path(f"/proc/{os.getppid()}/cmdline"), "--nnodes") or environ.get("PET_NNODES", "")
     if ":" in nodes:
         return f"--nnodes={nodes}"
@@ -99,7 +99,7 @@ def _comes_again(environ: Mapping[str, str]) -> str | None:
 
 
 def _option(command_line: Path, name: str) -> str | None:
-    """The value of an option on a process's command line; None if it is not there or cannot be read."""
+    """Return the value of an option on a process's command line; None if it is missing or unreadable."""
     try:
         words = command_line.read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -112,7 +112,7 @@ def _option(command_line: Path, name: str) -> str | None:
 
 
 def _slurm_world(environ: Mapping[str, str]) -> World:
-    # SLURM_STEP_TASKS_PER_NODE reads like "4(x2),3": tasks on each node, this node's by its index.
+    # SLURM_STEP_TASKS_PER_NODE looks like "4(x2),3": tasks on each node; this node's is found by its index.
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
     per_node: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):

@@ -1,10 +1,11 @@
-"""Bit-identical replicas, with results that do not depend on their number.
+"""Exact data parallelism: bit-identical results for any number of replicas.
 
-The step's work is cut into a fixed number of logical ranks. Each leaves its share of the gradient, of the change of
-every buffer (BatchNorm statistics) and of the loss in one flat leaf; leaves are added along a tree whose shape is that
-number's alone (:mod:`paceline.distributed.reduction_tree`). A process adds up what it can of its own logical ranks,
-which leaves it few partial sums; then every process gets one slice of everyone's partial sums, finishes the tree for
-its slice, and hands the result to all: as many bytes as a ring's all-reduce moves, and no process holds every leaf.
+A step is split into a fixed number of logical ranks. Each stores its share of the gradient, of the change of every
+buffer (BatchNorm statistics) and of the loss in one flat leaf. Leaves are summed along a tree whose shape depends only
+on that number (:mod:`paceline.distributed.reduction_tree`). A process first sums its own logical ranks as far as the
+tree allows, which leaves few partial sums. Then every process receives one slice of all partial sums, finishes the tree
+for its slice, and sends the result to all. This moves as many bytes as a ring all-reduce, and no process holds every
+leaf.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from paceline.distributed.collectives import Collectives
 from paceline.distributed.reduction_tree import Node, PartialSums, nodes_of, total
 from paceline.distributed.strategy import ControlFlags, FlagReader, MicroBatch, Replicas, Stopwatch
 
-# BatchNorm counts its forward passes in it; one per step wherever they happen.
+# BatchNorm's count of forward passes; it grows by one per step, wherever the passes run.
 _COUNTER = "num_batches_tracked"
 
 
 def buffers_of(network: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Every buffer once, with the module that holds it and its name there."""
+    """Yield every buffer once, with the module that holds it and its name there."""
     seen: set[int] = set()
     for module in network.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -37,7 +38,7 @@ def buffers_of(network: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 @contextmanager
 def buffers_kept(network: nn.Module) -> Iterator[None]:
-    """After passes that are no steps, also after an error: every buffer is where it was, with what it was."""
+    """Context for passes outside of training steps: restores every buffer's tensor and values, also after an error."""
     places = [(*place, place[-1].clone()) for place in buffers_of(network)]
     try:
         yield
@@ -49,7 +50,7 @@ def buffers_kept(network: nn.Module) -> Iterator[None]:
 
 
 def put_back(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Bring a buffer's value into the tensor that held it, where a forward pass has put another in its place."""
+    """Copy a buffer's value into its original tensor, if a forward pass has replaced that tensor."""
     now = getattr(module, name)
     if now is not tensor:
         with torch.no_grad():
@@ -58,11 +59,11 @@ def put_back(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class StepBuffers:
-    """A network's buffers from the beginning of a step to its end.
+    """Manages a network's buffers during a step.
 
-    Numbers that forward passes move (running statistics) end as they were plus the weighted mean of their changes.
-    Others, whose differences mean nothing (integers, flags, complex numbers, and what holds infinities when the
-    network is built, as a mask does), end as logical rank 0 has left them.
+    Buffers that forward passes update (running statistics) end as their initial values plus the weighted mean of the
+    changes. Buffers whose differences are meaningless (integers, flags, complex numbers, and masks or others that hold
+    infinities when the network is built) end with the values of logical rank 0.
 
     Attributes:
         summed: The buffers whose changes are added up.
@@ -83,11 +84,11 @@ class StepBuffers:
         self._collectives = collectives
 
     def begin(self) -> None:
-        """Remember where the step starts."""
+        """Store the buffers at the start of a step."""
         _copy(self._before, self._all)
 
     def start_again(self) -> None:
-        """Give the next logical rank what the step started from."""
+        """Reset the buffers to the start of the step, for the next logical rank."""
         _copy(self._all, self._before)
 
     def leave(self, logical_rank: int, changes: list[Tensor], share: float) -> None:
@@ -101,12 +102,12 @@ class StepBuffers:
             _copy(self._led_after, self._led)
 
     def put_back(self) -> None:
-        """Undo that a forward pass has put another tensor in a buffer's place; its value stays."""
+        """Put the original tensors back where a forward pass has replaced a buffer; values are kept."""
         for module, name, tensor in self._places:
             put_back(module, name, tensor)
 
     def end(self, changes: list[Tensor]) -> None:
-        """Make the buffers the step's; a collective for networks with buffers that logical rank 0 decides."""
+        """Set the buffers to the step's result; a collective for networks with buffers taken from logical rank 0."""
         if self.summed:
             _copy(self.summed, self._summed_before)
             torch._foreach_add_(self.summed, changes)
@@ -129,11 +130,11 @@ _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", to
 
 
 class GradientSlot:
-    """Everything of one logical rank, or of several added up, that the step sums over logical ranks.
+    """The values of one logical rank, or a sum of several, that the step sums over logical ranks.
 
     Attributes:
-        parts: One flat tensor per data type, and last the notes: losses, samples, votes and marks of
-            losses that are no numbers, float64.
+        parts: One flat tensor per dtype, followed by a float64 tensor of losses, samples, control flags and non-finite
+            marks.
         gradients: Views into ``parts``, shaped like the parameters.
         changes: Views into ``parts``, shaped like the floating-point buffers.
     """
@@ -156,7 +157,7 @@ class GradientSlot:
         self.changes = [views[number] for number in range(len(parameters), len(tensors))]
 
     def zero(self) -> None:
-        """Forget what was there."""
+        """Set all values to zero."""
         for part in self.parts:
             part.zero_()
 
@@ -168,7 +169,7 @@ class GradientSlot:
 
 
 def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    # With the tensor's own strides (channels last, say): optimizers are fastest where gradients have them too.
+    # Keep the tensor's strides (such as channels last): optimizers are fastest if gradients have the same ones.
     dense = torch.empty_like(like).stride() == like.stride()
     return flat.as_strided(like.shape, like.stride()) if dense else flat.view(like.shape)
 
@@ -178,11 +179,11 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 class ExactDataParallel(Replicas):
-    """Replicas whose results are bit-identical for any number of them.
+    """Replicas whose results are bit-identical for any number of processes.
 
     Args:
         network: The bare network.
-        called: What the step calls: the network, compiled if asked.
+        called: The callable that the step uses: the network, compiled if requested.
         collectives: The processes.
     """
 
@@ -192,7 +193,7 @@ class ExactDataParallel(Replicas):
         self.model = self.scored = called
         self._world = collectives.world
         self._logical_ranks = 1
-        # Leaves have room for all that will ever be trained; what is frozen meanwhile stays zero, and is dropped.
+        # Leaves have space for every parameter that will ever be trained; frozen ones stay zero and are dropped.
         self._parameters = [each for each in network.parameters() if each.requires_grad]
         self._buffers = StepBuffers(network, collectives)
         self._sums: PartialSums[GradientSlot] = PartialSums(GradientSlot.add)
@@ -206,12 +207,12 @@ class ExactDataParallel(Replicas):
         self._span: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
-        """The exchange is waited for; adding up is computing."""
+        """Only the exchange counts as waiting; summation counts as computing."""
         self._span = stopwatch.span
 
     @contextmanager
     def micro_batch(self, part: MicroBatch) -> Iterator[None]:
-        """Collect one logical rank's leaf; every one starts from the buffers the step started from."""
+        """Collect one logical rank's leaf; each one starts from the buffers at the start of the step."""
         if self._begun:
             self._buffers.start_again()
         else:
@@ -221,13 +222,13 @@ class ExactDataParallel(Replicas):
         for parameter, gradient in zip(self._parameters, self._leaf.gradients, strict=True):
             parameter.grad = gradient
         yield
-        if part.logical_rank >= self._leaves:  # it has no samples, and is there in vain
+        if part.logical_rank >= self._leaves:  # it has no samples and only matches other processes
             self._buffers.put_back()
             self._free.append(self._leaf)
             return
         if part.weight:
             self._leaf.notes[_LOSS] *= part.step_weight
-        else:  # its images could all not be read; a mean over nothing is no number
+        else:  # all of its images were unreadable; a mean over nothing is nan
             self._leaf.notes[_LOSS] = 0
         self._leaf.notes[_SAMPLES] = part.weight
         self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_weight)
@@ -236,7 +237,7 @@ class ExactDataParallel(Replicas):
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Note the loss's share and the mark beside the gradient; the loss is unchanged."""
+        """Record the loss's share and its mark next to the gradient; the loss is unchanged."""
         self._ask = ask
         self._leaf.notes[_LOSS] = loss.detach()
         if spoiled is not None:
@@ -244,17 +245,17 @@ class ExactDataParallel(Replicas):
         return loss
 
     def spoiled(self) -> torch.Tensor:
-        """The sum of all logical ranks' marks."""
+        """Return the sum of all logical ranks' marks."""
         assert self._combined is not None
         return self._combined.notes[_SPOILED]
 
     def combine(self) -> torch.Tensor:
-        """Make gradients and buffers the step's, on every process; returns its losses and samples."""
+        """Combine gradients and buffers over the step, on every process; returns its losses and samples."""
         held = self._sums.take()
         self._vote(held)
         self._combined = combined = self._exchange(held)
         for parameter, gradient in zip(self._parameters, combined.gradients, strict=True):
-            # One that was frozen since must not decay either.
+            # A parameter frozen meanwhile must not decay either.
             parameter.grad = gradient if parameter.requires_grad else None
         self._buffers.end(combined.changes)
         self._begun = False
@@ -262,7 +263,7 @@ class ExactDataParallel(Replicas):
         return combined.notes[:_STOP].clone()
 
     def agreed(self, flags: ControlFlags) -> ControlFlags:
-        """What any process wished for; the same answer on every process after the same step."""
+        """Return the flags that any process raised; the same on every process after the same step."""
         return ControlFlags(*self._votes.agreed())
 
     def _begin(self, part: MicroBatch) -> None:
@@ -280,7 +281,7 @@ class ExactDataParallel(Replicas):
         )
 
     def _vote(self, held: Mapping[Node, GradientSlot]) -> None:
-        """Note this process's flags in one of its leaves; one without samples has none, and waits for a step with."""
+        """Write this process's flags into one of its leaves; without samples, keep them for a later step."""
         flags = self._ask()
         for leaf in list(held.values())[:1]:
             if flags.stop:
@@ -289,7 +290,7 @@ class ExactDataParallel(Replicas):
                 leaf.notes[_SAVE] = 1
 
     def _exchange(self, held: dict[Node, GradientSlot]) -> GradientSlot:
-        """Finish the tree; over several processes, each for its slice, and then put the slices together."""
+        """Finish the tree; with several processes each finishes its slice, and the slices are then gathered."""
         if self._world.world_size == 1:
             combined = total(held, GradientSlot.add, leaves=self._leaves)
             self._free += [leaf for leaf in held.values() if leaf is not combined]
@@ -308,7 +309,7 @@ class ExactDataParallel(Replicas):
         return combined
 
     def _own_slices(self, part: int, held: list[torch.Tensor]) -> dict[Node, torch.Tensor]:
-        """Swap slices of one part: this process's slice of every process's partial sums, by node."""
+        """Exchange slices of one part: return this process's slice of every process's partial sums, by node."""
         like = self._leaf.parts[part]
         size = like.numel() // self._world.world_size
         per_process = self._logical_ranks // self._world.world_size

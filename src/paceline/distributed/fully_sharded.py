@@ -1,9 +1,9 @@
-"""Each process holds a shard of the weights (FSDP), where a replica would not fit its device.
+"""Fully sharded data parallelism (FSDP), for networks whose replica would not fit a device.
 
 torch's FSDP2 (``fully_shard``; Zhao et al. 2023, after ZeRO-3, Rajbhandari et al. 2019): every parameter, its gradient,
-its optimizer state and its average are cut along their first dimension. A block's weights are gathered for its forward
-pass, and again for its backward pass, whose gradient each process gets its own part of. Gradients are added up at every
-micro-batch, so that no process ever holds a whole one.
+its optimizer state and its average are sharded along their first dimension. A block's weights are gathered for its
+forward pass, and again for its backward pass, after which each process receives its shard of the gradient. Gradients
+are reduced at every micro-batch, so that no process ever holds a complete gradient.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from paceline.recipe.running import Parallel
 
 
 class FullySharded(VotingStrategy):
-    """torch's ``fully_shard``, block by block.
+    """Applies torch's ``fully_shard`` block by block.
 
     Args:
-        network: The bare network, the same on every process; from here on a process's parameters are its parts.
-        called: What a step calls: the network, compiled if asked.
-        average: The average of its weights, which is spread like them; None without one.
+        network: The bare network, the same on every process; from here on a process's parameters are its shards.
+        called: The callable that a step uses: the network, compiled if requested.
+        average: The average of its weights, sharded like them; None without one.
         collectives: The processes.
-        device: Where the network is.
-        parallel: How many processes share a copy, and what they gather.
-        value_of: The first values of a network, and of an average, that have no numbers yet; None if they have.
+        device: The network's device.
+        parallel: How many processes share a copy, and what is gathered.
+        value_of: The initial values of a network, and of an average, that have none yet; None if they have.
     """
 
-    # Also where gradients are clipped, or spread numbers are added up.
+    # Also when gradients are clipped, or sharded values are summed.
     waits_in = ("forward", "backward", "optimizer")
-    # torch's hooks gather and wait in the midst of both passes.
+    # torch's hooks gather and wait in the middle of both passes.
     tells_communication = False
     is_rehearsed = True
     is_sharded = True
@@ -59,11 +59,12 @@ class FullySharded(VotingStrategy):
         super().__init__(collectives, device)
         mesh = _mesh(parallel, device, collectives.world.world_size)
         options = sharding_options(parallel, mesh)
-        # An average has no backward pass to keep gathered weights for.
+        # An average has no backward pass, so gathered weights need not be kept.
         of_average = options | {"reshard_after_forward": True}
         self._is_new_step = True
         for parameter in (*network.parameters(), *(() if average is None else average.parameters())):
-            # Only such can be cut; convolutions bring a gathered filter into the batch's memory format.
+            # Only contiguous tensors can be sharded; convolutions convert a gathered filter to the batch's memory
+            # format.
             parameter.data = parameter.data.contiguous()
         fill = Filling(value_of, network, average, collectives, device)
         for name, module in modules_to_shard(network, parallel).items():
@@ -72,9 +73,9 @@ class FullySharded(VotingStrategy):
             if average is not None:
                 fully_shard(average.get_submodule(name), **of_average)
         fill("")
-        # What is not a parameter is whole on every process.
+        # Everything except parameters is complete on every process.
         self._training_buffers = list(network.buffers()) if has_training_buffers(network) else []
-        # One row for each process of a copy: each gets the row that is left to it, and so all the votes.
+        # One row per process of a copy: after the reduction each process holds one row, and so all flags.
         voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
         fully_shard(voting, **options)
         self._carried_by(voting)
@@ -87,7 +88,7 @@ class FullySharded(VotingStrategy):
         return self._take(self._voting(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
-        """Buffers that take part in training are the first process's at each step, as with DDP."""
+        """Broadcast buffers that take part in training from the first process at each step, as DDP does."""
         if self._is_new_step:
             self._collectives.broadcast_tensors(self._training_buffers)
         self._is_new_step = part.is_last
@@ -102,8 +103,8 @@ class _Answering(nn.Module):
     """The network as evaluation calls it.
 
     Args:
-        voting: What FSDP wraps.
-        keeps: Whether gathered weights stay for a backward pass. Here none will ask for them, and they are let go.
+        voting: The module wrapped by FSDP.
+        keeps: Whether gathered weights stay for a backward pass. Here there is none, so they are released.
     """
 
     def __init__(self, voting: Voting, *, keeps: bool) -> None:

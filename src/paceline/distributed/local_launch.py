@@ -1,7 +1,7 @@
 """Launch N ranks on this machine, and report the error that ended them.
 
-The launcher imports no torch. It starts the same command once per rank, passes signals on, and returns one
-exit code. Ranks write their errors to files, so that the first one is shown first and equal ones once.
+The launcher imports no torch. It starts the same command once per rank, forwards signals, and returns one exit code.
+Ranks write their errors to files, so that the first one is shown first and duplicates only once.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from paceline.processes import LOADERS_LEAVE_SECONDS, Child, Ending, ProcessGrou
 from paceline.storage.addresses import without_secrets
 from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
-# Found by every process alike, from what the user wrote. Others may pass: a peer that is late, a directory in use.
+# Errors that every process finds alike in the user's input. Others may be temporary: a late peer, a directory in use.
 _MISTAKES = (RecipeError, DataError, ModelError)
 _TORCHRUN = ("torch.distributed.run", "torchrun")
 STOPPED_EXIT_CODE = 75
 _ERROR_DIRECTORY = "PACELINE_ERROR_DIRECTORY"
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER_PID"
-# A failed rank's peers notice the broken connection by themselves; those that do not are ended after this.
+# A failed rank's peers usually notice the broken connection; those that do not are ended after this many seconds.
 _GRACE_AFTER_FAILURE_SECONDS = 10.0
-# Ranks end together: one that stays so long after another has ended well waits for what will not come. What the first
-# rank alone may still have to do, others wait for; so this need not be as long as an evaluation or a save.
+# Ranks end together: a rank that stays this long after another has completed waits for something that will not come.
+# The others wait for anything that only the first rank still does, so this need not be as long as an evaluation or a
+# save.
 _GRACE_AFTER_END_SECONDS = 60.0
-# A rank whose launcher is gone stops after its step; this is for an evaluation and a save that are under way.
+# A rank whose launcher is gone stops after its step; this leaves time for an evaluation and a save in progress.
 _GRACE_WITHOUT_LAUNCHER_SECONDS = 300.0
 
 
@@ -59,8 +60,8 @@ class Restarts:
     Attributes:
         most: How often the ranks may be started again.
         sizes: The numbers of ranks that may be started, the largest first.
-        run_dir: The directory of their run, which knows how far it got.
-        arguments: What a rank is started with from then on.
+        run_dir: The run directory, whose records show the progress.
+        arguments: The arguments of restarted ranks.
     """
 
     most: int
@@ -71,12 +72,12 @@ class Restarts:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a launch ended that may be started again.
+    """How a launch that may be restarted ended.
 
     Attributes:
         size: Its number of ranks.
-        step: The last step that the run had a record of by then; -1 if it had none.
-        cause: Why, in a few words.
+        step: The last recorded step of the run at that time; -1 without one.
+        cause: The reason, in a few words.
     """
 
     size: int
@@ -85,14 +86,15 @@ class Failure:
 
 
 def next_size(sizes: Sequence[int], failures: Sequence[Failure]) -> int | None:
-    """How many ranks to start after these failures of a run; None if the last one only came again.
+    """Return how many ranks to start after these failures; None if the last failure only repeats.
 
-    After a failure with the most ranks, fewer continue, since some of them may have lost their host; after a failure of
-    fewer, all are tried again. Without progress in between, ever fewer are tried, and then the same fault ends it.
+    After a failure with the most ranks, fewer continue, since some may have lost their host; after a failure with
+    fewer, the full number is tried again. Without progress in between, the number decreases further, until the same
+    failure ends the run.
 
     Args:
         sizes: The numbers of ranks that may be started, the largest first.
-        failures: What has happened so far, the latest last.
+        failures: The failures so far, the latest last.
     """
     last = failures[-1]
     before = failures[-2] if len(failures) > 1 else None
@@ -106,8 +108,8 @@ def next_size(sizes: Sequence[int], failures: Sequence[Failure]) -> int | None:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step that a run has a record of; -1 if it has none that can be read."""
-    # Here, so that a launch that needs no restart loads no library of records.
+    """Return the last recorded step of a run; -1 if it has none that can be read."""
+    # Imported here, so that a launch without restarts does not load the records library.
     from paceline.records.reader import read_events
     from paceline.records.run_directory import RunDirectory
 
@@ -115,22 +117,22 @@ def last_step(run_dir: Path) -> int:
     try:
         return max((event["step"] for event in read_events(path)), default=-1) if path.is_file() else -1
     except RunDirectoryError:
-        return -1  # the next start says what is wrong with them
+        return -1  # the next start reports what is wrong with them
 
 
 def meets_every_start(error: BaseException) -> bool:
-    """Whether an error is a mistake that the next start would only find again."""
+    """Whether an error is a user's mistake that the next start would repeat."""
     return isinstance(error, _MISTAKES)
 
 
 def end_torchrun(environ: Mapping[str, str]) -> None:
-    """After a mistake at the first start: have torchrun end, if it would start this process again.
+    """After a user's mistake at the first start, make torchrun end if it would restart this process.
 
-    torchrun knows no exit code for that: it would tell the mistake as often as it may start processes. What comes up
-    only later may pass, and is left to it.
+    torchrun has no exit code for that: it would repeat the mistake for each allowed restart. Later errors may be
+    temporary, and are left to torchrun.
     """
     first = environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    # One of a host's processes asks, since a second signal would break torchrun's own clearing up.
+    # Only one of a host's processes signals torchrun, since a second signal would break its cleanup.
     if first and environ.get("LOCAL_RANK") == "0" and is_torchrun(os.getppid()):
         sys.stderr.flush()
         os.kill(os.getppid(), signal.SIGTERM)
@@ -151,9 +153,9 @@ class RankError:
     """A rank's last report.
 
     Attributes:
-        summary: Its error in one line, the same when it comes again.
-        notes: Where it was then, and what it knew of the others.
-        is_echo: Whether it only says that another rank has failed.
+        summary: Its error in one line, identical if it repeats.
+        notes: Its position at that time, and the state of other ranks that it knew.
+        is_echo: Whether it only reports that another rank has failed.
     """
 
     rank: int
@@ -167,21 +169,21 @@ class RankError:
 
 
 def launch_local(arguments: Sequence[str], processes: int, *, cores: int, restarts: Restarts | None = None) -> int:
-    """Run ``paceline ARGUMENTS`` in ``processes`` ranks and return the exit code of the whole.
+    """Run ``paceline ARGUMENTS`` in ``processes`` ranks and return the exit code of the launch.
 
     Args:
         arguments: Command-line arguments without ``--processes``.
         processes: Number of ranks, at least 1.
         cores: CPU cores to share among them.
-        restarts: Whether, and how, they are started again if one of them dies.
+        restarts: Whether and how the ranks are restarted if one dies.
     """
-    # Signals are remembered before there is anything to leave behind, and passed on once the ranks run.
+    # Signals are stored before there is anything to clean up, and forwarded once the ranks run.
     with received_signals(STOP_SIGNALS) as received:
         outcome = _launch_once(arguments, processes, cores, 0, received)
         if restarts is None:
             return outcome.code
         failures: list[Failure] = []
-        # Who has asked for an end is given one.
+        # If a stop was requested, do not restart.
         while outcome.cause is not None and not received:
             failures.append(Failure(size=processes, step=last_step(restarts.run_dir), cause=outcome.cause))
             size = next_size(restarts.sizes, failures)
@@ -193,7 +195,7 @@ def launch_local(arguments: Sequence[str], processes: int, *, cores: int, restar
 
 
 def _announce_restart(failures: Sequence[Failure], restarts: Restarts, size: int | None) -> bool:
-    """Say what follows the last failure; returns whether it is another start."""
+    """Report what follows the last failure; returns whether to restart."""
     step, count = failures[-1].step, len(failures)
     where = f"after step {step}" if step >= 0 else "before its first record"
     if size is None:
@@ -226,7 +228,7 @@ def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: 
             ending = group.wait(
                 after_failure=_GRACE_AFTER_FAILURE_SECONDS,
                 after_end=_GRACE_AFTER_END_SECONDS,
-                # A rank that has left its error may yet wait for the others before it ends.
+                # A rank that has written its error may still wait for the others before it ends.
                 failed=lambda: any(scratch.glob("rank-*.json")),
             )
         return _conclude(group.children, ending, read_errors(scratch), asked_to_stop=bool(received))
@@ -237,8 +239,8 @@ class _Outcome:
     """How the ranks ended.
 
     Attributes:
-        code: The exit code of the whole.
-        cause: What went wrong, in a few words, where another start may go well; None for a mistake of the user's too.
+        code: The exit code of the launch.
+        cause: The failure, in a few words, if a restart may succeed; otherwise None, also for a user's mistake.
     """
 
     code: int
@@ -246,12 +248,12 @@ class _Outcome:
 
 
 def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> dict[str, str]:
-    """Environment that gives a process started on this machine its rank and rendezvous.
+    """Return environment variables that give a process on this machine its rank and rendezvous.
 
     Args:
-        rank: Its index.
-        processes: How many there are.
-        scratch: A folder in which they meet.
+        rank: Its rank.
+        processes: Number of processes.
+        scratch: Folder for the rendezvous file.
         cores: CPU cores to share among them.
     """
     variables = {
@@ -264,10 +266,10 @@ def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> d
     }
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-    # The machine's interface to itself: on Linux, or on macOS.
+    # The loopback interface: on Linux, or on macOS.
     loopback = {"lo", "lo0"}.intersection(name for _, name in socket.if_nameindex())
     if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # All ranks are here; the machine's own name may resolve to an address that nobody answers.
+        # All ranks are here; the machine's host name may resolve to an unreachable address.
         variables["GLOO_SOCKET_IFNAME"] = min(loopback)
     return variables
 
@@ -290,13 +292,13 @@ def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, as
     for cause in causes:
         print(f"paceline: {cause}", file=sys.stderr)
     causes += [f"{child.name} did not end" for child in overdue]
-    # A rank that refuses its command line says so by itself, and would do so again.
+    # A rank that refuses its command line reports that itself, and would do so again.
     mistake = any(child.code == PacelineError.exit_code for child in silent)
     if not errors:
         return _Outcome(1, causes[0] if causes and not mistake else None)
     first, *others = errors
-    # A rank that died without a word is the cause; what the others say is that they miss it. So do those that were
-    # about to meet when others were asked to stop.
+    # A rank that died without a report is the cause; the others only report that it is missing. So do those that were
+    # about to join when others were stopped.
     is_echo = bool(silent) or (asked_to_stop and first.is_traceback)
     if is_echo:
         others = errors
@@ -312,7 +314,7 @@ def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, as
 
 
 def read_errors(directory: Path) -> list[RankError]:
-    """Errors of ranks, the earliest first, then those that only report another's."""
+    """Return the errors of ranks: the earliest first, then those that only report another rank's."""
     errors = [RankError(**json.loads(path.read_text())) for path in directory.glob("rank-*.json")]
     return sorted(errors, key=lambda error: (error.is_echo, error.time))
 
@@ -320,10 +322,10 @@ def read_errors(directory: Path) -> list[RankError]:
 def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     """Report to the launcher, or to standard error, why this process ends; returns the exit code.
 
-    A mistake of the user's is one sentence; anything else is a traceback.
+    A user's mistake is reported in one sentence; anything else as a traceback.
     """
     rank, world_size = 0, 1
-    with contextlib.suppress(LaunchError):  # variables that describe no world may be the very error
+    with contextlib.suppress(LaunchError):  # invalid variables that describe the world may be the very error
         world = read_launch(environ).world
         rank, world_size = world.rank, world.world_size
     mistake = isinstance(error, PacelineError)
@@ -339,7 +341,7 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "rank": rank,
         "time": time.time(),
         "message": message,
-        # Without notes, which tell more of the moment than of the error.
+        # Without notes, which describe the moment more than the error.
         "summary": _lines(error)[-1] if mistake else _shown(f"{type(error).__name__}: {error}".strip().splitlines()[0]),
         "notes": notes,
         "exit_code": code,
@@ -353,12 +355,12 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
 
 
 def _shown(text: str) -> str:
-    """What is told of an error: addresses may hold a credential, and names of files anything."""
+    """Return the text of an error: addresses may contain credentials, and file names anything."""
     return printable(without_secrets(text))
 
 
 def _lines(error: BaseException) -> list[str]:
-    """A message's lines. A newline in the name of a file is shown escaped; what failed in training may quote many."""
+    """Return a message's lines. A newline in a file name is shown escaped; a training failure may quote many lines."""
     if isinstance(error, TrainingError):
         return _shown(str(error)).strip().splitlines() or [""]
     return [one_line(without_secrets(str(line))) for line in error.args] or [""]
@@ -368,8 +370,9 @@ def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE
     """In a rank: ask this process to stop if its launcher or torchrun dies, so that no orphan trains on.
 
     Args:
-        environ: The environment, in which our launcher has left its process id, and torchrun a run's.
-        grace_seconds: The process ends at once if it is still there after this: it may wait for a rank that is gone.
+        environ: The environment, with the process id set by Paceline's launcher or torchrun's run id.
+        grace_seconds: The process is killed if it is still running after this time: it may wait for a rank that is
+            gone.
     """
     launcher = int(environ.get(LAUNCHER_VARIABLE, 0))
     if not launcher and "TORCHELASTIC_RUN_ID" in environ and is_torchrun(os.getppid()):
@@ -382,6 +385,6 @@ def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(grace_seconds)
-        os._exit(1)  # safe at any moment: a checkpoint is whole or invisible
+        os._exit(1)  # safe at any moment: a checkpoint is complete or invisible
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -1,8 +1,8 @@
 """A fixed order of addition, so that a sum is the same for any number of processes.
 
-The parts are the leaves of a binary tree whose shape depends on their number alone: node ``(level, place)`` covers the
+The parts are the leaves of a binary tree whose shape depends only on their number: node ``(level, place)`` covers the
 leaves ``[place * 2**level, (place + 1) * 2**level)``. Floating-point addition is commutative but not associative;
-adding along one tree gives one result, wherever each addition happens.
+adding along a fixed tree gives the same result wherever each addition happens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Node(NamedTuple):
 
     @property
     def first_leaf(self) -> int:
-        """The leftmost leaf below it."""
+        """The leftmost leaf below this node."""
         return self.place << self.level
 
 
 class PartialSums(Generic[T]):
-    """Adds leaves as they come, in order, and keeps as few partial sums as the tree allows.
+    """Adds leaves in order as they arrive, and keeps as few partial sums as the tree allows.
 
     Of ``n`` consecutive leaves at most ``2 * log2(n)`` partial sums are held; if they begin at a multiple of a power
     of two not below ``n``, at most ``log2(n) + 1``.
@@ -41,7 +41,7 @@ class PartialSums(Generic[T]):
         self._held: list[tuple[Node, T]] = []
 
     def push(self, leaf: int, value: T) -> list[T]:
-        """Add a leaf; returns the values that were added to others and are free now."""
+        """Add a leaf; returns the values that were added to others and can be reused."""
         free: list[T] = []
         self._held.append((Node(0, leaf), value))
         while len(self._held) > 1 and _are_siblings(self._held[-2][0], self._held[-1][0]):
@@ -52,7 +52,7 @@ class PartialSums(Generic[T]):
         return free
 
     def take(self) -> dict[Node, T]:
-        """Return the partial sums, from left to right, and forget them."""
+        """Return the partial sums, from left to right, and clear them."""
         held, self._held = dict(self._held), []
         return held
 
@@ -63,7 +63,7 @@ def _are_siblings(left: Node, right: Node) -> bool:
 
 @lru_cache(maxsize=64)
 def nodes_of(first: int, last: int) -> tuple[Node, ...]:
-    """The partial sums left after pushing the leaves ``first`` to ``last`` (excluded)."""
+    """Return the nodes of the partial sums left after pushing the leaves ``first`` to ``last`` (excluded)."""
     sums: PartialSums[None] = PartialSums(lambda left, right: None)
     for leaf in range(first, last):
         sums.push(leaf, None)
@@ -87,7 +87,7 @@ def total(values: Mapping[Node, T], add: Callable[[T, T], T], *, leaves: int) ->
             raise KeyError(node)
         left = value(Node(node.level - 1, 2 * node.place))
         right = value(Node(node.level - 1, 2 * node.place + 1))
-        # A node without leaves on its right is its left child: nothing is added to it.
+        # A node without leaves on its right equals its left child: nothing is added.
         return left if right is None or left is None else add(left, right)
 
     root = value(top)

@@ -19,13 +19,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def modules_to_shard(network: nn.Module, parallel: Parallel) -> dict[str, nn.Module]:
-    """The modules that gather their weights one at a time, by name, inner ones first.
+    """Return the modules that gather their weights separately, by name, inner ones first.
 
-    Without patterns these are the blocks that a network is a list or a sequence of (a transformer's layers, a residual
-    net's blocks and its stages): items of ``nn.ModuleList`` and ``nn.Sequential`` that have modules of their own.
+    Without patterns these are the blocks that a network consists of (a transformer's layers, a residual network's
+    blocks and stages): items of ``nn.ModuleList`` and ``nn.Sequential`` that have submodules.
 
     Raises:
-        ModelError: If a pattern matches no module with parameters that can be called.
+        ModelError: If a pattern does not match a callable module with parameters.
     """
     named = {name: module for name, module in network.named_modules() if name and _gathers(module)}
     if parallel.shard_modules:
@@ -39,7 +39,7 @@ def check_sharded(network: nn.Module, parallel: Parallel) -> None:
     """Check that a network's weights can be sharded as the recipe asks.
 
     Raises:
-        ModelError: If they cannot.
+        ModelError: If they cannot be.
     """
     _check_shared(network, modules_to_shard(network, parallel))
     scalars = [name for name, parameter in network.named_parameters() if parameter.ndim == 0]
@@ -64,7 +64,7 @@ def check_sharded(network: nn.Module, parallel: Parallel) -> None:
 
 
 def _check_shared(network: nn.Module, sharded: dict[str, nn.Module]) -> None:
-    """A parameter is gathered by one module, so whoever else uses it must be inside."""
+    """Check that all users of a parameter are inside the module that gathers it."""
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}
     for path, module in network.named_modules():
@@ -84,12 +84,12 @@ def _check_shared(network: nn.Module, sharded: dict[str, nn.Module]) -> None:
 
 
 def sharding_options(parallel: Parallel, mesh: Any) -> dict[str, Any]:
-    """Arguments of torch's ``fully_shard`` for a network that is trained."""
+    """Return the arguments of torch's ``fully_shard`` for a network that is trained."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     gathered = None if parallel.gather_dtype == "fp32" else _DTYPES[parallel.gather_dtype]
     sent = parallel.gradient_compression
-    # Without a dtype of its own the gradient would be added up in the one the weights are gathered in.
+    # Without a dtype of its own the gradient would be reduced in the dtype in which the weights are gathered.
     added = _DTYPES[sent] if sent != "none" else None if gathered is None else torch.float32
     return {
         "mesh": mesh,
@@ -117,7 +117,7 @@ def _is_block(network: nn.Module, name: str, module: nn.Module) -> bool:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether it has parameters, and is called: a list of modules is not."""
+    """Whether the module has parameters and is called: a list of modules is not."""
     return next(module.parameters(), None) is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
@@ -126,13 +126,13 @@ ValueOf = Callable[[str], Tensor]
 
 
 class Filling:
-    """Gives a network without numbers, and its average, their first values.
+    """Sets the initial values of a network without values, and of its average.
 
     Args:
-        value_of: What they are; None for a network that has its own, which is then left as it is.
+        value_of: The initial values; None for a network that has values, which is then unchanged.
         network: The network.
-        average: The average of its weights, which begins with the same.
-        collectives: The processes; the first one's values are everyone's.
+        average: The average of its weights, which starts with the same values.
+        collectives: The processes; all use the first one's values.
         device: Their device.
     """
 
@@ -149,23 +149,23 @@ class Filling:
         self._collectives, self._device = collectives, device
 
     def __call__(self, name: str) -> None:
-        """Fill the module of this name, but for what in it is filled and cut up already; a collective."""
+        """Fill the module of this name, except for parts that are filled and sharded already; a collective."""
         if self._value_of is None:
             return
         network, *others = (each.get_submodule(name) for each in self._networks)
         for path, owners in _unfilled(network):
             value = self._value_of(f"{name}.{path}" if name else path).to(self._device)
-            # Code of the user's own may have drawn other ones on another process.
+            # Custom code may have drawn different values on another process.
             self._collectives.broadcast_tensors([value])
             for module in (network, *others):
                 _put(module, owners, value if module is network else value.clone())
 
 
 def _unfilled(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Each tensor without numbers: its first name, and all of its names, which are several where it is shared."""
+    """Yield each tensor without values, with its first name and all of its names; shared tensors have several."""
     names: dict[int, list[str]] = {}
     for path, each in module.named_modules():
-        # Shared ones by each of their names, and plain attributes, which torch lists nowhere.
+        # Shared tensors by each of their names, and plain attributes, which torch does not list.
         own = (
             *each.named_parameters(recurse=False, remove_duplicate=False),
             *each.named_buffers(recurse=False, remove_duplicate=False),

@@ -1,4 +1,4 @@
-"""Strategies that keep replicas' weights equal: verbs for the step, the same for one process as for many."""
+"""Parallel strategies that keep replicas' weights equal, with one interface for one process and for many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.errors import ModelError
 
-# On a GPU the vote is read this many steps late, when its copy has long arrived, so that the host never waits.
+# On a GPU the flags are read this many steps late, when their copy has long arrived, so that the host never waits.
 VOTE_LAG = 2
 
 
@@ -23,11 +23,11 @@ class MicroBatch:
 
     Attributes:
         logical_rank: Its number among the step's micro-batches over all processes.
-        step_weight: What the whole step weighs over all processes: its samples, or their tokens.
-        weight: What the micro-batch weighs; 0 for one that is only there to match others' collectives.
+        step_weight: Total weight of the step over all processes: its samples, or their tokens.
+        weight: Weight of the micro-batch; 0 for one that only matches the collectives of others.
         is_last: Whether it is the last one of the step on this process.
         logical_ranks: Micro-batches of the step over all processes; a multiple of their number.
-        step_samples: Samples of the whole step, where that is not their weight.
+        step_samples: Samples of the whole step, if that differs from its weight.
     """
 
     logical_rank: int
@@ -39,7 +39,7 @@ class MicroBatch:
 
     @property
     def filled(self) -> int:
-        """Micro-batches of the step that have samples: the first ones."""
+        """Micro-batches of the step that have samples; they come first."""
         return min(self.logical_ranks, self.step_weight if self.step_samples is None else self.step_samples)
 
 
@@ -47,8 +47,8 @@ class ControlFlags(NamedTuple):
     """Requests of a rank, or those that all ranks agreed on after a step.
 
     Attributes:
-        stop: To stop after this step.
-        save: To save a checkpoint after this step.
+        stop: Whether to stop after this step.
+        save: Whether to save a checkpoint after this step.
     """
 
     stop: bool = False
@@ -56,7 +56,7 @@ class ControlFlags(NamedTuple):
 
 
 class Stopwatch(Protocol):
-    """What a strategy reports its time to; the step clock."""
+    """Receives a strategy's timings; implemented by the step clock."""
 
     def span(self, phase: str) -> AbstractContextManager[None, None]:
         """Count the time inside as a phase of the step."""
@@ -71,15 +71,15 @@ class Strategy(abc.ABC):
     """The parallel strategy, as the step and the loop use it; the base class is a single process.
 
     Attributes:
-        averages_over: By how much the reduction divides what it has summed: the mean loss of a micro-batch is to be
-            multiplied by it, and by the micro-batch's share of the step's samples.
+        averages_over: Divisor that the reduction applies to its sum: the mean loss of a micro-batch must be multiplied
+            by it and by the micro-batch's share of the step's samples.
         is_rehearsed: Whether a batch must go through all replicas before the first step.
-        is_sharded: Whether each process holds a part of the weights: whoever calls the network, or copies its state,
-            does so on all of them.
-        model: What the step calls; wraps the network.
-        scored: What evaluation calls; its modules are the network's.
+        is_sharded: Whether the weights are sharded: calls of the network, and copies of its state, are then
+            collectives.
+        model: The module that the step calls; wraps the network.
+        scored: The module that evaluation calls; its submodules are the network's.
         waits_in: Phases of a step in which processes wait for one another, other than ``communication``.
-        tells_communication: Whether it can tell the time in which a step waits for other processes from computing.
+        tells_communication: Whether it can separate waiting for other processes from computing.
     """
 
     waits_in: Collection[str] = ()
@@ -91,7 +91,7 @@ class Strategy(abc.ABC):
     scored: Callable[..., Any]
 
     def timed_by(self, stopwatch: Stopwatch) -> None:  # noqa: B027  # not all can tell, or wait
-        """From here on, count the time in which the step waits for other processes as ``communication``."""
+        """From now on, count the time in which the step waits for other processes as ``communication``."""
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Context for a micro-batch's forward and backward pass."""
@@ -101,55 +101,55 @@ class Strategy(abc.ABC):
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Let control flags, and a mark on a loss, ride on the gradient reduction that happens anyway.
+        """Send control flags, and a mark on a loss, along with the gradient reduction.
 
         Args:
-            loss: What the backward pass begins with.
-            ask: Tells what this process asks for; called as late in the step as it can still be heard.
+            loss: The loss that starts the backward pass.
+            ask: Returns this process's flags; called as late in the step as possible.
             is_last: Whether it is the step's last micro-batch on this process.
-            spoiled: Above zero if the loss is no number; on the loss's device.
+            spoiled: Above zero if the loss is not finite; on the loss's device.
         """
 
     def combine(self) -> torch.Tensor | None:
-        """After the last micro-batch: make gradients the step's on every process, where the passes have not.
+        """After the last micro-batch, reduce gradients over the processes, unless the passes already did.
 
         Returns:
-            The step's sum of losses and its number of samples, [2], if they were combined as well.
+            The step's sum of losses and its number of samples, [2], if they were reduced too.
         """
         return None
 
     @abc.abstractmethod
     def spoiled(self) -> torch.Tensor:
-        """After :meth:`combine`: above zero on every process if any marked a loss of this step; on the device."""
+        """After :meth:`combine`, return a device value above zero, on every process, if any marked a loss."""
 
     @abc.abstractmethod
     def agreed(self, flags: ControlFlags) -> ControlFlags:
         """Requests of all processes; the same answer on every process after the same step.
 
         Args:
-            flags: What this process asks for by now, which counts at once if it is alone.
+            flags: This process's current flags, which take effect at once in a single process.
         """
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:  # noqa: B027  # most keep them the same
-        """Make buffers (BatchNorm statistics) the first rank's, before they are scored or saved."""
+        """Broadcast buffers (BatchNorm statistics) from the first rank, before they are scored or saved."""
 
 
 class Replicas(Strategy):
-    """A strategy with the whole network on every process, which can therefore be called and changed between steps."""
+    """A strategy with a complete replica on every process, which can be called and changed between steps."""
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Around passes that belong to no step: nothing is reduced, and nothing kept."""
+        """Context for passes outside of training steps: nothing is reduced or kept."""
         return _NOTHING
 
     def gradients_changed(self) -> None:
-        """Take note, between two steps, that other parameters of the network need a gradient than before."""
+        """React, between two steps, to a change in which parameters require a gradient."""
 
 
 def refuse_unused(network: nn.Module, *, allowed: bool) -> None:
-    """After a backward pass: see to it that all trainable parameters have a gradient.
+    """After a backward pass, check that all trainable parameters have a gradient.
 
     Raises:
-        ModelError: With the names of those that have none, unless that is allowed.
+        ModelError: Naming those without one, unless that is allowed.
     """
     unused = [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]
     if unused and not allowed:
@@ -165,14 +165,14 @@ _NAMED = 5
 
 
 class Marks:
-    """This process's largest mark on a loss of the step, kept on the device."""
+    """Tracks this process's largest mark on a loss of the step, on the device."""
 
     def __init__(self) -> None:
         self.of_step = torch.zeros(())
         self._is_new = True
 
     def add(self, mark: torch.Tensor | None, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Take a micro-batch's mark; the one after a step's last begins a new step."""
+        """Add a micro-batch's mark; the first one after a step's last starts a new step."""
         if mark is None:
             mark = torch.zeros((), device=loss.device)
         self.of_step = mark if self._is_new else torch.maximum(self.of_step, mark)
@@ -180,7 +180,7 @@ class Marks:
 
 
 class SingleProcess(Replicas):
-    """A single process: nothing to agree on."""
+    """The strategy of a single process, which has nothing to agree on."""
 
     def __init__(self, called: Callable[..., Any], network: nn.Module, *, allows_unused: bool = False) -> None:
         self.model = self.scored = called
@@ -201,32 +201,32 @@ class SingleProcess(Replicas):
         return loss
 
     def spoiled(self) -> torch.Tensor:
-        """The largest mark of this step."""
+        """Return the largest mark of this step."""
         return self._marks.of_step
 
     def agreed(self, flags: ControlFlags) -> ControlFlags:
-        """This process's own flags."""
+        """Return this process's own flags."""
         return flags
 
 
 class Arrival(Protocol):
-    """What is used of a device's event."""
+    """The methods that are used of a device event."""
 
     def record(self) -> None:
-        """Note that what was asked of the device up to here is to be waited for."""
+        """Record the work queued on the device so far."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done it."""
+        """Wait until the device has completed the recorded work."""
 
 
 class FlagReader:
     """Reads the sums of all processes' flags: at once on a CPU; on other devices two steps late, without waiting.
 
     Args:
-        device: Where the votes are.
-        count: Votes per step.
-        make_slot: Makes a host tensor of ``count`` numbers that the device can copy to, and an event; page-locked
-            memory and the device's own events unless given.
+        device: Device of the flags.
+        count: Flags per step.
+        make_slot: Creates a host tensor of ``count`` numbers that the device can copy to, and an event; by default
+            page-locked memory and the device's own events.
     """
 
     def __init__(
@@ -240,13 +240,13 @@ class FlagReader:
         self._count = count
         self._make_slot = make_slot or self._page_locked
         self._lag = 0 if device.type == "cpu" and make_slot is None else VOTE_LAG
-        # Slots are made once and used in turn: page-locking memory is slow.
+        # Slots are allocated once and reused in rotation: page-locking memory is slow.
         self._ring: list[tuple[torch.Tensor, Arrival]] = []
         self._cast = 0
         self._newest = torch.zeros(count)
 
     def cast(self, votes: torch.Tensor) -> None:
-        """Take a step's votes, a tensor of ``count`` numbers."""
+        """Add a step's flags, a tensor of ``count`` numbers."""
         self._newest = votes.detach().reshape(self._count)
         if not self._lag:
             return
@@ -258,12 +258,12 @@ class FlagReader:
         self._cast += 1
 
     def agreed(self) -> tuple[bool, ...]:
-        """For each vote, whether anyone cast it in the step that can be known by now; False before there is one."""
+        """Return for each flag whether any process raised it in the latest readable step; False before there is one."""
         votes = self._newest
         if self._lag:
             if self._cast <= self._lag:
                 return (False,) * self._count
-            # The oldest slot, and so the one that the next votes take.
+            # The oldest slot, which the next flags will reuse.
             votes, arrived = self._ring[self._cast % len(self._ring)]
             arrived.synchronize()
         return tuple(vote > 0 for vote in votes.tolist())

@@ -1,4 +1,4 @@
-"""Votes that travel with the reduction of the gradients: they need no extra collective.
+"""Control flags ("votes") that are reduced along with the gradients, without an extra collective.
 
 There are three of them: whether to stop, whether to save, and whether a loss was not finite.
 """
@@ -18,7 +18,7 @@ VOTES = len(ControlFlags._fields) + 1
 
 
 class _Ballot(torch.autograd.Function):
-    """A zero whose gradient with respect to the votes is asked for when the backward pass comes to it."""
+    """A zero whose gradient with respect to the votes is evaluated when the backward pass reaches it."""
 
     @staticmethod
     def forward(ctx: Any, votes: torch.Tensor, voting: Voting) -> torch.Tensor:
@@ -28,8 +28,8 @@ class _Ballot(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
         if ctx.voting.computed is not None:
-            # What is queued here is called once every gradient of this process is there. DDP's reducer queues its
-            # waiting likewise, with the last gradient, which cannot come before the votes': so this is called first.
+            # The callback queued here runs once every gradient of this process is computed. DDP's reducer queues its
+            # wait in the same way with the last gradient, which cannot come before the votes': so this one runs first.
             torch.autograd.Variable._execution_engine.queue_callback(ctx.voting.computed)  # noqa: SLF001  # so does FSDP
         return ctx.voting.cast().to(ctx.dtype), None
 
@@ -38,14 +38,14 @@ class Voting(nn.Module):
     """The network plus one extra parameter whose gradient carries the votes through the reduction.
 
     Args:
-        network: What a step calls.
-        shape: The extra parameter's; its last size is the number of votes.
+        network: The callable that a step uses.
+        shape: Shape of the extra parameter; its last size is the number of votes.
         like: The votes are on its device, and of its dtype.
 
     Attributes:
-        cast: Gives the votes, in that shape.
+        cast: Returns the votes, in that shape.
         computed: Called in a backward pass that reduces, once this process has computed its part; on a device with
-            streams, where the caller's stream has.
+            streams, once the caller's stream has.
     """
 
     def __init__(self, network: Callable[..., Any], shape: tuple[int, ...], like: torch.Tensor) -> None:
@@ -56,8 +56,8 @@ class Voting(nn.Module):
         self.computed: Callable[[], None] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
-        """Return the network's answer and a zero to be added to the loss; None where there is no gradient."""
-        # Of what is ready, the backward pass takes the newest first: what comes before the network comes last there.
+        """Return the network's answer and a zero to add to the loss; None without gradients."""
+        # The backward pass processes the newest ready node first: what precedes the network comes last there.
         ballot = _Ballot.apply(self.votes, self) if torch.is_grad_enabled() else None
         return self.network(*args, **kwargs), ballot
 
@@ -65,7 +65,8 @@ class Voting(nn.Module):
 class VotingStrategy(Strategy):
     """A strategy whose reduction of gradients carries the votes: cast at the end of a backward pass, and read later.
 
-    Buffers that each process moves by itself in training become the first one's where they are scored or saved.
+    Buffers that each process updates separately in training are broadcast from the first one before they are scored or
+    saved.
     """
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
@@ -78,14 +79,14 @@ class VotingStrategy(Strategy):
         self._ballot: torch.Tensor | None = None
 
     def _carried_by(self, voting: Voting) -> None:
-        """Let this carry the votes, as the reduction knows it: where parameters are spread over processes, spread."""
+        """Set the parameter that carries the votes, as the reduction sees it: sharded if parameters are sharded."""
         self._voting = voting
-        # The network may hold a gathered one in its place for a while.
+        # The network may temporarily hold a gathered one in its place.
         self._votes = voting.votes
         self._shape = voting.votes.shape
 
     def _take(self, given: tuple[Any, torch.Tensor | None]) -> Any:
-        """Keep the ballot of a forward pass, and hand on the network's answer."""
+        """Store the ballot of a forward pass, and return the network's answer."""
         answer, ballot = given
         self._ballot = self._ballot if ballot is None else ballot
         return answer
@@ -93,8 +94,8 @@ class VotingStrategy(Strategy):
     def with_vote(
         self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Add zero to the loss; the votes, as they are at the end of the backward pass, are its gradient."""
-        self._synced = []  # there was a forward pass in training
+        """Add zero to the loss; the votes at the end of the backward pass are its gradient."""
+        self._synced = []  # a training forward pass came before
         self._marks.add(spoiled, loss, is_last=is_last)
         if not is_last:
             return loss
@@ -102,15 +103,15 @@ class VotingStrategy(Strategy):
         self._voting.cast = lambda: torch.stack(
             [*(self._yes if each else self._no for each in ask()), self._marks.of_step]
         ).expand(self._shape)
-        # Not kept: it would keep the network alive, in a circle that no garbage collector sees.
+        # Not kept: it would keep the network alive, in a reference cycle that the garbage collector cannot see.
         ballot, self._ballot = self._ballot, None
-        assert ballot is not None  # a loss comes of a forward pass
+        assert ballot is not None  # a loss always follows a forward pass
         return loss + ballot
 
     def spoiled(self) -> torch.Tensor:
-        """The mean of all processes' marks."""
+        """Return the mean of all processes' marks."""
         counted = self._counted()
-        assert counted is not None  # they are counted in a backward pass
+        assert counted is not None  # set in a backward pass
         return counted[-1]
 
     def agreed(self, flags: ControlFlags) -> ControlFlags:
@@ -122,11 +123,11 @@ class VotingStrategy(Strategy):
         return ControlFlags(*self._reader.agreed())
 
     def sync_buffers(self, modules: list[nn.Module]) -> None:
-        """Broadcast every buffer from the first process; once, if nothing is trained in between."""
+        """Broadcast every buffer from the first process; only once if nothing is trained in between."""
         if modules != self._synced:
             self._collectives.broadcast_tensors(buffer for module in modules for buffer in module.buffers())
         self._synced = list(modules)
 
     def _counted(self) -> torch.Tensor | None:
-        """The votes as the reduction has given them, [3]."""
+        """The votes from the last reduction, [3]."""
         return self._votes.grad

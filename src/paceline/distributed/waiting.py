@@ -1,4 +1,4 @@
-"""A process that waits for others still stops on request.
+"""Let a process that waits for others still stop on request.
 
 Such a wait is inside torch, where Python's signal handlers do not run: a process whose peer never comes, or hangs,
 would ignore signals until the timeout.
@@ -17,13 +17,13 @@ from paceline.distributed.local_launch import report_error
 from paceline.errors import StoppedError
 from paceline.world import STOP_SIGNALS, World
 
-# The peers may be about to come: then the run stops in order, after its first step.
+# The peers may be about to arrive: then the run stops in order, after its first step.
 _GRACE_SECONDS = 3.0
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Have other threads take stop signals: torch prints a stack where one interrupts what it waits in."""
+    """Block stop signals in other threads: torch prints a stack if one interrupts its wait."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -34,7 +34,7 @@ def uninterrupted() -> Iterator[None]:
 class EndedBySignals:
     """Ends this process if it still waits some seconds after a stop signal; until :meth:`close`.
 
-    Only for the time in which there is nothing to save. A signal without a handler of Python's ends the process anyway.
+    Only for use while there is nothing to save. A signal without a Python handler ends the process anyway.
     """
 
     def __init__(self, world: World) -> None:
@@ -45,7 +45,7 @@ class EndedBySignals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if before != -1:  # an event loop's, which needs it
+        if before != -1:  # belongs to an event loop, which needs it
             signal.set_wakeup_fd(before)
             os.close(self._read)
             os.close(self._write)
@@ -59,7 +59,7 @@ class EndedBySignals:
             return
         signal.set_wakeup_fd(-1)
         self._closed.set()
-        # Closing it would not wake the reader while a child has the other end too.
+        # Closing it would not wake the reader while a child process also holds the other end.
         with suppress(BlockingIOError):
             os.write(self._write, b"\0")
         self._thread.join()

@@ -1,8 +1,8 @@
-"""Find the process that hangs while the others wait for it: which, where, and since when.
+"""Find the process that hangs while others wait for it, and report where and since when.
 
-A process that waits in a collective knows only that it waits. So each process regularly reports its position through
-the group's store. A process without progress reads the others' reports; if none progresses, the one behind the others,
-or the one that stopped reporting, is the culprit.
+A process that waits in a collective does not know for whom. So each process regularly reports its position through the
+group's store. A process without progress reads the others' reports; if none progresses, the one behind the others, or
+the one that stopped reporting, is the culprit.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _LAST = 1_000_000
 
 
 class Heartbeat:
-    """Where this process is: plain attributes that the loop writes and a thread reads; no locks, and next to no cost.
+    """Position of this process: plain attributes that the loop writes and a thread reads, with no locks and almost no
+    cost.
 
     Attributes:
-        step: The step it is in, counted from 1; 0 before the first.
-        phase: The part of it.
-        order: Which part; comparable between processes at the same step.
-        ticks: Grows with everything that is got done.
-        is_new: Whether it is in this part for the first time; networks are compiled then.
-        samples: The samples in hand.
+        step: The current step, counted from 1; 0 before the first.
+        phase: The current phase of the step.
+        order: Index of the phase; comparable between processes at the same step.
+        ticks: Grows with any progress.
+        is_new: Whether this is the first time in this phase; networks are compiled then.
+        samples: The samples being processed.
     """
 
     __slots__ = ("_entered", "is_new", "order", "phase", "samples", "step", "ticks")
@@ -58,12 +59,12 @@ class Heartbeat:
         self.step, self.order = step, 0
 
     def enter(self, phase: str, *, last: bool = False, samples: Ids = NO_SAMPLES) -> None:
-        """Go on to another part.
+        """Start another phase.
 
         Args:
             phase: Its name.
-            last: Whether it is the last one before processes meet; they may have come there by unequal ways.
-            samples: The samples in hand then.
+            last: Whether it is the last one before processes synchronise; they may have reached it by different paths.
+            samples: The samples being processed in it.
         """
         self.phase, self.samples = phase, samples
         self.order = _LAST if last else self.order + 1
@@ -73,7 +74,7 @@ class Heartbeat:
         self.ticks += 1
 
     def tick(self) -> None:
-        """Report progress within a part."""
+        """Report progress within a phase."""
         self.ticks += 1
 
 
@@ -82,9 +83,9 @@ class RankStatus:
     """A process's own report.
 
     Attributes:
-        serial: Grows each time; 0 if it has not said anything.
-        seconds: Since when it was there.
-        is_over: Whether it has ended its part in the run.
+        serial: Grows with each report; 0 before the first.
+        seconds: How long it has been there.
+        is_over: Whether it has finished its part of the run.
         failure: The error that it ended with.
     """
 
@@ -102,12 +103,12 @@ class RankStatus:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its progress, for comparison."""
+        """Its progress, as a comparable value."""
         return self.step, self.order
 
     @property
     def where(self) -> str:
-        """Its place in words."""
+        """Its position in words."""
         return f"{self.phase} of step {self.step}" if self.step else f"{self.phase} before the first step"
 
     @property
@@ -120,11 +121,11 @@ class RankStatus:
 
 
 def diagnose(sightings: Sequence[RankStatus], silent: Mapping[int, float]) -> list[RankStatus]:
-    """The processes that the others wait for; empty if all are at the same place.
+    """Return the processes that the others wait for; empty if all are at the same position.
 
     Args:
-        sightings: The last of each process, by rank.
-        silent: Seconds for which some of them have not been heard of, by rank.
+        sightings: The last report of each process, by rank.
+        silent: Seconds since the last report of silent processes, by rank.
     """
     if failed := [each for each in sightings if each.failure]:
         return failed
@@ -135,10 +136,10 @@ def diagnose(sightings: Sequence[RankStatus], silent: Mapping[int, float]) -> li
     return behind if len(behind) < len(sightings) else []
 
 
-# Shares of the time that a collective may take: before it is over, so that the first word is not "timed out".
+# Fractions of the collective timeout: shorter, so that the first message is not "timed out".
 _OVERDUE, _LISTENING, _SILENT, _INTERVAL = 0.9, 0.4, 0.3, 0.025
 _LONGEST_INTERVAL_SECONDS = 10.0
-# All at the same place, and for the first time: compiling a network takes its time.
+# All at the same position, and for the first time: compiling a network takes time.
 _FIRST = 6
 _FAREWELL_SECONDS = 2.0
 _NAMED = 8
@@ -150,8 +151,8 @@ class WatchdogContext:
     """A process's current work, in words; read only when something is wrong.
 
     Attributes:
-        reading: What its loaders are reading, or read last; for training or not.
-        name_of: A training sample's file, or set and number.
+        reading: Describes what its loaders are reading or read last, for training or not.
+        name_of: Returns a training sample's file, or its data set and index.
     """
 
     reading: Callable[[bool], str] = lambda _: ""
@@ -160,7 +161,7 @@ class WatchdogContext:
 
 @dataclass
 class _Watched:
-    """What is known of a process here, by this process's own clock."""
+    """What this process knows of another one, timed by this process's clock."""
 
     last: RankStatus
     heard_at: float
@@ -168,14 +169,14 @@ class _Watched:
 
 
 class Watchdog:
-    """A thread that ends this process, with a message that names the culprit, when the processes stand still.
+    """A thread that ends this process, with a message that names the culprit, when no process makes progress.
 
     Args:
-        heartbeat: Where this process is.
-        world: Its place among the others.
-        store: Where processes leave messages for one another; None in a world of one.
-        timeout_seconds: How long they may wait for one another.
-        context: What it has in hand.
+        heartbeat: This process's position.
+        world: Its rank and the world size.
+        store: The store through which processes exchange reports; None in a world of one.
+        timeout_seconds: How long processes may wait for one another.
+        context: Describes its current work.
     """
 
     def __init__(
@@ -201,12 +202,12 @@ class Watchdog:
         self._serial = 0
         self._failure = ""
         self._woken_at = now
-        # Since when the thread waits for an answer of the store; None if it does not.
+        # Since when the thread has waited for the store to answer; None if it is not waiting.
         self._asked_at: float | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch during training; an error of this process alone gets a note of where it came up."""
+        """Watch during training; add a note with the position to an error of this process alone."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._woken_at = time.monotonic()
         for each in self._known:
@@ -227,7 +228,7 @@ class Watchdog:
             self._leave(thread)
 
     def _leave(self, thread: threading.Thread) -> None:
-        """Let the thread say its last word; if it is about to end this process, let it."""
+        """Let the thread send its final report; if it is about to end this process, let it."""
         self._stopped.set()
         if thread.is_alive():
             thread.join(None if self._ending.is_set() else _FAREWELL_SECONDS)
@@ -235,7 +236,7 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._store is not None
         try:
-            self._say(self._store)  # at once: one that is soon not heard of any more has a name by then
+            self._say(self._store)  # immediately: a process that soon stops reporting already has a name then
             while not self._stopped.wait(self._interval):
                 self._forgive_absence()
                 self._asked_at = time.monotonic()
@@ -249,11 +250,11 @@ class Watchdog:
             if self._failure:
                 self._listen(self._store)
         except RuntimeError:
-            # The store went with the process that kept it; the collectives fail by themselves.
+            # The store ended with the process that hosted it; the collectives fail by themselves.
             return
 
     def _forgive_absence(self) -> None:
-        """Leave out of all spans the time for which this very process was stopped."""
+        """Exclude the time for which this process itself was suspended from all durations."""
         now = time.monotonic()
         absent = now - self._woken_at - self._interval
         self._woken_at = now
@@ -262,7 +263,7 @@ class Watchdog:
                 each.heard_at, each.ticked_at = min(now, each.heard_at + absent), min(now, each.ticked_at + absent)
 
     def _seconds_here(self) -> float:
-        """For how long this process has not got any further."""
+        """Return for how long this process has made no progress."""
         return time.monotonic() - self._known[self._world.rank].ticked_at
 
     def _say(self, store: Store) -> None:
@@ -305,9 +306,9 @@ class Watchdog:
         }
 
     def _is_overdue(self) -> bool:
-        """Whether nobody has got any further for too long, and nothing explains it."""
+        """Whether no process has made progress for too long, without an explanation."""
         silent = self._silent()
-        # How old the last word of a silent one was when it was first listened to, nobody knows.
+        # The age of a silent process's last report, when it was first read, is unknown.
         last = max(known.ticked_at for rank, known in enumerate(self._known) if rank not in silent)
         seconds = time.monotonic() - last
         if seconds < _OVERDUE * self._timeout:
@@ -317,7 +318,7 @@ class Watchdog:
         return not is_start or seconds > _FIRST * self._timeout
 
     def _end(self, store: Store) -> None:
-        """Tell why, on every process alike, and end this one."""
+        """Report the reason, identically on every process, and end this one."""
         self._ending.set()
         is_first = store.add("alarm", 1) == 1
         store.set(f"stack/{self._world.rank}", self._stack())
@@ -334,10 +335,10 @@ class Watchdog:
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
-        os._exit(TrainingError.exit_code)  # the main thread may wait for ever, and nothing would wake it
+        os._exit(TrainingError.exit_code)  # the main thread may wait forever, and nothing would wake it
 
     def _wait_for_all_to_know(self, store: Store) -> None:
-        """Who ends breaks connections, and may take the store along: others would tell of that instead."""
+        """Delay the exit: it breaks connections and may end the store, and others would report that instead."""
         patience = time.monotonic() + 3 * self._interval + 1.0
         there = sum(not known.last.is_over for known in self._known) - len(self._silent())
         store.add("told", 1)
@@ -345,7 +346,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _waited_for(self) -> Sequence[RankStatus]:
-        """The processes to be named: those that the others wait for, or all."""
+        """Return the processes to name: those that the others wait for, or all."""
         sightings = [known.last for known in self._known]
         return diagnose(sightings, self._silent()) or sightings
 
@@ -368,7 +369,7 @@ class Watchdog:
         if len(named) < self._world.world_size:
             who = ", ".join(each.who for each in named[:_NAMED])
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-            # Where a silent one really is nobody knows; where the others wait for it, they do.
+            # The true position of a silent process is unknown, but the position where the others wait for it is known.
             waiting = next(known.last for known in self._known if known.last not in named)
             where = f"in {waiting.where}, for {who}{more}" if silent else f"for {who}{more}, in {named[0].where}"
             lines.append(f"The others wait {where} {limit}.")
@@ -377,7 +378,7 @@ class Watchdog:
         return "\n".join(lines)
 
     def _stack_of(self, store: Store, rank: int) -> str:
-        """What a process's main thread was doing, once it has heard of the alarm."""
+        """Describe what a process's main thread was doing, once it has read the alarm."""
         patience = time.monotonic() + 3 * self._interval + 1.0
         while not store.check([f"stack/{rank}"]):
             if time.monotonic() > patience:
@@ -386,20 +387,20 @@ class Watchdog:
         return store.get(f"stack/{rank}").decode().rstrip()
 
     def _stack(self) -> str:
-        """Where the main thread is, and what it has in hand."""
+        """Describe where the main thread is and what it is processing."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001  # documented, whatever its name says
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return f"{stack}{self._in_hand(reading=True)}"
 
     def _note(self, in_hand: str) -> str:
-        """Where an error came up, with what in hand, and what is known of the others by now."""
+        """Describe where an error occurred, what was being processed, and what is known of the others."""
         me = self._known[self._world.rank].last
         heartbeat = self.heartbeat
         here = RankStatus(rank=self._world.rank, host=self._host, step=heartbeat.step, phase=heartbeat.phase)
         lines = [f"({here}{in_hand})" if len(self._known) > 1 else f"(in {here.where}{in_hand})"]
         for known in self._known:
             each = known.last
-            # Who waits in vain has listened to the others; who fails by itself has not.
+            # A process that waited in vain has read the others' reports; one that failed by itself has not.
             if each.rank == me.rank or not each.serial:
                 continue
             if each.failure:
@@ -417,7 +418,7 @@ class Watchdog:
         return "\n".join(lines)
 
     def _in_hand(self, *, reading: bool = False) -> str:
-        """The samples that the main thread computes with, or what it waits to be read; empty if unknown."""
+        """Return the samples that the main thread is computing with, or waits for; empty if unknown."""
         heartbeat = self.heartbeat
         if len(heartbeat.samples):
             names = ", ".join(self._context.name_of(int(each)) for each in heartbeat.samples[:_NAMED])

@@ -53,8 +53,7 @@ class InputStatistics:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum and sum of squares: per sample in single precision, for speed, and over samples in double if
-    available.
+    """Return the sum and sum of squares: single precision per sample, double precision over samples if available.
 
     The result therefore hardly depends on which samples share a batch.
     """

@@ -365,9 +365,7 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
 
 
 def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
-    """Warn about images that timm would resize and crop although they already have the right size; here they stay as
-    is.
-    """
+    """Warn that timm would resize and crop images of the right size, which are used unchanged here."""
     if saved.metadata.get("shown_by") != "timm" or not isinstance(task, ImageTask):
         return
     data, found = task.recipe.data, task.dataset

@@ -114,8 +114,7 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
 
 
 def largest_together(task: Task, count: int, global_size: int) -> SampleIds | None:
-    """Return the samples of the largest micro-batch of about this size, tallest and widest first; None if all are
-    alike.
+    """Return the samples of the largest micro-batch of about this size, tallest and widest first; None if all alike.
 
     It depends on which samples share a micro-batch: pictures sorted by shape rarely share one with much taller
     pictures.

@@ -338,9 +338,7 @@ class FakeStep:
 
 
 class _Updating(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-    """Handles what fake tensors cannot do in an optimizer: fused steps, and reading its own values (such as a step
-    count).
-    """
+    """Handles what fake tensors cannot do in an optimizer: fused steps, and reading its own values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):  # noqa: SLF001  # the operator's name

@@ -220,9 +220,7 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
 
 
 def check_results(task: Task, results: Results, recorder: Recorder) -> None:
-    """Record the first of the consecutive evaluations, up to this one, whose metrics are not finite; the run may
-    recover.
-    """
+    """Record the first of the latest evaluations whose metrics are all non-finite; the run may recover."""
     wrong = _wrong_metrics(task, results)
     progress = recorder.progress
     if wrong and progress.nonfinite_since is None:

@@ -328,9 +328,7 @@ def find_metric(task: Task, name: str, asked: str) -> Metric:
 
 
 def without_initial_weights(recipe: Recipe) -> Recipe:
-    """Return the recipe without initial weights, for weights from elsewhere such as a checkpoint; the initial ones may
-    be out of reach.
-    """
+    """Return the recipe without initial weights, for weights that come from elsewhere, such as a checkpoint."""
     return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
 
 
@@ -506,9 +504,7 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
 
 
 def _is_depthwise(network: nn.Module) -> bool:
-    """Return the conditions under which fp32 is the faster precision on CPUs, measured by
-    benchmarks/precision_families.py.
-    """
+    """Return when fp32 is the faster precision on CPUs, as measured by benchmarks/precision_families.py."""
     modules = list(network.modules())
     wide = [each for each in modules if isinstance(each, nn.Conv2d) and max(each.kernel_size) > 1]
     depthwise = sum(each.groups == each.in_channels > 1 for each in wide)

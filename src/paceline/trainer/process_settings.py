@@ -113,7 +113,7 @@ Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _of_torch(names: str) -> Iterator[Setting]:
-    """Attributes in torch, by their dotted names there."""
+    """Attributes of torch, by dotted name."""
     for path, _, name in (each.rpartition(".") for each in names.split()):
         holder = attrgetter(path)(torch)
         yield partial(getattr, holder, name), partial(setattr, holder, name)

@@ -138,8 +138,7 @@ class Drained(NamedTuple):
 
 
 class Window:
-    """Losses since the last step record, on this rank; a checkpoint component, so that a resume does not change any
-    record.
+    """Losses since the last step record, on this rank; a checkpoint component, so that resuming changes no record.
 
     Losses stay on the device until a record is due, and are then added up one by one in float64, so that the sum does
     not depend on when a checkpoint was saved.

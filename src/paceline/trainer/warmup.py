@@ -91,9 +91,7 @@ def _told(ratios: Sequence[float]) -> str:
 
 
 class GradientProbe:
-    """Runs forward and backward passes of one micro-batch without changing weights, buffers, gradients or random
-    states.
-    """
+    """Runs passes of one micro-batch without changing weights, buffers, gradients or random states."""
 
     def __init__(self, run: Run, replicas: Replicas, batch: Batch) -> None:
         self.run = run

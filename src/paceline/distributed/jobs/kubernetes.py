@@ -1,6 +1,6 @@
-"""The Kubernetes manifest that trains a run, and starts its pods again until it is complete.
+"""Generate a Kubernetes manifest that trains a run and restarts its pods until it is complete.
 
-Text only; nothing is sent to a cluster.
+This only generates text; nothing is sent to a cluster.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paceline.distributed.jobs.torchrun import torchrun_command
 from paceline.errors import LaunchError
 
 _PORT = 29500
-# The first pod keeps torchrun's store. By itself torchrun finds out by the pod's own name, which the cluster may not
-# know yet when the pod begins. The others wait for it as long as its image takes to come.
+# The first pod hosts torchrun's store. By default torchrun would detect that from the pod's own name, which the cluster
+# may not resolve yet when the pod starts. The others wait for it as long as its image takes to load.
 _MEETING = "is_host={},read_timeout=600"
 _FIRST_OR_NOT = (
     f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then PET_RDZV_CONF={_MEETING.format(1)}; '
@@ -33,14 +33,14 @@ class Workload:
     Attributes:
         name: Name of the job, a valid host name.
         image: The container image, with Python, torch and Paceline.
-        arguments: Of ``paceline``.
+        arguments: Arguments of ``paceline``.
         run_dir: The run directory within the container, below ``mount``.
-        mount: Where the volume is seen.
+        mount: Mount path of the volume.
         claim: The volume that all pods share.
         nodes: Number of pods.
         processes_per_node: Processes in each.
         gpus_per_node: GPUs of each pod.
-        cpus_per_node: Cores of each pod; None asks for none in particular.
+        cpus_per_node: Cores of each pod; None requests no specific number.
         shared_memory: Size of /dev/shm, through which loader processes hand over batches.
         grace_seconds: Time between the stop request and the kill; a step, an evaluation and a save must fit in.
     """
@@ -60,10 +60,10 @@ class Workload:
 
 
 def check(workload: Workload) -> None:
-    """Refuse what a cluster would refuse, or would lose.
+    """Refuse settings that a cluster would reject or that would lose data.
 
     Raises:
-        LaunchError: If there is such a thing.
+        LaunchError: If there is such a setting.
     """
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", workload.name):
         raise LaunchError(
@@ -79,17 +79,17 @@ def check(workload: Workload) -> None:
 
 
 def job_name(text: str) -> str:
-    """The nearest name that Kubernetes takes."""
+    """Return the nearest name that Kubernetes accepts."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:52].strip("-")
 
 
 def indexed_job(workload: Workload) -> str:
-    """An indexed Job of ``nodes`` pods, and the service by which they find the first one."""
+    """Return an indexed Job of ``nodes`` pods, and the service by which they find the first one."""
     service = {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {"name": workload.name},
-        # A pod must be found before it is ready: the others wait for it to come.
+        # A pod must be resolvable before it is ready: the others wait for it to start.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": workload.name}},
     }
     if workload.nodes == 1:
@@ -98,11 +98,11 @@ def indexed_job(workload: Workload) -> str:
         pod = _pod(workload, ["python", "-P", "-m", "paceline", *workload.arguments, "--processes", processes])
     else:
         pod = _pod(workload, ["sh", "-c", _FIRST_OR_NOT, "sh", *_torchrun(workload, "{0}-0.{0}")])
-        pod["subdomain"] = workload.name  # with which a pod is called NAME-INDEX.SUBDOMAIN
+        pod["subdomain"] = workload.name  # which gives pods the name NAME-INDEX.SUBDOMAIN
     failure_rules = [
-        # A node that is drained is no failure of the run's.
+        # A drained node is not a failure of the run.
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
-        # Exit code 2 is a mistake in what was asked: it would come again.
+        # Exit code 2 is a usage error, which a retry would repeat.
         {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}},
     ]
     spec = {
@@ -118,7 +118,7 @@ def indexed_job(workload: Workload) -> str:
 
 
 def pytorch_job(workload: Workload) -> str:
-    """A PyTorchJob of the Kubeflow training operator, which tells the pods itself where the first one is."""
+    """Return a PyTorchJob of the Kubeflow training operator, which tells the pods where the first one is."""
     specs = {"Master": _replicas(workload, 1, is_first=True)}
     if workload.nodes > 1:
         specs["Worker"] = _replicas(workload, workload.nodes - 1, is_first=False)
@@ -132,9 +132,9 @@ def pytorch_job(workload: Workload) -> str:
 
 
 def _replicas(workload: Workload, count: int, *, is_first: bool) -> dict[str, Any]:
-    # The operator's own pods are named NAME-master-0 and so on, each with a service of its name.
+    # The operator's pods are named NAME-master-0 and so on, each with a service of the same name.
     pod = _pod(workload, _torchrun(workload, "{0}-master-0"))
-    # The operator takes the replicas' policy, and wants the container to be called pytorch.
+    # The operator uses the replicas' restart policy, and requires the container to be named pytorch.
     del pod["restartPolicy"]
     (container,) = pod["containers"]
     container["name"] = "pytorch"
@@ -160,7 +160,7 @@ def _pod(workload: Workload, command: Sequence[str]) -> dict[str, Any]:
         ],
     }
     return {
-        # A Job's failure policy knows no other; the Job makes a new pod.
+        # A Job's pod failure policy supports only this restart policy; the Job creates a new pod.
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": workload.grace_seconds,
         "containers": [container],
@@ -188,7 +188,7 @@ def _documents(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML without anchors: what comes twice is written twice."""
+    """Dumps YAML without anchors: repeated values are written repeatedly."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

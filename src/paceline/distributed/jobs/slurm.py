@@ -1,12 +1,12 @@
-"""The Slurm batch script that trains a run, stops it in time, and requeues it.
+"""Generate a Slurm batch script that trains a run, stops it in time and requeues it.
 
-The text, and its submission; nothing else is run here. The script rests on what Slurm was seen to do
+This generates the text and submits it; nothing else runs here. The script relies on observed behaviour of Slurm
 (docs/decisions/0008):
 
-- near the time limit, or preempted where the cluster says so, the *script* gets the signal of ``--signal=B:``;
-- preempted otherwise, the *tasks* get SIGTERM and the script nothing, but the job has a PreemptTime;
-- cancelled, both get SIGTERM, and the job is COMPLETING by then;
-- srun passes SIGUSR1 on to its tasks, kills them on SIGTERM, and ends with the highest of their exit codes.
+- near the time limit, or preempted if the cluster is configured so, the *script* gets the signal of ``--signal=B:``;
+- preempted otherwise, the *tasks* get SIGTERM and the script gets nothing, but the job has a PreemptTime;
+- cancelled, both get SIGTERM, and the job is already COMPLETING;
+- srun passes SIGUSR1 on to its tasks, kills them on SIGTERM, and exits with the highest of their exit codes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from string import Template
 from paceline.errors import LaunchError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
-# Slurm looks at its clock once a minute, so its signal may come that much too early.
+# Slurm checks its clock once a minute, so its signal may come this much too early.
 _EARLIER_SECONDS = 60
 
 
@@ -31,9 +31,9 @@ class Shape:
     """Resources that a job requests.
 
     Attributes:
-        gpus_per_task: 0 or 1: a task trains on one device.
+        gpus_per_task: 0 or 1, since a task trains on one device.
         cpus_per_task: None leaves it to the cluster.
-        time: Slurm's way to write it, such as ``04:00:00`` or ``1-12``; None leaves it to the partition.
+        time: In Slurm's format, such as ``04:00:00`` or ``1-12``; None leaves it to the partition.
         signal_before: Seconds before the time limit at which the run is asked to stop.
         more: Raw options for sbatch, such as ``--mem=64G``.
     """
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def tasks(self) -> int:
-        """All of them: the world size."""
+        """Total number of tasks: the world size."""
         return self.nodes * self.tasks_per_node
 
 
@@ -59,15 +59,15 @@ class Job:
     """One batch job, or one array of them.
 
     Attributes:
-        name: What the queue shows.
-        shape: What it asks for.
+        name: Name shown in the queue.
+        shape: The requested resources.
         python: The interpreter of the tasks.
-        arguments: Of ``paceline``, but for what differs within an array.
-        runs: For each index of the array its own arguments; a single job has one.
-        is_array: Whether it is an array, be it of one.
-        folder: An absolute path, where the script and what the job prints are kept.
-        directory: An absolute path, in which the job starts.
-        setup: A shell command that goes before, or nothing.
+        arguments: Arguments of ``paceline``, without those that differ within an array.
+        runs: Additional arguments for each index of the array; a single job has one entry.
+        is_array: Whether it is an array, possibly of one.
+        folder: Absolute path for the script and the job's output.
+        directory: Absolute path of the job's working directory.
+        setup: A shell command to run first, or empty.
     """
 
     name: str
@@ -82,10 +82,10 @@ class Job:
 
 
 def time_limit_seconds(text: str) -> float | None:
-    """Read a time limit as sbatch does; None for one without end.
+    """Read a time limit as sbatch does; None for an unlimited one.
 
     Raises:
-        LaunchError: If it is none.
+        LaunchError: If it is not a time limit.
     """
     if text.upper() in ("INFINITE", "UNLIMITED", "-1"):
         return None
@@ -99,7 +99,7 @@ def time_limit_seconds(text: str) -> float | None:
     if match["days"] is not None:
         hours, minutes, seconds = [*numbers, 0, 0][:3]
     else:
-        # 90 is minutes, 90:30 minutes and seconds, 1:30:30 hours too.
+        # 90 is minutes, 90:30 minutes and seconds, 1:30:30 hours, minutes and seconds.
         hours, minutes, seconds = {1: [0, *numbers, 0], 2: [0, *numbers], 3: numbers}[len(numbers)]
     return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
@@ -123,7 +123,7 @@ def split_sweep(text: str) -> tuple[str, tuple[str, ...]]:
     """Read ``KEY=V1,V2,...``; commas within brackets or quotes belong to a value.
 
     Raises:
-        LaunchError: If it is not that, or a value comes twice.
+        LaunchError: If the format is wrong, or a value is repeated.
     """
     key, equals, rest = text.partition("=")
     values = tuple(value.strip() for value in _at_commas(rest))
@@ -153,15 +153,15 @@ def _at_commas(text: str) -> list[str]:
 
 
 def folder_name(override: str) -> str:
-    """The name of a run's directory within a sweep: its override, as far as a file may be called that."""
+    """Return the name of a run's directory within a sweep: its override, reduced to characters valid in file names."""
     return re.sub(r"[^\w.,=+@-]+", "_", override)
 
 
 def job_script(job: Job) -> str:
-    """The batch script.
+    """Return the batch script.
 
     Raises:
-        LaunchError: If something in it would end a line of the script too early.
+        LaunchError: If a value contains a line break.
     """
     shape, cpus = job.shape, job.shape.cpus_per_task
     output = str(job.folder).replace("%", "%%") + ("/slurm-%A_%a.out" if job.is_array else "/slurm-%j.out")
@@ -170,7 +170,7 @@ def job_script(job: Job) -> str:
         "nodes": shape.nodes,
         "ntasks-per-node": shape.tasks_per_node,
         "cpus-per-task": cpus,
-        # Not per task: a task that is shown the others' devices too can reach them without a detour.
+        # Not per task: a task that also sees the other tasks' devices can access them directly.
         "gpus-per-node": shape.gpus_per_task * shape.tasks_per_node or None,
         "time": shape.time,
         "partition": shape.partition,
@@ -187,9 +187,9 @@ def job_script(job: Job) -> str:
     if job.is_array:
         cases = "\n".join(f"    {index}) run=({shlex.join(run)}) ;;" for index, run in enumerate(job.runs))
         runs = f'case "$SLURM_ARRAY_TASK_ID" in\n{cases}\nesac'
-    # A task that has stopped must not take the one with it that still writes the checkpoint: --kill-on-bad-exit=0,
-    # whatever the cluster does by default. One that waits for tasks that are gone is ended by --wait. Since Slurm 22.05
-    # srun no longer takes the cores from the job.
+    # A task that has stopped must not kill the one that still writes the checkpoint, whatever the cluster's default:
+    # --kill-on-bad-exit=0. A task that waits for tasks that are gone is ended by --wait. Since Slurm 22.05 srun no
+    # longer inherits the number of cores from the job.
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *([] if cpus is None else [f"--cpus-per-task={cpus}"])]
     return _SCRIPT.substitute(
         options="\n".join(f"#SBATCH {option}" for option in options),
@@ -205,7 +205,7 @@ def submit(script: Path) -> str:
     """Submit a script to Slurm; returns the job id.
 
     Raises:
-        LaunchError: If Slurm is not installed here, or refuses it.
+        LaunchError: If Slurm is not installed here, or rejects the script.
     """
     try:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
@@ -215,18 +215,18 @@ def submit(script: Path) -> str:
         ) from None
     if done.returncode:
         raise LaunchError(f"Slurm refuses {script}: {' '.join(done.stderr.split())}")
-    return done.stdout.strip().partition(";")[0]  # JOB;CLUSTER where there are several
+    return done.stdout.strip().partition(";")[0]  # JOB;CLUSTER if there are several clusters
 
 
 def _quoted(name: str, value: object) -> str:
-    """A value in a line of options for sbatch, which knows double quotes and no other way to keep a space."""
+    """Quote a value for an #SBATCH line, where only double quotes can protect a space."""
     text = str(value)
     if re.search(r'["\\\n\r]', text):
         raise LaunchError(f"{name} {text!r} has a quote, a backslash or a newline, which sbatch cannot read there.")
     return f'"{text}"' if re.search(r"[\s#]", text) else text
 
 
-# Variables of the script are written $$name, its own holes $name.
+# Variables of the script are written $$name, and template fields $name.
 _SCRIPT = Template(r"""#!/bin/bash
 # Written by `paceline launch slurm`. To resume a run that has ended, submit it again: sbatch $script
 $options

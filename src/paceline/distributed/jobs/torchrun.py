@@ -10,15 +10,15 @@ from paceline.errors import LaunchError
 def torchrun_command(
     python: str, arguments: Sequence[str], *, nodes: int, processes_per_node: int, endpoint: str | None, restarts: int
 ) -> list[str]:
-    """The command as words, the same on every host.
+    """Return the command as a list of words, the same on every host.
 
     Args:
         python: The interpreter of the processes.
-        arguments: Of ``paceline``.
+        arguments: Arguments of ``paceline``.
         nodes: Number of hosts.
         processes_per_node: Processes on each.
-        endpoint: HOST:PORT where torchrun keeps its store; one host needs none.
-        restarts: How often torchrun may start all processes again.
+        endpoint: HOST:PORT of torchrun's store; not needed for one host.
+        restarts: How often torchrun may restart all processes.
 
     Raises:
         LaunchError: If several hosts have no endpoint.
