@@ -354,9 +354,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
 
 
 def pickle_hint(start: bytes, name: str = "") -> str:
-    """Return a clause about pickles if a file begins like one, or about programs if its name says so; else an empty
-    string.
-    """
+    """Return a clause about pickles, or about programs, if a file looks like one; else an empty string."""
     if name.endswith((".pt2", ".onnx")):
         return (
             "; a torch.export or ONNX program has no weights that can be read by name: give the run it was "

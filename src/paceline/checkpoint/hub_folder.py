@@ -153,7 +153,7 @@ def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
         "classes": classes,
         "class_names": labels or [str(number) for number in range(classes)],
         "evaluation_size": height,
-        "always_resized": True,  # timm also resizes an image of the right size, which Paceline's networks receive unchanged
+        "always_resized": True,  # timm also resizes images of the right size; Paceline's networks do not
         **({} if labels else {UNNAMED: True}),
         **images,
     }

@@ -281,8 +281,7 @@ class Mirror:
         return there
 
     def prune(self, *, keep: int) -> None:
-        """Delete all but the newest commits of ``keep`` steps and the best step's, and all objects that they do not
-        name.
+        """Delete all but the newest commits of ``keep`` steps and the best step, and all unreferenced objects.
 
         If the run resumed from an earlier step, the abandoned commits are deleted too: its newest commit does not build
         on them.

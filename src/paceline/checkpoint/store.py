@@ -559,9 +559,7 @@ def choose(store: CheckpointStore, *, wanted: Path | None = None, foreign: Colle
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return a value that distinguishes a directory, or a link, from another of the same name; None if it does not
-    exist.
-    """
+    """Return a value that identifies this very directory or link, whatever its name; None if it does not exist."""
     try:
         found = os.lstat(path)
     except OSError:

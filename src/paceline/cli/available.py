@@ -28,7 +28,7 @@ class Recipes:
     name: Annotated[str | None, Shape(argument=True)] = None
 
     def run(self, _: Log) -> Result:
-        """List them, or show one."""
+        """List the recipes, or show one."""
         from paceline.recipe.load import load_recipe, shipped_recipes, to_tree
 
         shipped, name = shipped_recipes(), self.name
@@ -48,7 +48,7 @@ class Recipes:
             raise click.UsageError(f"'recipes show' needs a name: {', '.join(shipped)}.")
         if name not in shipped:
             raise RecipeError(f"no shipped recipe '{name}'.{did_you_mean(name, shipped)} `paceline recipes` lists all.")
-        tree = to_tree(load_recipe(name).recipe)  # refuses one that is not valid
+        tree = to_tree(load_recipe(name).recipe)  # refuses an invalid one
         text = shipped[name].read_text(encoding="utf-8")
         return Document(document=tree, shown=Shown(blocks=[text.removesuffix("\n")]))
 
@@ -64,7 +64,7 @@ class Models:
     pattern: Annotated[str, Shape(argument=True)] = "*"
 
     def run(self, _: Log) -> Result:
-        """List them.
+        """List the models.
 
         Raises:
             ModelError: If none matches.
@@ -83,7 +83,7 @@ class Environment:
     """Show versions, hardware and devices, and why something cannot be used."""
 
     def run(self, _: Log) -> Result:
-        """Look at the machine and what is installed."""
+        """Inspect the machine and the installed packages."""
         from paceline.data.image.decode import describe_decoder
         from paceline.data.image.pipeline import available_backends
         from paceline.distributed.device import available_devices, choose_device, describe_machine

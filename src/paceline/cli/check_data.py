@@ -78,14 +78,14 @@ class CheckData:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar on a terminal; nothing where standard error is a file."""
+    """Return a progress bar on a terminal; nothing if standard error is a file."""
     if not sys.stderr.isatty():
         yield lambda _what, _done, _total: None
         return
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    # Drawn by hand: processes are forked meanwhile, which no thread should see.
+    # Drawn without a library: processes are forked meanwhile, which must not inherit a thread.
     bars = Progress(
         *Progress.get_default_columns()[:2],
         MofNCompleteColumn(),
@@ -109,7 +109,7 @@ _SINGULAR = {"classes": "class", "labels": "label", "numbers": "number"}
 
 
 def _lines(report: DataReport) -> Iterator[str | Text]:
-    """Say what was looked at, what was found, and whether the data can be trained on."""
+    """Report what was checked, what was found, and whether the data can be trained on."""
     from rich.text import Text
 
     splits = ", ".join(f"{each['samples']:,} {name}" for name, each in report.splits.items())

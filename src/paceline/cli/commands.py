@@ -1,11 +1,12 @@
-"""The commands in their groups, ours and those that installed packages add; listing them imports none of them.
+"""The commands in their groups, built in or added by installed packages; listing them imports none of them.
 
-Ours are listed here. An installed package adds its own through entry points, and they are loaded in the same way::
+Built-in commands are listed here. An installed package adds commands through entry points, which are loaded in the same
+way::
 
     [project.entry-points."paceline.commands"]
     embed = "mypackage.embed:Embed"
 
-Such a name stands for a dataclass that :func:`paceline.command.command` declares, or for a click command.
+The entry point refers to a dataclass declared by :func:`paceline.command.command`, or to a click command.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paceline.registry import installed
 
 
 class Listed(NamedTuple):
-    """A command as `--help` lists it: its line, and the ``module:name`` that it is loaded from."""
+    """A command as listed by `--help`: its summary, and the ``module:name`` that it is loaded from."""
 
     line: str
     reference: str
@@ -96,7 +97,7 @@ GROUPS: dict[str, dict[str, Listed]] = {
 COMMANDS = {name: listed for group in GROUPS.values() for name, listed in group.items()}
 # Groups whose commands `paceline --help` lists one by one.
 OPEN_GROUPS = ("Train", "Use", "Data", "Before a run", "Advise")
-# Old names, which work and are not listed, and the words they stand for.
+# Old names, which still work but are not listed, and the words they stand for.
 ALIASES = {
     "attribution": ("report", "--timing"),
     "environment": ("env",),
@@ -107,7 +108,7 @@ ALIASES = {
 
 
 def added_commands() -> dict[str, str]:
-    """Return the commands that installed packages add, by name; they cannot replace ours."""
+    """Return the commands that installed packages add, by name; they cannot replace built-in ones."""
     return {name: reference for name, reference in installed("commands").items() if name not in COMMANDS}
 
 
@@ -116,7 +117,7 @@ def command_of(name: str) -> click.Command:
 
     Raises:
         KeyError: If there is no such command.
-        PacelineError: If an installed package's cannot be imported.
+        PacelineError: If an installed package's command cannot be imported.
     """
     if name in COMMANDS:
         found = pkgutil.resolve_name(COMMANDS[name].reference)

@@ -1,7 +1,7 @@
 """`paceline completion`: shell completion.
 
-click answers the shell; what differs here from click's own is that no space follows a key before its value, and that
-bash, which takes `optimizer.lr=0.1` for three words, is asked for the whole line.
+click generates the completions. The differences from click's own are that no space follows a key before its value, and
+that the whole line is read from bash, which splits `optimizer.lr=0.1` into three words.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 class _Bash(BashComplete):
-    """Bash, which breaks words at ``=`` and ``:`` too, and replaces only what follows the last of these."""
+    """Bash, which also splits words at ``=`` and ``:``, and replaces only the text after the last of these."""
 
     source_template = _BASH
 
@@ -66,7 +66,7 @@ class _Bash(BashComplete):
 
 
 class _Zsh(ZshComplete):
-    """Zsh, which puts no space after a key and what else has no description."""
+    """Zsh, which does not add a space after a key or after other values without a description."""
 
     source_template = ZshComplete.source_template.replace("compadd -U", "compadd -U -S ''")
 
@@ -76,7 +76,7 @@ class _Zsh(ZshComplete):
 
 
 class _Fish(FishComplete):
-    """Fish, which by itself puts no space after ``=`` and ``/``."""
+    """Fish, which does not add a space after ``=`` and ``/`` by default."""
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
         item.type = "plain" if item.type == UNFINISHED else item.type
@@ -87,7 +87,7 @@ _SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _
 
 
 def answer_shells() -> None:
-    """Let click answer the shells with what is here."""
+    """Register these classes with click."""
     for kind in _SHELLS.values():
         add_completion_class(kind)
 
@@ -106,7 +106,7 @@ class Completion:
     shell: Literal["bash", "zsh", "fish"]
 
     def run(self, _: Log) -> Result:
-        """Return the script."""
+        """Return the completion script."""
         group = click.get_current_context().find_root().command
         script = _SHELLS[self.shell](group, {}, "paceline", VARIABLE).source()
         return Document(document={"shell": self.shell, "script": script}, shown=Shown(blocks=[script.rstrip("\n")]))
@@ -129,7 +129,7 @@ def teach(command: click.Command) -> None:
 
 
 class _Offering(click.types.StringParamType):
-    """Takes any text, and offers some."""
+    """A parameter type that accepts any text and suggests some values."""
 
     name = "text"
 
@@ -137,12 +137,12 @@ class _Offering(click.types.StringParamType):
         self._offer = offer
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-        """Possible completions of the typed text."""
+        """Return possible completions of the typed text."""
         return [item for item in self._offer(incomplete) if item.value.startswith(incomplete)]
 
 
 def recipes(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Shipped recipes, YAML files, and run directories, whose recipe can be repeated."""
+    """Suggest shipped recipes, YAML files, and run directories, whose recipe can be repeated."""
     yield from _recipe_names(incomplete)
     yield from _files(incomplete, suffix=".yaml")
 
@@ -156,7 +156,7 @@ def _recipe_names(_: str) -> Iterator[CompletionItem[str]]:
 
 
 def overrides(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Keys of a recipe, and after a key the values it can have, where these are few, or a path."""
+    """Suggest keys of a recipe and, after a key, its values if there are few, or a path."""
     from paceline.recipe.schema import Recipe
 
     key, typed, value = incomplete.partition("=")
@@ -170,19 +170,19 @@ def overrides(incomplete: str) -> Iterator[CompletionItem[str]]:
 
 
 def runs(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Run directories here, below `runs/`, and below the typed path."""
+    """Suggest run directories in the current directory, in `runs/`, and below the typed path."""
     if not incomplete and Path("runs").is_dir():
         yield from (item for item in _files("runs/", suffix=None) if item.type != UNFINISHED)
     yield from _files(incomplete, suffix=None)
 
 
 def targets(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Run directories, and files of weights."""
+    """Suggest run directories and weights files."""
     yield from runs(incomplete)
     yield from (item for item in _files(incomplete, suffix=".safetensors") if item.value.endswith(".safetensors"))
 
 
-# By command and parameter; a parameter of any command where none is named.
+# By command and parameter; an entry without a command applies to the parameter of any command.
 _OFFERS: dict[tuple[str, str], Offer] = {
     ("", "recipe"): recipes,
     ("", "overrides"): overrides,
@@ -198,7 +198,7 @@ _OFFERS: dict[tuple[str, str], Offer] = {
 
 
 def _keys(section: type[Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their annotations."""
+    """Return dotted keys with their annotations."""
     from paceline.recipe.layers import field_types, named_choices, subsection
 
     for name, kind in field_types(section).items():
@@ -210,8 +210,8 @@ def _keys(section: type[Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _values(kind: Any) -> Iterator[str]:
-    """What an annotation names one by one."""
-    if isinstance(kind, tuple):  # of a key that takes any text, what is known
+    """Return the values that an annotation lists."""
+    if isinstance(kind, tuple):  # known values of a key that accepts any text
         yield from (str(each) for each in kind if ":" not in str(each))
     elif kind is bool:
         yield from ("true", "false")
@@ -225,7 +225,7 @@ def _values(kind: Any) -> Iterator[str]:
 
 
 def _files(incomplete: str, suffix: str | None = "") -> Iterator[CompletionItem[str]]:
-    """Folders, run directories among them, and files of that ending, where what is typed leads; None for no file."""
+    """Suggest folders, also run directories, and files with the extension at the typed path; None for no files."""
     above, begun = os.path.split(incomplete)
     try:
         entries = sorted(os.scandir(Path(above or ".").expanduser()), key=lambda entry: entry.name)
@@ -234,7 +234,7 @@ def _files(incomplete: str, suffix: str | None = "") -> Iterator[CompletionItem[
     for entry in entries:
         if entry.name.startswith(".") and not begun.startswith("."):
             continue
-        path = os.path.join(above, entry.name)  # as it is typed: with ~, and without ./
+        path = os.path.join(above, entry.name)  # as typed: with ~, and without ./
         if entry.is_dir():
             is_run = (Path(entry.path) / "recipe.yaml").is_file()
             yield CompletionItem(path, help="run") if is_run else CompletionItem(f"{path}/", type=UNFINISHED)

@@ -41,12 +41,13 @@ from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import make_folder
 from paceline.units import Duration
 
-# An option `--output` of this shape is the folder that the result is written into; of any other, it is the command's.
+# An option `--output` of this shape is the folder that the result is written to; with any other, the command handles
+# it.
 (_FOLDER,) = (each for each in get_args(Output) if isinstance(each, Shape))
 
 
 class _Command(click.Command):
-    """A command that knows the words it was called with, for the ranks it starts."""
+    """A command that stores the words it was called with, for the ranks it starts."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[_WORDS] = list(args)
@@ -54,13 +55,13 @@ class _Command(click.Command):
 
 
 _WORDS = "paceline.words"
-_WIDTH = 120  # columns, where rich's tables go into a file
-_NOT_GIVEN = (None, False, ())  # an empty text is given
+_WIDTH = 120  # columns, for rich's tables in a file
+_NOT_GIVEN = (None, False, ())  # the text given is empty
 
 
 def click_command(kind: type[Any]) -> click.Command:
     """Derive the click command of a declared dataclass, or the group of several."""
-    # click keeps the lines of a paragraph apart after \b.
+    # click preserves the lines of a paragraph after \b.
     help_text = inspect.cleandoc(kind.__doc__ or "").replace("Examples:\n", "\b\nExamples:\n")
     if kind.__paceline_commands__:
         inner = {each.__paceline_command__: click_command(each) for each in kind.__paceline_commands__}
@@ -114,7 +115,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
 
 
 def _parts(annotation: Any) -> tuple[Any, Sequence[Any], Shape]:
-    """Return an annotation's type, what else it holds, and its shape, the last one given."""
+    """Return an annotation's type, its other metadata, and its shape; the last shape wins."""
     kind, *extras = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     return kind, extras, next((each for each in reversed(extras) if isinstance(each, Shape)), Shape())
 
@@ -151,7 +152,7 @@ def _click_type(kind: Any, extras: Sequence[Any], shape: Shape) -> click.ParamTy
 
 
 class _Parsed(click.ParamType[Any]):
-    """A value that a function reads from the text, with its own error."""
+    """A value that a function parses from the text, with the function's error message."""
 
     name = "text"
 
@@ -166,7 +167,7 @@ class _Parsed(click.ParamType[Any]):
 
 
 class _CommaList(click.ParamType[Any]):
-    """Values with commas between them, each once."""
+    """Comma-separated values without repeats."""
 
     name = "list"
 
@@ -183,7 +184,7 @@ class _CommaList(click.ParamType[Any]):
 
 
 def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
-    """Run a command, in as many ranks as it asks for, and show its result."""
+    """Run a command, in as many ranks as it requests, and show its result."""
     hints = get_type_hints(kind, include_extras=True)
     asked = kind(**values)
     _refuse_idle(hints, values)
@@ -195,7 +196,7 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     if hints.get("processes") in (OwnProcesses, JoinedProcesses) and (code := _launched(asked, values)) is not None:
         return code
     run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
-    with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # a user's own code may print
+    with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # custom code may print
         result: Result = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
     shown = result.__paceline__()
     code = concluded(passed=shown.ok is True)
@@ -207,7 +208,7 @@ def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
 
 
 def _show(kind: type[Any], result: Result, shown: Shown, output: Path | None, *, as_json: bool) -> None:
-    """Print a result, and write it where the command was asked to."""
+    """Print a result, and write it to the requested path."""
     if shown.ok and isinstance(shown.ok, str):
         echo(f"paceline: {shown.ok}", err=True)
     written: list[Path] = []
@@ -225,7 +226,7 @@ def _show(kind: type[Any], result: Result, shown: Shown, output: Path | None, *,
 
 
 def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Refuse options that were typed and have no effect beside, or without, another one."""
+    """Refuse options that were given and have no effect together with, or without, another one."""
     context = click.get_current_context()
     for name, annotation in hints.items():
         shape = _parts(annotation)[2]
@@ -241,7 +242,7 @@ def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _launched(asked: Any, values: dict[str, Any]) -> int | None:
-    """Start the ranks that a command asks for, and return their exit code; None if this process does the work."""
+    """Start the ranks that a command requests, and return their exit code; None if this process does the work."""
     context = click.get_current_context()
     if is_one_of_several(values["processes"]):
         if "scratch" in values and values["scratch"] is None:
@@ -269,7 +270,7 @@ def _launched(asked: Any, values: dict[str, Any]) -> int | None:
 
 
 def _print(shown: Shown) -> None:
-    """Print texts, tables and pairs; charts and folded tables are for the page."""
+    """Print texts, tables and pairs; charts and folded tables are only in the page."""
     from rich.text import Text as RichText
 
     from paceline.pages.page import Block, Table, Text

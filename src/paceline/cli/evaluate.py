@@ -22,7 +22,7 @@ from paceline.units import metric_unit
 if TYPE_CHECKING:
     from paceline.trainer.evaluate_target import EvaluationReport, SizeSweep
 
-# What is shown of a class, as far as its scores have it.
+# Scores shown for each class, if available.
 _SHARES = {"precision": "precision", "recall": "recall", "f1": "F1", "average_precision": "AP", "iou": "IoU"}
 _THRESHOLDS = {"threshold": "threshold", "best_threshold": "best threshold"}
 
@@ -141,10 +141,10 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
 
 
 def _by_class(report: EvaluationReport) -> dict[str, Any]:
-    """The scores of each class, the worst first, and their means.
+    """Return the scores of each class, worst first, and their means.
 
     Raises:
-        PacelineError: If there are none: samples do not have one label each, or there are too many classes.
+        PacelineError: If there are no scores: samples do not have one label each, or there are too many classes.
     """
     from paceline.metrics.confusion import MOST_CLASSES, scores_by_class
 
@@ -154,14 +154,14 @@ def _by_class(report: EvaluationReport) -> dict[str, Any]:
             report.no_confusion or f"samples do not have one label each, or there are more than {MOST_CLASSES} classes"
         )
         raise PacelineError(f"--per-class has nothing to show: {why}; leave it out.")
-    # Of labels, the average precision of a class that no sample has is not known.
+    # For labels, the average precision of a class without samples is undefined.
     known = [each for each in found if each["count"] or "average_precision" not in each]
     means = {key: sum(each[key] for each in known) / max(len(known), 1) for key in _SHARES if key in found[0]}
     return {"per_class": found, "mean": means}
 
 
 def _cells(scores: Mapping[str, Any], keys: Sequence[str], form: str) -> list[str]:
-    """The figures of a class in words; nothing for what is not known of it."""
+    """Format the scores of a class; unknown scores are empty."""
     return ["" if math.isnan(value := scores.get(key, math.nan)) else form.format(value) for key in keys]
 
 

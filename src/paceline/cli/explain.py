@@ -43,7 +43,7 @@ class Explain:
         """Look the key up.
 
         Raises:
-            RecipeError: If there is none of that name; names the nearest.
+            RecipeError: If there is no such key; names the nearest.
         """
         section: type[Any] | None = Recipe
         found: Key | None = None
@@ -74,7 +74,7 @@ class Explain:
 
 
 def _of_key(found: Key, keys: list[Key]) -> Result:
-    """A key with an example and what is related to it."""
+    """Show a key with an example and related keys."""
     example, related = _example(found.key), _related(found, keys)
     found = _without_marks(found)
     words = {
@@ -105,7 +105,7 @@ def _all(section: type[Any], path: str) -> Iterator[Key]:
 
 
 def _related(found: Key, keys: list[Key]) -> list[str]:
-    """The keys that it names, and those that name it."""
+    """Return the keys that it names, and those that name it."""
 
     def names(one: Key, other: Key) -> bool:
         home, _, last = other.key.rpartition(".")
@@ -117,7 +117,7 @@ def _related(found: Key, keys: list[Key]) -> list[str]:
 
 
 def _example(key: str) -> str:
-    """The key as a shipped recipe says it, or else with its default."""
+    """Return the key as a shipped recipe sets it, or else with its default."""
     name, recipe = "", None
     for name in shipped_recipes():
         loaded = load_recipe(name)

@@ -77,7 +77,7 @@ class Export:
 
 
 def _checks(written: Exported, form: str) -> list[str]:
-    """What was compared, for people."""
+    """Describe the comparison in words."""
     lines = []
     if written.largest_difference is not None:
         who = {"timm": "timm", "onnx": "ONNX Runtime", "torch-export": "the program, read back,"}[form]

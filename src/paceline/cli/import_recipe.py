@@ -1,4 +1,4 @@
-"""`paceline import`: command lines of other trainers become recipes."""
+"""`paceline import`: convert command lines of other trainers to recipes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Import:
         return convert_timm(read, given, settings or InputSettings(), processes=self.processes, skipped=self.skip)
 
     def stream(self, *, as_json: bool) -> int:
-        """Refuse, or write and report.
+        """Write the recipe and report on the conversion.
 
         Raises:
             RecipeError: If an option is refused, or the file exists.
@@ -105,7 +105,7 @@ class Import:
         lines += [f"  {option}: {says}" for option, says in conversion.differences]
         lines += [f"Left out: {name}" for name in conversion.left_out]
         lines += [f"Note: {notice}" for notice in conversion.notices]
-        # Standard output has the recipe, which may go to a file.
+        # Standard output carries the recipe, which may be redirected to a file.
         echo("\n".join(lines), err=output is None)
         if output is not None:
             echo(f"Wrote {output}: paceline train {output} --plan-only shows its plan.")

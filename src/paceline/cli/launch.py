@@ -38,10 +38,10 @@ class _Job:
         """Load and plan the recipe for the processes it will have.
 
         Args:
-            log: Takes the notices.
+            log: Receives the notices.
             processes: The world size.
             gpus_each: Requested GPUs; None for those of the host.
-            more: Further overrides.
+            more: Additional overrides.
 
         Raises:
             PacelineError: For a mistake that would end the job as soon as it starts.
@@ -108,7 +108,7 @@ class Slurm(_Job):
         shape = JobShape(**{each.name: getattr(self, each.name) for each in fields(JobShape)})
         check_time(shape)
         folder = self.run_dir.expanduser().absolute()
-        runs: list[tuple[tuple[str, ...], Path]] = [((), folder)]  # each one's own override and directory
+        runs: list[tuple[tuple[str, ...], Path]] = [((), folder)]  # the override and the directory of each run
         if self.array is not None:
             key, values = split_sweep(self.array)
             runs = [((each,), folder / folder_name(each)) for each in (f"{key}={value}" for value in values)]
@@ -169,7 +169,7 @@ class Torchrun(_Job):
     dry_run: DryRun = False
 
     def stream(self, *, as_json: bool) -> int:
-        """Print the command, and become it."""
+        """Print the command, and replace this process with it."""
         words = torchrun_command(
             self.python or sys.executable,
             ["train", self.recipe, *self.overrides, "--run-dir", str(self.run_dir)],

@@ -22,7 +22,7 @@ from paceline.extras import missing_library
 from paceline.loading import loading
 from paceline.units import format_bytes
 
-# A shell that wants to know what can stand where Tab was pressed sets it.
+# Set by a shell that requests completions.
 _COMPLETING = "_PACELINE_COMPLETE"
 _EVERYTHING = "paceline.everything"
 
@@ -73,12 +73,12 @@ class _LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError as error:  # of which click would make exit code 1, without a word
+        except BrokenPipeError as error:  # for which click would return exit code 1, without a message
             asked = select.poll()
             asked.register(sys.stdout.fileno(), 0)
             if not any(events & (select.POLLERR | select.POLLHUP) for _, events in asked.poll(0)):
                 raise RuntimeError("a process that this one wrote to is gone") from error
-            # The reader of standard output went away (`| head`): no more can be said.
+            # The reader of standard output has closed it (`| head`): nothing more can be printed.
             lead_nowhere(sys.stdout)
             return int(ctx.meta.get(EXIT_CODE, 0))
 
@@ -88,7 +88,7 @@ class _LazyGroup(click.Group):
             if everything or group in OPEN_GROUPS:
                 with formatter.section(group):
                     formatter.write_dl([(name, listed.line) for name, listed in commands.items()])
-        # Reading the metadata of all installed packages takes long, so --help does not.
+        # Reading the metadata of all installed packages is slow, so --help does not do it.
         if everything and (added := added_commands()):
             with formatter.section("From installed packages"):
                 formatter.write_dl([(name, reference.partition(":")[0]) for name, reference in added.items()])
@@ -113,7 +113,7 @@ def cli() -> None:
 @click.argument("name", required=False, metavar="[all|COMMAND]")
 @click.pass_context
 def _help(context: click.Context, name: str | None) -> None:
-    """Show the commands in their groups, all of them with `all`, or the help of one."""
+    """Show the commands in their groups, all of them with `all`, or the help of one command."""
     above = context.parent
     assert above is not None
     if name in (None, "all"):
@@ -166,7 +166,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _lacking_here(error: Exception) -> str:
-    """A sentence for an error that this machine or a limit on this process causes; empty for any other error."""
+    """Return a sentence for an error caused by this machine or a limit on this process; empty for any other error."""
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
         return f"{error.strerror}; set TMPDIR to a writable folder."
     if getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP) or "Symlink loop" in str(error):
@@ -184,7 +184,7 @@ def _lacking_here(error: Exception) -> str:
 
 
 def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str | None:
-    """What to say to `--lr 0.1` where a recipe is changed: other trainers have options, recipes have keys."""
+    """Return the reply to `--lr 0.1` where a recipe is changed: other trainers have options, recipes have keys."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return None
     if not any(parameter.name == "overrides" for parameter in error.ctx.command.params):
@@ -200,11 +200,11 @@ def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str |
 
 
 def _value_typed(option: str, arguments: list[str]) -> str:
-    """What was given to an option, as `--lr 0.1` or `--lr=0.1`; empty if nothing was."""
+    """Return the value given to an option, as `--lr 0.1` or `--lr=0.1`; empty without one."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
     value = next((after for word, after in itertools.pairwise(words) if word == option), "")
     if value.startswith("-"):
         return ""
-    # Ours says what it counts: `--epochs 3` is "3 epochs".
+    # A recipe's value has a unit: `--epochs 3` is "3 epochs".
     unit = next((unit for unit in ("epochs", "steps") if unit in option), "")
     return f'"{value} {unit}"' if unit and value.isdigit() else value

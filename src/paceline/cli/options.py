@@ -28,26 +28,26 @@ json_option: Callable[[Any], Any] = click.option(
 
 
 class LocalPath(click.Path):
-    """A path on this machine; ``~`` is the home directory, also where no shell expands it (``--run-dir=~/runs``)."""
+    """A local path; ``~`` is the home directory, even if the shell does not expand it (``--run-dir=~/runs``)."""
 
     def __init__(self, path_type: type = Path, **checks: bool) -> None:
         super().__init__(path_type=path_type, **checks)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The absolute or relative path; an empty one, as from an unset variable, is refused."""
+        """Return the absolute or relative path; an empty one, as from an unset variable, is refused."""
         if value == "":
             self.fail("the path is empty.", param, ctx)
         return super().convert(os.path.expanduser(value), param, ctx)
 
 
 class WeightsPath(LocalPath):
-    """Where weights lie: a path, or the address of a file or hub folder, which is copied to this machine."""
+    """Location of weights: a path, or the address of a file or hub folder, which is copied to this machine."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path.
+        """Return the path.
 
         Raises:
-            StorageError: If it is an address that cannot be fetched.
+            StorageError: If it is an address that cannot be downloaded.
         """
         if isinstance(value, str):
             value = local_path(value, key="TARGET")
@@ -55,10 +55,10 @@ class WeightsPath(LocalPath):
 
 
 class FiniteRange(click.FloatRange):
-    """A number within a range. click's own also accepts ``nan`` and ``inf``, which are useless here."""
+    """A number within a range. click's own type also accepts ``nan`` and ``inf``, which are useless here."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number typed.
+        """Parse the number.
 
         Raises:
             click.BadParameter: If it is not a number, not finite, or out of range.
@@ -71,7 +71,7 @@ class FiniteRange(click.FloatRange):
 
 @dataclass(frozen=True)
 class Between:
-    """A number of ranks that may change: at first ``highest``, after failures at least ``lowest``."""
+    """A number of ranks that may change: initially ``highest``, and at least ``lowest`` after failures."""
 
     lowest: int
     highest: int
@@ -81,7 +81,7 @@ def rank_count(text: str) -> int | Between:
     """Read ``N`` or ``MIN:MAX``.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it has neither format.
     """
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None or (match[2] and int(match[1]) > int(match[2])):
@@ -89,7 +89,7 @@ def rank_count(text: str) -> int | Between:
     return Between(int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
-def _trust(context: click.Context, _: click.Parameter, value: bool) -> bool:  # as click calls it
+def _trust(context: click.Context, _: click.Parameter, value: bool) -> bool:  # the name that click calls
     context.meta[_TRUST] = value
     if value:
         context.with_resource(trusting_code())
@@ -109,8 +109,8 @@ def refuse_idle(context: click.Context, name: str, why: str) -> None:
     """Refuse an option that was typed and has no effect: a request is never ignored silently.
 
     Args:
-        context: The command's.
-        name: The parameter's.
+        context: The command's context.
+        name: The parameter's name.
         why: The reason, in words.
 
     Raises:
@@ -128,10 +128,10 @@ def is_first_process() -> bool:
 
 @dataclass(frozen=True)
 class Processes:
-    """How many ranks a command starts on this machine, and a notice for the user.
+    """The number of ranks that a command starts on this machine, and a notice for the user.
 
     Attributes:
-        count: Their number.
+        count: Number of ranks.
         notice: Why it is not what you might expect. fewer: Numbers that may continue after a failure, the largest
         first.
     """
@@ -142,7 +142,7 @@ class Processes:
 
 
 def usable_gpus(asked: str) -> int:
-    """GPUs here that a value of ``parallel.device`` can mean, 0 where it means none that processes could share out."""
+    """Count the GPUs here that match a value of ``parallel.device``; 0 if processes cannot share them."""
     import torch
 
     present = {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
@@ -150,7 +150,7 @@ def usable_gpus(asked: str) -> int:
 
 
 def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
-    """As many ranks as ``--processes`` asks for, else one per GPU; they must share the recipe's global batch evenly."""
+    """Return the ranks of ``--processes``, else one per GPU; they must share the global batch evenly."""
     from paceline.plan.batching import default_processes, usable_processes
 
     if isinstance(asked, int):
@@ -158,7 +158,7 @@ def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
     if isinstance(asked, Between):
         usable = usable_processes(recipe, asked.lowest, asked.highest)
         if not usable:
-            return Processes(asked.highest)  # which the plan refuses, and names those that fit
+            return Processes(asked.highest)  # the plan refuses it, and names those that fit
         count, *fewer = usable
         notice = f"{count} of {asked.highest} processes are started: more cannot share the global batch evenly"
         return Processes(count, None if count == asked.highest else notice, tuple(fewer))
@@ -173,10 +173,10 @@ def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
 
 
 def is_one_of_several(processes: int | Between | None, max_restarts: int = 0) -> bool:
-    """Whether this process was started as one of several: then it starts no others.
+    """Whether this process is one of several ranks, and therefore starts no others.
 
     Raises:
-        click.UsageError: If it was, and is told to start others.
+        click.UsageError: If it is, and is also asked to start others.
     """
     if read_launch(os.environ).source == "alone":
         return False

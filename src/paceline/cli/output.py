@@ -22,7 +22,7 @@ EXIT_CODE = "paceline.exit_code"
 
 
 def program() -> str:
-    """How to call Paceline again from here: by name if that finds it, else by the path it was called with."""
+    """Return how to call Paceline again from here: by name if that finds it, else by the path it was called with."""
     called = Path(sys.argv[0])
     if called.name != "paceline" or shutil.which("paceline") is not None:
         return "paceline"
@@ -30,25 +30,25 @@ def program() -> str:
 
 
 def ends_with(code: int) -> int:
-    """Note the current command's exit code before it prints: its reader may leave (``| head``)."""
+    """Store the current command's exit code before it prints: its reader may close the pipe (``| head``)."""
     click.get_current_context().meta[EXIT_CODE] = code
     return code
 
 
 def concluded(*, passed: bool) -> int:
-    """Note that the current command ends with 0 or 1, before it prints why."""
+    """Store that the current command ends with 0 or 1, before it prints the reason."""
     return ends_with(0 if passed else 1)
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a text: all commands print with this, as it may hold names of files, classes and downloads."""
+    """Print a text. All commands print with this, since texts may contain names of files, classes and downloads."""
     click.echo(printable(str(text)), err=err, nl=nl)  # noqa: TID251  # the one place
 
 
 def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
-    """A rich console on standard output, for the same texts as :func:`echo`.
+    """Return a rich console on standard output, for the same texts as :func:`echo`.
 
-    A reader that has left ends the command as ``click.echo`` would.
+    A closed pipe ends the command as ``click.echo`` would.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -59,14 +59,14 @@ def open_console(*, soft_wrap: bool = False, markup: bool = True) -> Console:
                 yield each if each.control else Segment(printable(each.text), each.style)
 
         def on_broken_pipe(self) -> None:
-            # By itself it exits with 1, which is the verdict of a command that judges.
+            # By default rich exits with 1, which some commands use as a verdict.
             raise BrokenPipeError
 
     return StandardOutput(highlight=False, soft_wrap=soft_wrap, markup=markup)
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document on standard output; numbers that are not finite become null."""
+    """Print one JSON document on standard output; non-finite numbers become null."""
     from paceline.records.run_directory import encode_json
 
     echo(json.dumps(json.loads(encode_json(document)), indent=2))

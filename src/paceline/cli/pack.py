@@ -19,7 +19,7 @@ from paceline.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
-# As paceline.data.packing.origins has them, which would take its time to import for --help.
+# Copied from paceline.data.packing.origins, which is slow to import for --help.
 Kind = Literal[
     "image_folder",
     "csv",
@@ -37,7 +37,7 @@ _NAMED = 10
 
 
 def _images(metavar: str | None = None, name: str | None = None) -> Shape:
-    """Return the shape of an option that is for images that are written."""
+    """Return the shape of an option that applies only to packed images."""
     return Shape(metavar=metavar, name=name, only="destination", without=("text",))
 
 
@@ -222,7 +222,7 @@ def _packed_text(asked: Pack, destination: Path) -> Result:
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:
-    """Say what was packed, and what reading it back found."""
+    """Report what was packed, and the result of reading it back."""
     lines = []
     if "mode" in document:
         counts = " and ".join(f"{count:,} {split}" for split, count in document["samples"].items())
@@ -242,7 +242,7 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _telling(verb: str, spell: Callable[[float], str], unit: str, log: Log) -> Callable[[int, int], None]:
-    """Return what logs now and then how far it is."""
+    """Return a function that periodically logs the progress."""
     due = time.monotonic() + _EVERY_SECONDS
 
     def tell(done: int, total: int) -> None:

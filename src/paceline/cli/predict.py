@@ -35,7 +35,7 @@ _LINES = (".tsv", ".txt", ".gz", ".jsonl")
 
 
 def _thresholds(text: str) -> float | dict[str, float]:
-    """Read them as the recipe's key is written."""
+    """Parse them as the recipe's key is written."""
     return load_recipe(None, [f"evaluate.thresholds={text}"]).recipe.evaluate.thresholds
 
 
@@ -114,7 +114,7 @@ class Predict:
 
     @property
     def writing(self) -> dict[str, Any]:
-        """The options given that say how to write."""
+        """Return the given options that affect how results are written."""
         given = {"tokens": self.tokens, "temperature": self.temperature, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -128,7 +128,7 @@ class Predict:
             raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
 
     def stream(self, *, as_json: bool) -> int:
-        """Answer, and print each answer as it comes; return 1 if an image or a line could not be read."""
+        """Predict, and print each result as it arrives; return 1 if an image or a line could not be read."""
         with loading():
             from paceline.distributed.device import choose_device
             from paceline.world import World
@@ -153,7 +153,7 @@ class Predict:
 
 
 def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
-    """Continue a prompt, or fill in its hidden tokens."""
+    """Continue a prompt, or fill in its masked tokens."""
     from paceline.checkpoint.weights import read_weights
     from paceline.inference.text import Sampling, TextPredictor
 
@@ -183,7 +183,7 @@ def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json
 
 
 def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json: bool) -> int:
-    """Say with which probability each line is clicked on; 1 if one of them is wrong."""
+    """Print each line's click probability; return 1 if a line is invalid."""
     code = 0
     rows = []
     for each in (answer for source in sources for answer in predictor.predict(source)):
@@ -200,7 +200,7 @@ def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json
 
 
 def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> int:
-    """Answer for every image; 1 if one of them could not be read."""
+    """Predict every image; return 1 if one of them could not be read."""
     with loading():
         from paceline.files import LeftOut
         from paceline.inference.answer_files import answer_file, check_output
@@ -249,7 +249,7 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
 
 
 def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
-    """Return what writes copies with the answers drawn into them, called as the pictures, with numbers where needed."""
+    """Return a function that writes images with drawn predictions, under the image names, numbered where needed."""
     names: dict[Path, str] = {}
     taken: set[str] = set()
 
@@ -257,7 +257,7 @@ def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
         folder.mkdir(parents=True, exist_ok=True)
         stem, number = answer.path.stem, 1
         name = names.get(answer.path, f"{stem}.png")
-        # Some file systems tell no large letters from small ones.
+        # Some file systems are not case-sensitive.
         while answer.path not in names and name.lower() in taken:
             number += 1
             name = f"{stem}-{number}.png"
@@ -269,7 +269,7 @@ def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
 
 
 def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
-    """Print a line for each image as its answer comes, or one JSON list."""
+    """Print a line for each image as its result arrives, or one JSON list."""
     code, rows = 0, []
     for answer in answers:
         if answer.error is not None:
@@ -291,7 +291,7 @@ def _to_file(
     *,
     as_json: bool,
 ) -> int:
-    """Write the answers, and say of which images there is none."""
+    """Write the predictions, and report images without one."""
     from paceline.inference.answers import BATCH
 
     images, unreadable = 0, []

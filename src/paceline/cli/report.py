@@ -100,7 +100,7 @@ class MlperfLogs:
         output = self.output
         places = [None if output is None else output / f"result_{number}.txt" for number in range(len(runs))]
         if output is not None and (others := sorted({*output.glob("result_*.txt")} - {*places})):
-            # MLPerf's checkers treat all logs of a folder as runs of one result.
+            # MLPerf's checkers treat all logs in a folder as runs of one result.
             raise click.UsageError(f"'{others[0]}' belongs to other runs; name another --output, or remove it.")
         if twice := next((run for run in runs if runs.count(run) > 1), None):
             raise click.UsageError(f"'{twice}' is named twice; name each run once.")

@@ -46,13 +46,13 @@ class Resume:
         """Continue training in the run's directory."""
         directory, overrides, processes = existing_run(self.run.absolute()), self.overrides, self.processes
         max_restarts = self.max_restarts
-        loaded = load_recipe(directory.root, overrides)  # what it names is imported with --trust-code only
-        # A path means what it means here, wherever the run was started.
+        loaded = load_recipe(directory.root, overrides)  # code that it names is imported only with --trust-code
+        # Relative paths are resolved here, wherever the run was started.
         for key, origin in loaded.origins.items():
             if key in PATH_KEYS and origin == "override":
                 overrides += (f"{key}={reduce(getattr, key.split('.'), loaded.recipe)}",)
         environment: dict[str, Any] = {}
-        with contextlib.suppress(RunDirectoryError):  # a damaged one is set aside when the run begins
+        with contextlib.suppress(RunDirectoryError):  # a damaged one is set aside when the run starts
             environment = read_environment(directory)
         words = ["paceline", "train", str(directory.root), "--run-dir", str(directory.root)]
         if not is_one_of_several(processes, max_restarts):
@@ -81,7 +81,7 @@ class Resume:
 
 
 def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | Between:
-    """The processes of the recorded command; where it does not say, as many as the run had.
+    """Return the number of processes of the recorded command; by default the number that the run had.
 
     Raises:
         click.UsageError: If this machine has fewer cores.
@@ -98,7 +98,7 @@ def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | B
 
 
 def _option(words: list[str], name: str) -> str:
-    """The value of an option among words; empty if it is not there."""
+    """Return the value of an option among words; empty without it."""
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if word == name or word.startswith(f"{name}="):
             return after if word == name else word.partition("=")[2]

@@ -1,4 +1,4 @@
-"""Closed, full or broken standard streams: the command continues, and the exit code shows a loss."""
+"""Handle closed, full or broken standard streams: the command continues, and the exit code reports lost output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StandardStream(io.TextIOWrapper):
 
     Attributes:
         is_lost: Whether something could not be written.
-        is_optional: Whether the command succeeds without it. If not, a reader that leaves (``| head``) ends it.
+        is_optional: Whether the command succeeds without it. If not, a closed pipe (``| head``) ends the command.
     """
 
     is_lost = False
@@ -60,10 +60,10 @@ def lead_nowhere(stream: TextIO) -> None:
 
 
 def hold_streams() -> None:
-    """Take over the standard streams of this process.
+    """Wrap the standard streams of this process.
 
-    A closed one is opened, else the next file would get its number: standard output so that writing to it fails, and
-    standard error to lead nowhere.
+    A closed stream is opened, since otherwise the next file would get its descriptor: standard output so that writes
+    fail, and standard error so that writes are discarded.
     """
     held = []
     for number, stream, mode in ((0, sys.stdin, _READ), (1, sys.stdout, _READ), (2, sys.stderr, _WRITE)):
@@ -89,13 +89,13 @@ def _taken(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 def make_optional(stream: TextIO) -> None:
-    """Let the current command succeed without a stream: a run's exit code says how the run ended."""
+    """Let the current command succeed without a stream: the exit code of a training run says how the run ended."""
     if isinstance(stream, StandardStream):
         stream.is_optional = True
 
 
 def with_output(code: int) -> int:
-    """Return the exit code of a command that ends now: what it could not print is a failure, unless it is optional."""
+    """Return the exit code of a command that ends now: lost output is a failure, unless it is optional."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -109,7 +109,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def ends_in_order() -> Iterator[None]:
-    """Take a request to end (SIGTERM), or a terminal that is closed (SIGHUP), as an exit; SIGINT is one in Python.
+    """Exit on a stop request (SIGTERM) or a closed terminal (SIGHUP); Python already does so on SIGINT.
 
     Ignored signals, such as SIGHUP under ``nohup``, stay ignored.
     """

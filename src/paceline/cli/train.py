@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _STOPPED = 75
 _TOLD = 5
-# A plan builds no larger network to measure what its steps take.
+# A plan does not build larger networks to measure their steps.
 _MEASURED_PARAMETERS = 100_000_000
 _CLIPS = {
     "clip_norm": "gradient's norm",
@@ -120,7 +120,7 @@ class Train:
                 f"'{recipe}' is a run: resume it with `paceline resume {recipe}`, or start a new run of its recipe "
                 f"with `paceline train {recipe} --run-dir DIR`."
             )
-        # To train a recipe is to run what it names; its plan alone is read as other commands read it.
+        # Training a recipe runs the code it names; only planning it reads it as other commands do.
         with contextlib.nullcontext() if self.plan_only else trusting_code():
             if is_data(recipe):
                 with loading():
@@ -145,7 +145,7 @@ class Train:
         return _train_here(loaded, run_dir, self.resume, as_json)
 
     def _restarts(self, chosen: Processes, arguments: list[str]) -> Restarts | None:
-        """What is to happen if a rank dies; None if nothing is."""
+        """Return what to do if a rank dies; None for nothing."""
         most = self.max_restarts
         if isinstance(self.processes, Between) and not most:
             raise click.UsageError(
@@ -242,7 +242,7 @@ def _figures(result: TrainResult, plan: Mapping[str, Any]) -> dict[str, Any]:
 def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: Path | None, *, as_json: bool) -> None:
     from paceline.trainer.train import forecast_only, plan_only
 
-    # Among several ranks the plan is that of their world, unless it is asked for another.
+    # Among several ranks the plan is for their world, unless another one is requested.
     in_world = processes is None and is_one_of_several(None)
     chosen = None if in_world else choose_processes(processes, loaded.recipe)
     plan = plan_only(loaded, world_size=None if chosen is None else chosen.count, run_dir=run_dir)
@@ -253,7 +253,7 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
         return
     expected = None
     if chosen is not None and chosen.count == 1 and (plan.parameters or 0) <= _MEASURED_PARAMETERS:
-        with contextlib.suppress(Exception):  # what the plan itself can do without: data, or room on the device
+        with contextlib.suppress(Exception):  # the plan does not need it: data, or memory of the device
             expected = forecast_only(loaded)
     if as_json:
         figures = dict(expected.metrics) if expected is not None else {}

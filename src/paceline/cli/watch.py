@@ -37,7 +37,7 @@ class Watch:
     interval: Annotated[float, Ge(0.1), Shape(metavar="SECONDS"), "Refresh interval."] = 1.0
 
     def stream(self, *, as_json: bool) -> int:
-        """Show the runs until they are over."""
+        """Show the runs until they end."""
         from paceline.report.watch import WatchedRun, ending_of
 
         watched = [WatchedRun(run) for run in self.runs]
@@ -49,13 +49,13 @@ class Watch:
         try:
             self._follow(watched)
         except KeyboardInterrupt:
-            return 0  # the usual way to leave; the runs go on
+            return 0  # the usual way to leave; the runs continue
         for run in watched:
             echo(ending_of(run))
         return 0
 
     def _follow(self, watched: list[WatchedRun]) -> None:
-        """Draw the runs on a terminal, else print a line for each record, until all are over."""
+        """Draw the runs on a terminal, else print a line for each record, until all have ended."""
         from rich.live import Live
 
         from paceline.report.watch import line_of, screen, table

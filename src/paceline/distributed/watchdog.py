@@ -35,8 +35,7 @@ _LAST = 1_000_000
 
 
 class Heartbeat:
-    """Position of this process: plain attributes that the loop writes and a thread reads, with no locks and almost no
-    cost.
+    """Position of this process: plain attributes that the loop writes and a thread reads, without locks.
 
     Attributes:
         step: The current step, counted from 1; 0 before the first.

@@ -1,4 +1,4 @@
-"""Micro-batches of a step's batch, and the numbers of processes that can share them."""
+"""Compute the micro-batches of a step, and the numbers of processes that can share them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from paceline.errors import RecipeError
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 
-# Exact runs divide their step into this many parts unless told otherwise, or the next smaller number that divides it.
+# Default number of parts per step of an exact run, or the next smaller number that divides the step.
 _EXACT_LOGICAL_RANKS = 8
 
 
 def micro_batch_size(recipe: Recipe, world_size: int) -> int:
-    """Samples per forward pass; the same for every size that the batch grows to.
+    """Return the samples per forward pass; the same for every size that the batch grows to.
 
     Raises:
         RecipeError: If this many processes cannot share the batch; names the numbers that can.
@@ -38,7 +38,7 @@ def micro_batch_size(recipe: Recipe, world_size: int) -> int:
 
 
 def explain_batching(recipe: Recipe, world_size: int, micro: int) -> dict[str, str]:
-    """Say by dotted key why micro-batches have ``micro`` samples, and what follows from it."""
+    """Explain by dotted key why micro-batches have ``micro`` samples, and what follows from it."""
     batch, fixed = recipe.batch.global_size, fixed_logical_ranks(recipe)
     if fixed is not None:
         why = f"{batch} samples in {fixed} logical ranks"
@@ -66,7 +66,7 @@ def _check_ghosts(recipe: Recipe, micro: int, world_size: int) -> None:
 
 
 def with_fitting_ghosts(model: Model, micro: int) -> Model:
-    """A network's section for a trial with micro-batches of its own size: BatchNorm's groups must divide them too."""
+    """Return a network's section for a trial with another micro-batch size, divisible by BatchNorm's groups."""
     asked = model.ghost_batch_norm
     if asked is None or (micro % asked == 0 and asked < micro):
         return model
@@ -75,9 +75,9 @@ def with_fitting_ghosts(model: Model, micro: int) -> Model:
 
 
 def with_nearest_ghosts(model: Model, micro: int) -> Model:
-    """A network's section for micro-batches of another size, with BatchNorm's groups as near to those asked for.
+    """Return a network's section for another micro-batch size, with BatchNorm groups near the requested size.
 
-    They are never larger; a micro-batch that is no larger itself is one group.
+    They are never larger; a micro-batch that is not larger than a group forms one group.
     """
     asked = model.ghost_batch_norm
     if asked is None:
@@ -86,12 +86,12 @@ def with_nearest_ghosts(model: Model, micro: int) -> Model:
 
 
 def largest_micro_batch(recipe: Recipe, micro: int, world_size: int) -> int:
-    """Samples of the largest micro-batch on any number of processes; ``micro`` on ``world_size`` of them."""
+    """Return the largest micro-batch, in samples, on any number of processes."""
     return micro if fixed_logical_ranks(recipe) is not None else micro * world_size
 
 
 def fixed_logical_ranks(recipe: Recipe) -> int | None:
-    """Micro-batches in the first steps where the recipe fixes them; None where each process takes its share in one.
+    """Return the micro-batches per initial step, if the recipe sets them; None if each process runs its share as one.
 
     Raises:
         RecipeError: If they do not divide the batch, or contradict one another.
@@ -137,33 +137,33 @@ def _check_grown(recipe: Recipe, micro: int) -> None:
 
 
 def named_sizes(recipe: Recipe) -> list[tuple[str, int]]:
-    """Every size of the batch, with the key that says it."""
+    """Return every batch size, with the key that sets it."""
     key = "batch.growth."
     return [(f"{key}{epoch}" if epoch else "batch.global_size", size) for epoch, size in recipe.batch.sizes().items()]
 
 
 def _largest_part(recipe: Recipe, fixed: int | None) -> int:
-    """Samples that no process can share with another."""
+    """Return the number of samples that cannot be split between processes."""
     return 1 if fixed is None else recipe.batch.global_size // fixed
 
 
 def _shared_parts(recipe: Recipe, fixed: int | None) -> int:
-    """Parts that the processes share out, in steps of every size: their number must divide this one."""
+    """Return the number of parts to divide among processes, in steps of every size: their number must divide it."""
     return math.gcd(*recipe.batch.sizes().values()) // _largest_part(recipe, fixed)
 
 
 def default_processes(recipe: Recipe, devices: int) -> int:
-    """Default number of processes: one per device, as many as share the global batch evenly."""
+    """Return the default number of processes: one per device, as many as share the global batch evenly."""
     return next(iter(usable_processes(recipe, 1, devices)), 1)
 
 
 def usable_processes(recipe: Recipe, lowest: int, highest: int) -> list[int]:
-    """Numbers of processes in a range that can share the global batch evenly, the largest first."""
+    """Return the numbers of processes in a range that can share the global batch evenly, largest first."""
     if recipe.parallel.strategy == "single":
         return [1] if lowest <= 1 <= highest else []
     try:
         parts = _shared_parts(recipe, fixed_logical_ranks(recipe))
-    except RecipeError:  # which the plan will raise, in a world of any size
+    except RecipeError:  # the plan raises this error, for any world size
         return []
     return [count for count in range(highest, lowest - 1, -1) if parts % count == 0]
 

@@ -1,7 +1,7 @@
 """The plan: every number that follows from a recipe, its data, this machine and the number of processes.
 
-Every derived number is computed here, once, with integer checks, so that a plan for 64 ranks needs no 64
-processes. The trainer follows the plan and computes nothing of its own.
+Every derived number is computed here, once, with integer checks, so that a plan for 64 ranks does not need 64
+processes. The trainer follows the plan and derives nothing itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.world import World
 Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale"]
 """What is done now and then."""
 
-# The first records of a run whose records are further apart: what is wrong is seen at once.
+# Steps of the first records of a run with long record intervals, so that problems show at once.
 _FIRST_LOGS = (1, 2, 5)
 
 _ANY_TASK = TaskFacts()
@@ -51,14 +51,14 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(TaskFacts, Compiled, Rates):
-    """Every derived number of a run. Sizes are samples, intervals are optimizer steps; None means off, or
-    for a checkpoint's that it is not measured so.
+    """Every derived number of a run. Sizes are in samples, intervals in steps; None means off, or not in steps.
 
-    Where the batch grows, ``batch_phases`` says when and to what; micro-batches per step, steps per epoch and intervals
-    are those of the first phase, and ``moments`` says after which steps something is due that is not due every so many.
+    Where the batch grows, ``batch_phases`` lists the sizes and when they start. Micro-batches per step, steps per epoch
+    and intervals are those of the first phase, and ``moments`` lists the steps of events without a fixed interval in
+    steps.
 
-    ``unused`` says which keys of the recipe ask for something and have no effect in this plan, and why; ``left_out``,
-    what of the data is there and not used.
+    ``unused`` lists recipe keys that have no effect in this plan, with the reason; ``left_out`` lists data that exists
+    but is not used.
     """
 
     world_size: int
@@ -106,29 +106,29 @@ class Plan(TaskFacts, Compiled, Rates):
 
     @cached_property
     def epochs(self) -> Epochs:
-        """Position of each step in the epochs."""
+        """How steps map to epochs."""
         return Epochs(self.train_samples, self.batch_phases)
 
     @property
     def step_sizes(self) -> list[int]:
-        """Samples of the full steps of each phase: the global batch, or an epoch that is smaller."""
+        """Samples of a full step in each phase: the global batch, or the epoch if that is smaller."""
         return [min(phase.global_batch_size, self.train_samples) for phase in self.batch_phases]
 
     @property
     def evaluates(self) -> bool:
-        """Whether the run is evaluated at all: it has held-out samples, and a moment for it."""
+        """Whether the run is evaluated at all: it has held-out samples, and evaluations are due."""
         return self.evaluation_samples > 0 and self.evaluate_every_steps is not None
 
     def epoch_of(self, step: int) -> int:
-        """Epoch that the step numbered ``step`` (from 0) belongs to."""
+        """Return the epoch that the step numbered ``step`` (from 0) belongs to."""
         return self.epochs.place(step)[0]
 
     def step_samples(self, position: int) -> int:
-        """Samples in the global batch numbered ``position`` (from 0)."""
+        """Return the samples in the global batch numbered ``position`` (from 0)."""
         return self.epochs.step_samples(position)
 
     def samples_before(self, step: int) -> int:
-        """Training samples used by the first ``step`` steps."""
+        """Return the training samples used by the first ``step`` steps."""
         return self.epochs.samples_before(step)
 
     def is_due(self, occasion: Occasion, position: int) -> bool:
@@ -163,17 +163,17 @@ def make(
     """Derive a run's numbers from its recipe and the facts: a pure function, and the only one that makes plans.
 
     Args:
-        recipe: What was asked.
+        recipe: The recipe.
         world: The run's processes.
         data: Facts of the data.
         machine: Facts of the machine.
         task: Facts of the task.
         network: Facts of the network; until they are known, ``auto`` does not become ``fsdp``.
-        notes: Further reasons, by what they are of.
+        notes: Additional reasons, by the key that they explain.
 
     Raises:
-        RecipeError: If batch and world do not fit together, a length is less than a step, or two keys exclude each
-        other.
+        RecipeError: If batch and world do not fit together, a duration is less than a step, or two keys are mutually
+            exclusive.
     """
     _check_facts(recipe, data, machine)
     if network is not None and network.is_depthwise and machine.device == "cpu":
@@ -263,7 +263,7 @@ def _explain_steps(recipe: Recipe, data: DataFacts, epochs: Epochs, total: int) 
 def _unused(
     recipe: Recipe, data: DataFacts, task: TaskFacts, strategy: str, warmup_steps: int, epochs: float, largest: int
 ) -> dict[str, str]:
-    """Ask the marks of all keys (:class:`~paceline.recipe.fields.Needs`) by what is so here, and then the data."""
+    """Return unused keys: by their marks (:class:`~paceline.recipe.fields.Needs`), and then by the data."""
     backend, mix, progressive = data.description.get("backend", "pytorch"), recipe.data.mix, recipe.data.progressive
     rule = recipe.optimizer.name
     scales = recipe.optimizer.has_layers_to_scale or recipe.schedule.weight_decay.name != "constant"
@@ -291,12 +291,12 @@ def _unused(
         "unscaled": "sgd" if rule == "lars" else "adamw",
         "strategy": {"exact": "an exact run", "single": "one process"}.get(strategy, strategy),
     }
-    # The shape decides how images are predicted, whatever the held-out ones come to.
+    # The shape determines how images are predicted, whatever the held-out images are like.
     of_data = {key: why for key, why in unused_in_data(data).items() if key != "data.evaluation_shape"}
     return unused_keys(recipe, holds, words) | of_data | data.unused
 
 
-# Keys whose use only the data decide, with what they say of them (``DataFacts.reasons``).
+# Keys whose use depends only on the data, with the data's reasons (``DataFacts.reasons``).
 _SAID_BY_DATA = (
     "data.validation_fraction",
     "data.split_by",
@@ -311,7 +311,7 @@ _SAID_BY_DATA = (
 
 
 def unused_in_data(data: DataFacts) -> dict[str, str]:
-    """Keys that have no effect on this data, with the reason."""
+    """Return keys that have no effect on this data, with the reason."""
     reasons = data.unused | data.reasons
     if "label_thresholds" not in data.description:
         reasons |= {"evaluate.thresholds": "only image_multilabel has them"}
@@ -319,7 +319,7 @@ def unused_in_data(data: DataFacts) -> dict[str, str]:
 
 
 def _in_steps(recipe: Recipe, epochs: Epochs, total: int, device: str) -> dict[str, Any]:
-    """The fields of a plan that say how long something takes, or how often it is done."""
+    """Return the fields of a plan that give durations or intervals."""
     train, every = recipe.train, recipe.checkpoint.every
     asked: dict[Occasion, tuple[str, Duration | None]] = {
         "evaluate": ("evaluate.every", recipe.evaluate.every),
@@ -360,7 +360,7 @@ def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], epochs: Epoc
 
 
 def _check_growth(epochs: Epochs, total: int) -> None:
-    """Refuse a size that no step has.
+    """Refuse a batch size that no step has.
 
     Raises:
         RecipeError: Naming it.
@@ -379,7 +379,7 @@ def _check_growth(epochs: Epochs, total: int) -> None:
             )
 
 
-# Reasons that are told although the key was not left open.
+# Reasons that are shown although the key was set.
 _ALWAYS_TOLD = (
     "data.path",
     "data.decoder",
@@ -405,7 +405,7 @@ _ALWAYS_TOLD = (
 
 
 def _is_open(recipe: Recipe, key: str) -> bool:
-    """Whether a reason answers a question that the recipe left open."""
+    """Whether a reason explains a choice that the recipe left open."""
     if key in _ALWAYS_TOLD:
         return True
     *path, name = key.split(".")
@@ -418,10 +418,10 @@ def _is_open(recipe: Recipe, key: str) -> bool:
 
 
 def _profiled(profile: Profile, epochs: Epochs, total: int, device: str) -> tuple[int, int] | None:
-    """The global batches, from 0, that are profiled: the first, and the one after the last; None if none is.
+    """Return the first profiled global batch, from 0, and the one after the last; None without a profile.
 
     Raises:
-        RecipeError: If the run has no such steps, or the tool does not know the device.
+        RecipeError: If the run has no such steps, or the tool does not support the device.
     """
     if profile.steps is None:
         return None

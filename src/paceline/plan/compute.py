@@ -1,4 +1,4 @@
-"""Precision, threads and compilation of a run, and what this machine does not support."""
+"""Choose precision, threads and compilation of a run, and check what this machine supports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.plan.facts import DataFacts, MachineFacts
 from paceline.recipe.schema import Recipe
 from paceline.units import counted
 
-# A size that fewer forward passes have than this is not worth the wait for its graph.
+# A size with fewer forward passes than this is not worth the compilation time.
 _WORTH_COMPILING = 0.05
 
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -25,7 +25,7 @@ class Compiled:
 
     Attributes:
         compile: Back-end and mode of torch.compile, or ``off``.
-        compiled_train_sizes: Samples of the micro-batches that are; others run uncompiled.
+        compiled_train_sizes: Sizes, in samples, of compiled micro-batches; others run uncompiled.
         compiled_evaluation_sizes: The same for evaluation.
     """
 
@@ -35,7 +35,7 @@ class Compiled:
 
 
 def training_sizes(samples: int, global_batch_size: int, logical_ranks: int) -> Counter[int]:
-    """How many micro-batches of an epoch have each size, over all processes."""
+    """Count the micro-batches of each size in an epoch, over all processes."""
     full, left = divmod(samples, global_batch_size)
     part, larger = divmod(left, logical_ranks)
     sizes = Counter({global_batch_size // logical_ranks: full * logical_ranks})
@@ -44,7 +44,7 @@ def training_sizes(samples: int, global_batch_size: int, logical_ranks: int) -> 
 
 
 def evaluation_sizes(samples: int, batch_size: int) -> Counter[int]:
-    """How many evaluation batches have each size, over all processes."""
+    """Count the evaluation batches of each size, over all processes."""
     full, left = divmod(samples, batch_size)
     return Counter({size: count for size, count in ((batch_size, full), (left, 1)) if size and count})
 
@@ -52,17 +52,17 @@ def evaluation_sizes(samples: int, batch_size: int) -> Counter[int]:
 def plan_compilation(
     recipe: Recipe, machine: MachineFacts, data: DataFacts, parts: Sequence[int], world_size: int
 ) -> Compiled:
-    """Determine what is compiled.
+    """Determine which parts are compiled.
 
     Args:
-        recipe: What was asked.
+        recipe: The recipe.
         machine: Facts of the machine.
         data: Facts of the data.
-        parts: Micro-batches of a step over all processes, for each size that the batch has.
+        parts: Micro-batches of a step over all processes, for each batch size.
         world_size: Processes.
 
     Raises:
-        RecipeError: If the mode is not available here, or not with the rest of the recipe.
+        RecipeError: If the mode is not available here, or does not work with the rest of the recipe.
     """
     model = recipe.model
     if not model.compile:
@@ -97,7 +97,7 @@ def _worth_compiling(sizes: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
-    """Refuse CUDA graphs where there are none, or where they would overwrite what is still needed."""
+    """Refuse CUDA graphs if they are unavailable, or would overwrite tensors that are still needed."""
     mode = recipe.model.compile_mode
     objections = {
         f"which need a CUDA device, and this run is on {device}": (device != "cuda", ""),
@@ -118,17 +118,17 @@ def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
 
 
 def resolve_precision(recipe: Recipe, machine: MachineFacts) -> str:
-    """The arithmetic of ``train.precision``."""
+    """Return the numerics of ``train.precision``."""
     if recipe.train.precision != "auto":
         return recipe.train.precision
     return "bf16" if machine.fast_bf16 else "fp32"
 
 
 def resolve_float32_matmul(recipe: Recipe, machine: MachineFacts) -> str:
-    """How exactly fp32 numbers are multiplied: ``train.float32_matmul``, or ``default`` for torch's own.
+    """Return the fp32 matmul precision: ``train.float32_matmul``, or ``default`` for torch's default.
 
     Raises:
-        RecipeError: If this machine multiplies no other way.
+        RecipeError: If this machine does not support it.
     """
     asked = recipe.train.float32_matmul
     if asked == "auto":
@@ -140,13 +140,13 @@ def resolve_float32_matmul(recipe: Recipe, machine: MachineFacts) -> str:
 
 
 def resolve_channels_last(recipe: Recipe, machine: MachineFacts, *, is_useful: bool = True) -> bool:
-    """The memory format of ``model.channels_last``; by default only if the task can use it."""
+    """Return the memory format of ``model.channels_last``; by default only if the task supports it."""
     asked = recipe.model.channels_last
     return is_useful and machine.device in ("cpu", "cuda", "xpu") if asked == "auto" else asked
 
 
 def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int) -> tuple[int, str]:
-    """CPU threads per process, ``parallel.threads``, and the reason."""
+    """Return the CPU threads per process, ``parallel.threads``, and the reason."""
     asked = recipe.parallel.threads
     if asked != "auto":
         return asked, ""
@@ -162,13 +162,13 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
 
 
 def resolve_evaluation_batch(recipe: Recipe) -> int:
-    """Samples per evaluation batch; never a function of the number of processes."""
+    """Return the samples per evaluation batch; never a function of the number of processes."""
     asked = recipe.evaluate.batch_size
     return min(256, recipe.batch.global_size) if asked == "auto" else asked
 
 
 def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
-    """Say by dotted key why a machine computes as it does where the recipe leaves that open."""
+    """Explain by dotted key the machine-dependent choices that the recipe leaves open."""
     device = machine.device
     gains = resolve_channels_last(recipe, machine)
     return {

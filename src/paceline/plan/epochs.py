@@ -1,7 +1,7 @@
-"""Epochs and steps where the batch may grow from one epoch to another, and lengths in steps.
+"""Epochs and steps of a run whose batch may grow between epochs, and durations in steps.
 
 An epoch has one batch size from its first step to its last. Steps are counted from the start of the run, so that the
-place of a step is a function of its number and of when the size changes.
+position of a step depends only on its number and on when the size changes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class BatchPhase:
     """Epochs of one batch size.
 
     Attributes:
-        first_epoch: The first of them, from 0.
+        first_epoch: The first epoch, from 0.
         first_step: Steps before it.
-        global_batch_size: Samples per step; an epoch's last step takes what is left.
+        global_batch_size: Samples per step; an epoch's last step uses the remaining samples.
         logical_ranks: Micro-batches per step, over all processes.
         steps_per_epoch: Steps of each epoch, the smaller last one included.
     """
@@ -37,11 +37,11 @@ class BatchPhase:
 
 @dataclass(frozen=True)
 class Epochs:
-    """How a run's steps are cut from its epochs.
+    """How a run's epochs are divided into steps.
 
     Attributes:
         samples: Samples per epoch.
-        phases: The first begins with epoch 0, each other one where the batch size changes; ascending.
+        phases: The first begins with epoch 0, and each later one where the batch size changes; ascending.
     """
 
     samples: int
@@ -49,7 +49,7 @@ class Epochs:
 
     @classmethod
     def cut(cls, samples: int, sizes: Iterable[tuple[int, int, int]]) -> Epochs:
-        """Cut epochs of ``samples`` by ``sizes``: (first epoch, global batch size, logical ranks), ascending."""
+        """Divide epochs of ``samples`` by ``sizes``: (first epoch, global batch size, logical ranks), ascending."""
         phases: list[BatchPhase] = []
         for epoch, size, ranks in sizes:
             before = phases[-1] if phases else None
@@ -85,7 +85,7 @@ class Epochs:
         return phase.first_step + (epoch - phase.first_epoch) * phase.steps_per_epoch
 
     def completed(self, steps: int) -> int:
-        """Whole epochs in the first ``steps`` steps."""
+        """Complete epochs in the first ``steps`` steps."""
         return self.place(steps)[0]
 
     def length(self, steps: int) -> float:
@@ -109,11 +109,11 @@ class Epochs:
         return self.samples - (phase.steps_per_epoch - 1) * phase.global_batch_size
 
     def finished_phases(self, steps: int) -> list[BatchPhase]:
-        """The phases of which a run of ``steps`` steps finishes an epoch."""
+        """The phases in which a run of ``steps`` steps finishes an epoch."""
         return [phase for phase in self.phases if phase.first_step + phase.steps_per_epoch <= steps]
 
     def steps_in(self, length: Duration, total: int | None) -> int:
-        """Steps of a length from the start of the run: rounded to nearest; for samples, enough to use them all.
+        """Convert a duration from the start of the run to steps: rounded; for samples, enough to use all of them.
 
         Raises:
             ValueError: If a percentage is used before the run's total is known.
@@ -128,9 +128,9 @@ class Epochs:
         return self.first_step(int(epoch)) + round(part * self.phase_of_epoch(int(epoch)).steps_per_epoch)
 
     def steps_at_end(self, length: Duration, total: int) -> int:
-        """The last steps of a run of ``total`` that are so long: rounded to nearest; for samples, enough to have them.
+        """Return how many last steps of a run of ``total`` span a duration: rounded; for samples, rounded up.
 
-        More than ``total`` where the run is shorter.
+        This is more than ``total`` if the run is shorter.
         """
         if len(self.phases) == 1 or length.unit in ("steps", "percent"):
             return self.steps_in(length, total)
@@ -142,9 +142,9 @@ class Epochs:
         return total - (first - 1 if is_late else first)
 
     def moments(self, every: Duration, total: int) -> tuple[int, ...]:
-        """After which steps of a run of ``total`` something is due every so many epochs or samples.
+        """Return the steps, in a run of ``total``, after which an interval in epochs or samples is due.
 
-        Empty where that is every so many steps: where the batch never changes, and for lengths in steps.
+        Empty if that is a fixed interval in steps: if the batch never changes, or the interval is in steps.
         """
         if len(self.phases) == 1 or every.unit in ("steps", "percent"):
             return ()
@@ -152,10 +152,10 @@ class Epochs:
         return tuple(dict.fromkeys(takewhile(lambda step: step <= total, multiples)))
 
     def total(self, duration: Duration) -> int:
-        """Steps of the whole run.
+        """Return the steps of the whole run.
 
         Raises:
-            RecipeError: If it has none, or its length is a share of itself.
+            RecipeError: If it has no steps, or its duration is a percentage.
         """
         try:
             total = self.steps_in(duration, None)
@@ -166,7 +166,7 @@ class Epochs:
         return total
 
     def within(self, key: str, length: Duration, total: int, *, at_end: bool = False) -> int:
-        """Steps of something that must fit into the run, and may end with it.
+        """Return the steps of a duration that must fit into the run.
 
         Raises:
             RecipeError: If it does not.
@@ -180,10 +180,10 @@ class Epochs:
         return steps
 
     def interval(self, key: str, length: Duration | None, total: int) -> int | None:
-        """Steps between things done now and then; None if it is off.
+        """Return the steps of an interval; None if it is off.
 
         Raises:
-            RecipeError: If they would be done more than once a step.
+            RecipeError: If the interval is less than one step.
         """
         if length is None:
             return None

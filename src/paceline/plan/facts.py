@@ -1,4 +1,4 @@
-"""Inputs of a plan besides its recipe: facts of the data, the task, the machine and the network."""
+"""Inputs of a plan apart from its recipe: facts of the data, the task, the machine and the network."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class DataFacts:
         train_samples: Samples in one training epoch.
         evaluation_samples: Samples held out for evaluation; 0 if there are none.
         description: Further facts for the reader, by name (classes, image size, back-end, ...).
-        reasons: Why an `auto` became what it is, and why a key that knows no `auto` is not used, by dotted key.
-        unused: Dotted keys that the task has no use for, with the reason (see :func:`~paceline.recipe.unused.all_but`).
-        left_out: What of the data is there and not used, one sentence per kind.
+        reasons: Why `auto` was resolved as it was, and why a key without `auto` is not used, by dotted key.
+        unused: Dotted keys that the task does not use, with the reason (see :func:`~paceline.recipe.unused.all_but`).
+        left_out: Data that exists but is not used, one sentence per kind.
     """
 
     train_samples: int
@@ -32,16 +32,17 @@ class TaskFacts:
     """Facts of the task for the plan, once it knows its data.
 
     Attributes:
-        higher_is_better: For each metric that is measured, which way it is better.
+        higher_is_better: For each metric, whether higher is better.
         headline: The main metric.
         sample_name: What samples are called (``images``).
-        weight_unit: What they count for in a step's mean loss (``tokens``).
+        weight_unit: What weights them in a step's mean loss (``tokens``).
         class_weights: Weight of each class in the loss (``train.class_weights``); empty: all the same.
         sampling: How often a sample of each class is drawn, relative to one of another (``data.sampling``); empty: each
             is used once an epoch.
         mixture: How many samples of each data set an epoch has (``data.mixture``); empty: there is one set.
-        classes_sha256: Of the samples' classes or sets, by which they are drawn; None if they are not.
-        lengths_sha256: Of the samples' lengths by which steps are balanced (``batch.balance``); None if they are not.
+        classes_sha256: Digest of the classes or sets by which samples are drawn; None if they are not.
+        lengths_sha256: Digest of the sample lengths by which steps are balanced (``batch.balance``); None if they are
+            not.
     """
 
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -60,15 +61,15 @@ class MachineFacts:
     """Facts of the machine for the plan, the same on every rank.
 
     Attributes:
-        device: Device type the model lives on: cpu, cuda, mps or xpu.
-        device_name: What the device calls itself.
+        device: Device type of the model: cpu, cuda, mps or xpu.
+        device_name: The device's own name.
         fast_bf16: Whether bf16 matrix products are faster than fp32 ones here.
-        cores: CPU cores this machine lends to the run.
-        threads: Threads per process that the environment asks for (OMP_NUM_THREADS), if it does.
-        memory_bytes: What one process's device has, a CPU's memory shared out among its processes; None if unknown.
-        lacks: What it cannot do, with the reason: ``fp8``, ``tf32``, ``bf16_products``.
-        own_cores: Physical cores that ``parallel.affinity`` gives this process, if it does.
-        reasons: Why, by dotted key or by ``fast_bf16``.
+        cores: CPU cores of this machine that the run may use.
+        threads: Threads per process set by the environment (OMP_NUM_THREADS), if any.
+        memory_bytes: Memory of one process's device, with a CPU's memory divided among its processes; None if unknown.
+        lacks: Unsupported features, with the reason: ``fp8``, ``tf32``, ``bf16_products``.
+        own_cores: Physical cores that ``parallel.affinity`` assigns to this process, if set.
+        reasons: Reasons, by dotted key or by ``fast_bf16``.
     """
 
     device: str
@@ -84,7 +85,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class ParameterNumbers:
-    """Numbers in a network's parameters, all of them and those that are trained."""
+    """Number of a network's parameters: all, and those that are trained."""
 
     every: int
     trained: int
@@ -95,13 +96,13 @@ class ParameterGroupFacts:
     """Parameters that the optimizer treats alike.
 
     Attributes:
-        parameters: Which: a pattern of the recipe, or in words.
-        tensors: How many there are.
-        numbers: How many numbers they hold.
+        parameters: A pattern of the recipe, or a description.
+        tensors: Number of tensors.
+        numbers: Number of values in them.
         lr_factor: Factor on the schedule's learning rate.
         weight_decay: Their weight decay.
         first_step: The first step that trains them, from 1.
-        last_step: The last one that does; None where that is the run's.
+        last_step: The last step that trains them; None for the run's last step.
     """
 
     parameters: str
@@ -118,11 +119,11 @@ class NetworkFacts:
     """Facts of the network for the plan.
 
     Attributes:
-        parameters: How many numbers it has.
+        parameters: Number of its parameters.
         groups: Its parameters as the optimizer treats them.
         fp8_layers: Names of the layers that compute in fp8.
-        is_depthwise: Whether CPUs compute it faster in fp32: nearly all of its convolutions that are wider than a pixel
-            are depthwise.
+        is_depthwise: Whether CPUs compute it faster in fp32: nearly all of its convolutions larger than 1 x 1 are
+            depthwise.
     """
 
     parameters: ParameterNumbers

@@ -1,7 +1,7 @@
-"""Whether a run's log in MLPerf's format can be written, and by the rules that it names.
+"""Check whether a run's log in MLPerf's format can be written, under the rules that it names.
 
-Rules are those of MLPerf Training 4.0, the last that have ResNet-50, as far as the published checker of logs looks at
-them (mlcommons/logging, compliance_checker/training_4.0.0 and training_3.1.0).
+The rules are those of MLPerf Training 4.0, the last version with ResNet-50, as far as the published log checker
+verifies them (mlcommons/logging, compliance_checker/training_4.0.0 and training_3.1.0).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
 
     Args:
         recipe: The recipe.
-        evaluation_samples: How many are held out.
+        evaluation_samples: Number of held-out samples.
         peak_lr: The learning rate after its scaling rule.
 
     Returns:
@@ -61,7 +61,7 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
 
 
 def _objections(recipe: Recipe, peak_lr: float) -> dict[str, object]:
-    """What would stand against the closed division, what it asks for and what was found, and whether it does."""
+    """Return each rule of the closed division, what was found, and whether it is violated."""
     optimizer, schedule, name, ema = recipe.optimizer, recipe.schedule, recipe.optimizer.name, recipe.train.ema
     decay, accuracy = optimizer.weight_decay, recipe.telemetry.submission.target_accuracy
     is_power = decay > 0 and _is_whole(math.log2(decay / 0.0001))
@@ -87,5 +87,5 @@ def _objections(recipe: Recipe, peak_lr: float) -> dict[str, object]:
 
 
 def _is_whole(value: float) -> bool:
-    """As the published checker sees it."""
+    """Whether a value is a whole number, as the published checker decides it."""
     return abs(round(value) - value) < 0.00001

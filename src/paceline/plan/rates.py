@@ -1,4 +1,4 @@
-"""A recipe's schedule in steps and rates, and the learning rate at each step: a pure function, with nothing to save."""
+"""A recipe's schedule in steps and rates, and the learning rate at each step: pure functions, without state to save."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from paceline.recipe.schema import Recipe
 from paceline.references import call_reference, is_reference
 from paceline.registry import load
 
-# Boundaries of phases to be told; a rate that falls every epoch has as many.
+# Maximum number of phase boundaries to report; a rate that falls every epoch has as many boundaries.
 _TOLD = 12
-# So little more than 1 that powers of it cannot be told from 1.
+# Treat values this close to 1 as 1: their powers cannot be distinguished from 1.
 _NO_FACTOR = 1e-6
-# Of the peak, as torch's OneCycleLR and fastai begin.
+# Fraction of the peak, where torch's OneCycleLR and fastai begin.
 _CYCLE_BEGINS = 1 / 25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """The schedule's part of a plan; ``first_lr`` is None where the warm-up begins with its first step from zero.
+    """The schedule's part of a plan; ``first_lr`` is None if the warm-up starts from zero.
 
-    ``grown_peak_lrs`` has the peak of each size that the batch grows to.
+    ``grown_peak_lrs`` has the peak of each batch size that the run grows to.
     """
 
     peak_lr: float
@@ -91,7 +91,7 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
 
 
 def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str]:
-    """Say by dotted key how what the recipe leaves open, or has scaled, came to the numbers of a plan."""
+    """Explain by dotted key how values that the recipe leaves open, or scales, were determined."""
     schedule, asked, rule = recipe.schedule, recipe.optimizer, recipe.optimizer.lr_scaling
     found = {}
     if rule != "none":
@@ -119,7 +119,7 @@ def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str
 
 
 def lr_factor(recipe: Recipe, batch: int) -> float:
-    """The learning rate for a batch by the recipe's scaling rule."""
+    """Scale the learning rate to the batch by the recipe's rule."""
     asked = recipe.optimizer
     if asked.lr_scaling == "none" or asked.lr_reference_batch is None:
         return 1.0
@@ -173,15 +173,15 @@ class LearningRate:
     * linear: ``peak + (end - peak) * x``
     * cosine: ``end + (peak - end) * (1 + cos(pi * x)) / 2`` (Loshchilov and Hutter 2016); with a period, ``x`` runs
       from 0 to 1 over each period, and each is ``period_factor`` times as long as the one before
-    * polynomial: ``end + (peak - end) * (1 - x) ** power``
-    * exponential: ``peak * gamma ** (t / period)``, or without a period ``peak * (end / peak) ** x``
-    * step: ``peak * gamma ** n``, where ``n`` is the number of milestones passed, or of whole periods in ``t``
-    * trapezoid: ``peak``; in the last ``decay_steps`` steps, ``x`` being their part done, ``end + (peak - end)`` times
+    * polynomial: ``end + (peak - end) * (1 - x) ** power`` * exponential: ``peak * gamma ** (t / period)``, or without
+    a period ``peak * (end / peak) ** x`` * step: ``peak * gamma ** n``, where ``n`` is the number of milestones passed,
+    or of whole periods in ``t`` * trapezoid: ``peak``; in the last ``decay_steps`` steps, with ``x`` as their completed
+    fraction, ``end + (peak - end)`` times
       ``1 - x``, ``(1 + cos(pi * x)) / 2`` or ``1 - sqrt(x)`` (Hägele et al. 2024)
     * one_cycle: as torch's OneCycleLR of two phases: the rise ends at step ``warmup_steps - 1``, the fall at the last
       step, both by cosine or linear.
 
-    Where the batch grows, ``peak`` is another one from a global batch on, as ``growth`` says: (its number, peak).
+    Where the batch grows, ``peak`` changes at the global batches listed in ``growth``: (batch number, peak).
     """
 
     name: str
@@ -202,7 +202,7 @@ class LearningRate:
 
     @classmethod
     def of(cls, schedule: Schedule, rates: Rates) -> LearningRate:
-        """The schedule of a recipe with a plan's numbers."""
+        """Return the schedule of a recipe with a plan's numbers."""
         return cls(
             name=schedule.name,
             peak=rates.peak_lr,
@@ -225,17 +225,18 @@ class LearningRate:
         )
 
     def __call__(self, step: int, position: int | None = None) -> float:
-        """Learning rate used by the optimizer step numbered ``step``, from 0.
+        """Return the learning rate of the optimizer step numbered ``step``, from 0.
 
         Args:
             step: Steps taken before it.
-            position: Global batches used up before it, by which the batch grows; ``step`` where none was skipped.
+            position: Global batches used up before it, which determine batch growth; equals ``step`` if no step was
+                skipped.
         """
         at = step if position is None else position
         if self.growth and at >= self.growth[0][0]:
             peak = next(peak for first, peak in reversed(self.growth) if at >= first)
             return replace(self, peak=peak, growth=())(step)
-        # The rise of one_cycle is a part of its shape.
+        # The rise of one_cycle is part of its shape.
         if step < self.warmup_steps and self.name != "one_cycle":
             return self._warming(step)
         if not is_reference(self.name):
@@ -251,11 +252,11 @@ class LearningRate:
         return shape
 
     def progress(self, step: int) -> float:
-        """The part of the run after the warm-up that is done before a step, from 0 to 1."""
+        """Return the fraction of the run after the warm-up that is done before a step, from 0 to 1."""
         return min((step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps), 1.0)
 
     def phases(self) -> tuple[LearningRatePoint, ...]:
-        """The rate at each phase boundary, for the rates."""
+        """Return the rate at each phase boundary."""
         points = {0: "warmup" if self.warmup_steps else self.name}
         if self.name == "one_cycle":
             points[max(self.warmup_steps - 1, 0)] = "peak"
@@ -285,11 +286,11 @@ class LearningRate:
         return self.first + (self.peak - self.first) * step / self.warmup_steps
 
     def towards_end(self, height: float) -> float:
-        """The rate at a height between the end, 0, and the peak, 1."""
+        """Return the rate at a height between the end, 0, and the peak, 1."""
         return self.end + (self.peak - self.end) * height
 
     def place_in_period(self, done: int) -> float:
-        """Where in its period, from 0 to 1, the step is that comes after ``done`` others."""
+        """Return the position within its period, from 0 to 1, of the step that follows ``done`` others."""
         assert self.period is not None
         if self.period_factor - 1 < _NO_FACTOR:
             return done % self.period / self.period
@@ -308,7 +309,7 @@ class LearningRate:
             length *= self.period_factor if self.name == "cosine" and self.period_factor - 1 >= _NO_FACTOR else 1
 
     def in_cycle(self, step: int) -> tuple[float, float]:
-        """The rate at the low end of the step's phase, and how far the rate is from there to the peak."""
+        """Return the rate at the low end of the step's phase, and the relative height from there to the peak."""
         top, last = self.warmup_steps - 1, self.total_steps - 1
         if step <= top:
             low, x = self.first or 0.0, 1 - step / top if top else 0.0
@@ -318,7 +319,7 @@ class LearningRate:
 
 
 def fall(shape: str, x: float) -> float:
-    """From 1 at ``x`` = 0 to 0 at 1, by a ``cosine``, a ``sqrt``, or in a straight line."""
+    """Decay from 1 at ``x`` = 0 to 0 at ``x`` = 1: as a ``cosine``, a ``sqrt``, or linearly."""
     match shape:
         case "cosine":
             return (1 + math.cos(math.pi * x)) / 2

@@ -13,7 +13,7 @@ from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
 from paceline.units import format_bytes
 
-# Of a device's memory, what a replica's state may take; the rest is for activations and what libraries keep.
+# Fraction of a device's memory that a replica's state may use; the rest is for activations and library overhead.
 _ROOM_FOR_STATE = 0.7
 _FP32_BYTES = 4
 _OF_MATRICES = tuple(name for name in (*RULES, *OF_LIBRARIES) if re.search("adafactor|muon|kron", name))
@@ -26,14 +26,14 @@ def choose_strategy(
     network: NetworkFacts | None = None,
     memory_bytes: int | None = None,
 ) -> tuple[str, dict[str, str]]:
-    """Choose the strategy, and say why by dotted key.
+    """Choose the strategy, with reasons by dotted key.
 
     Args:
-        recipe: What was asked.
+        recipe: The recipe.
         world_size: Processes.
-        parts: Micro-batches of a step over all processes, for each size that the batch has.
+        parts: Micro-batches of a step over all processes, for each batch size.
         network: Facts of the network; without them ``auto`` is ``ddp`` with several processes, and may become ``fsdp``.
-        memory_bytes: What each process's device has; None if it does not say.
+        memory_bytes: Memory of each process's device; None if unknown.
 
     Raises:
         RecipeError: If the requested one does not fit the processes or the rest of the recipe.
@@ -85,13 +85,13 @@ def _check_processes(asked: str, world_size: int) -> None:
 def weigh(
     recipe: Recipe, numbers: ParameterNumbers | None, world_size: int, memory_bytes: int | None
 ) -> tuple[str, str]:
-    """The strategy for ``auto``, and why: replicas if they leave room for activations.
+    """Return the strategy for ``auto``, with the reason: replicas if they leave room for activations.
 
     Args:
-        recipe: Says what is kept for each parameter.
-        numbers: The network's; None if they are not known yet.
+        recipe: The recipe, which determines the state per parameter.
+        numbers: Number of parameters; None if not known yet.
         world_size: Processes.
-        memory_bytes: What each process's device has; None if it does not say.
+        memory_bytes: Memory of each process's device; None if unknown.
     """
     if world_size == 1:
         return "single", "1 process"
@@ -108,10 +108,10 @@ def weigh(
 
 
 def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:
-    """Memory of one whole copy of what is kept between steps, and of its gradients: all fp32.
+    """Return the memory of one complete copy of the training state and its gradients, all in fp32.
 
-    The first three of the four uses of memory (weights, gradients, optimizer state), and the moving average; the
-    fourth, activations, depends on the batch (Rajbhandari et al. 2019, section 3.1).
+    These are the first three of the four uses of memory (weights, gradients, optimizer state), and the moving average;
+    the fourth, activations, depends on the batch (Rajbhandari et al. 2019, section 3.1).
     """
     averaged = 0 if recipe.train.ema is None else numbers.every
     kept = numbers.every + averaged + numbers.trained * (1 + moments(recipe.optimizer))
@@ -122,7 +122,7 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
     """Check that the recipe's other choices work with sharded weights.
 
     Raises:
-        RecipeError: Naming the first that does not.
+        RecipeError: Naming the first choice that does not.
     """
     model, optimizer, precision = recipe.model, recipe.optimizer, recipe.train.precision
     size = recipe.parallel.shard_size
@@ -156,12 +156,12 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
 
 
 def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> None:
-    """See whether a process ever holds the gradient of less than the whole batch.
+    """Check that some process holds the gradient of less than the whole batch, which the noise scale needs.
 
     Args:
-        recipe: Says whether that is asked for.
-        strategy: How processes work together.
-        fewest_parts: Micro-batches of a step over all processes, in the epochs that have the fewest.
+        recipe: The recipe, which says whether the noise scale is requested.
+        strategy: The parallel strategy.
+        fewest_parts: Smallest number of micro-batches per step, over all processes and epochs.
 
     Raises:
         RecipeError: With what to change, if none does.
@@ -185,7 +185,7 @@ def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> N
 
 
 def moments(optimizer: Optimizer) -> int:
-    """Return how many numbers an optimizer keeps for each parameter; of one that is not ours, an assumption."""
+    """Return how many numbers an optimizer keeps per parameter; assumed for an optimizer of another package."""
     if optimizer.moves_rest_by_sgd:
         return 1
     rule = optimizer.rule
@@ -193,16 +193,16 @@ def moments(optimizer: Optimizer) -> int:
 
 
 def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:
-    """Numbers that are kept for embedding tables of so many rows in all."""
+    """Return how many numbers are kept for embedding tables with this total number of rows."""
     kept = {"rowwise_adagrad": rows, "sparse_adam": 2 * rows * embedding}
     return kept.get(optimizer.tables, moments(optimizer) * rows * embedding)
 
 
 def gradients_held_by_exact(logical_ranks: int, world_size: int) -> int:
-    """How many gradients a process of an exact run holds at most."""
+    """Return the maximum number of gradients that a process of an exact run holds."""
     per_process = logical_ranks // world_size
     depth = math.ceil(math.log2(per_process))
-    # One at work, and the partial sums of a process's leaves; those that are no aligned power of two leave more.
+    # One being computed, and the partial sums of a process's leaves; more if those are not an aligned power of two.
     return 2 + (depth if per_process & (per_process - 1) == 0 else 2 * depth - 1)
 
 

@@ -1,6 +1,6 @@
 """Environment of a run: versions, machine, revision, command line.
 
-Environment variables are not recorded: they hold passwords and tokens.
+Environment variables are not recorded: they may contain passwords and tokens.
 """
 
 from __future__ import annotations

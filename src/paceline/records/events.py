@@ -1,9 +1,9 @@
 """Events of a run, and their keys in ``events.jsonl``.
 
-One frozen dataclass per event. :meth:`Event.to_json` gives the object that goes into the file, to trackers
-and to the display: ``event`` (the kind), ``step``, ``position``, ``time`` (Unix seconds), then the fields under
-their own names. The entries of the mappings ``metrics``, ``inputs``, ``timings`` and ``details`` stand beside the other
-keys, so that a task may bring numbers of its own.
+One frozen dataclass per event. :meth:`Event.to_json` gives the object that goes into the file, to trackers and to the
+display: ``event`` (the kind), ``step``, ``position``, ``time`` (Unix seconds), then the fields under their own names.
+The entries of the mappings ``metrics``, ``inputs``, ``timings`` and ``details`` are merged into the top level, so that
+a task may add its own values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FLATTENED = frozenset({"metrics", "timings", "details", "inputs"})
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has.
+    """Base of all events.
 
     Attributes:
         step: Optimizer steps done when it happened; 0 before the first.
@@ -72,7 +72,7 @@ class StartEvent(Event):
     """The processes of a run started training: once per launch, at step 0 or the step restored.
 
     Attributes:
-        details: ``opening_seconds``, how long before this the launch was.
+        details: ``opening_seconds``, the time since the launch.
     """
 
     kind: ClassVar[str] = "start"
@@ -113,18 +113,18 @@ class StepEvent(Event):
         lr: Learning rate of this step.
         grad_norm: L2 norm of this step's gradient before clipping; None if it was not computed.
         grad_scale: Loss scale of fp16 training; 1 without one.
-        timings: What the step clock gives: ``step_seconds`` per step, and of these ``data_wait_seconds``,
+        timings: Timings of the step clock: ``step_seconds`` per step, and of these ``data_wait_seconds``,
             ``h2d_seconds``, ``forward_seconds``, ``backward_seconds``, ``communication_seconds``,
-            ``optimizer_seconds``, ``ema_seconds``, ``logging_seconds`` and ``host_seconds`` (None where one cannot be
-            told from others); ``data_wait_fraction`` and ``throughput_samples_per_second``. On a device with streams
-            also ``launch_<phase>_seconds``, by the host's clock, and ``device_lag_seconds``; on one whose peak is known
-            ``mfu``; where samples have tokens ``throughput_tokens_per_second``, ``padding_fraction`` and
+            ``optimizer_seconds``, ``ema_seconds``, ``logging_seconds`` and ``host_seconds`` (None if one cannot be
+            separated from others); ``data_wait_fraction`` and ``throughput_samples_per_second``. On a device with
+            streams also ``launch_<phase>_seconds``, by the host's clock, and ``device_lag_seconds``; on one whose peak
+            is known ``mfu``; where samples have tokens ``throughput_tokens_per_second``, ``padding_fraction`` and
             ``token_imbalance``.
-        metrics: The task's own numbers, by name; where ``telemetry.noise_scale`` is on, ``noise_scale`` in samples with
+        metrics: The task's own values, by name; with ``telemetry.noise_scale``, ``noise_scale`` in samples with
             ``noise_scale_low`` and ``noise_scale_high``, and what it is the ratio of, ``gradient_variance`` and
-            ``gradient_square``: averages over the measured steps, the last 50 or so (None where they tell nothing).
+            ``gradient_square``: averages over about the last 50 measured steps (None if inconclusive).
         details: With several processes, ``slowest_rank``, ``slowest_phase`` and ``slowest_factor``, and
-            ``rank_seconds``: of each phase the least, the middle and the most over them.
+            ``rank_seconds``: minimum, median and maximum over them for each phase.
     """
 
     kind: ClassVar[str] = "step"
@@ -152,7 +152,7 @@ class EvaluationEvent(Event):
         seconds: Time the pass took.
         train_seconds: Time in training steps until then, over all launches; None if it was not measured.
         metrics: ``loss``, ``top1_accuracy``, ``top5_accuracy``, ... by name; accuracies in percent.
-        inputs: ``input_mean`` and ``input_std`` of the numbers that the network was given; none of tokens.
+        inputs: ``input_mean`` and ``input_std`` of the network's inputs; not for tokens.
     """
 
     kind: ClassVar[str] = "evaluation"
@@ -169,7 +169,7 @@ class EvaluationEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEvent(Event):
-    """A checkpoint is being saved. Written before it is committed, so that a whole one always has its event.
+    """A checkpoint is being saved. Written before it is committed, so that a complete one always has its event.
 
     Attributes:
         checkpoint: Name of the checkpoint's folder.
@@ -186,10 +186,10 @@ class ProfileEvent(Event):
     """Some steps were profiled.
 
     Attributes:
-        first_step: The first of them, from 1.
-        last_step: The last.
-        tool: With what: ``torch``, or ``nsys``, which keeps what it finds itself.
-        folder: Where it is, relative to the run directory; None with ``nsys``.
+        first_step: The first profiled step, from 1.
+        last_step: The last profiled step.
+        tool: The tool: ``torch``, or ``nsys``, which stores its own results.
+        folder: Folder of the profile, relative to the run directory; None with ``nsys``.
     """
 
     kind: ClassVar[str] = "profile"
@@ -202,14 +202,14 @@ class ProfileEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class IncidentEvent(Event):
-    """An incident that the run survived, or did not.
+    """An incident, whether or not the run survived it.
 
     Attributes:
-        incident: What kind, as an identifier: ``broken_sample``, ``damaged_checkpoint``, ``foreign_checkpoint``,
+        incident: Identifier of the kind: ``broken_sample``, ``damaged_checkpoint``, ``foreign_checkpoint``,
             ``missing_records``, ``damaged_output``, ``nonfinite_loss``, ``nonfinite_gradient``, ``nonfinite_weights``,
             ``nonfinite_metric``, ``diverged``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``,
-            ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``,
-            ``mirror_retries``, ``mirror_behind``.
+            ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``, ``mirror_retries``,
+            ``mirror_behind``.
         message: One sentence for a person.
     """
 
@@ -222,12 +222,12 @@ class IncidentEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementEvent(Event):
-    """Something was found out about the run's network before a launch's first step, and left no trace there.
+    """A measurement of the run's network before a launch's first step, which did not change the network.
 
     Attributes:
         what: ``compile``, ``deterministic``, ``flops`` or ``forecast``.
         message: One sentence for a person.
-        seconds: What the measurement took.
+        seconds: Duration of the measurement.
         metrics: The figures.
     """
 
@@ -251,10 +251,10 @@ class StopEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishEvent(Event):
-    """The processes of a run ended; the same facts at length are in ``summary.json``.
+    """The processes of a run ended; ``summary.json`` has the details.
 
     Attributes:
-        details: ``message``, where the first process failed: why.
+        details: ``message``, the error, if the first process failed.
     """
 
     kind: ClassVar[str] = "finish"
@@ -266,9 +266,10 @@ class FinishEvent(Event):
 
 
 def detach(path: Path) -> None:
-    """Give a file that has several names (``cp -al``, ``ln``) an inode of its own, so that the others keep theirs.
+    """Copy a file with several hard links (``cp -al``, ``ln``) to a new inode, so that the other links keep theirs.
 
-    Call it before a file is appended to or cut in place. A file with one name, or none, is left as it is.
+    Call it before a file is appended to or cut in place. A file with a single link, or a missing one, is left
+    unchanged.
 
     Raises:
         RunDirectoryError: If the disk fails; the file is then unchanged.
@@ -292,12 +293,12 @@ def detach(path: Path) -> None:
 
 
 class AppendFile:
-    """A file that is only appended to; what is written is buffered until :meth:`flush`.
+    """A file that is only appended to; writes are buffered until :meth:`flush`.
 
-    A file with several names is copied first (:func:`detach`).
+    A file with several hard links is copied first (:func:`detach`).
 
     Args:
-        path: The file, made if need be with its folder, whose parent is there.
+        path: The file, created with its folder if needed; the folder's parent must exist.
         buffering: Bytes of the buffer; -1 for the system's choice.
 
     Raises:
@@ -316,14 +317,14 @@ class AppendFile:
             raise cannot("open", path, error) from error
 
     def write(self, content: bytes) -> None:
-        """Add bytes to the end."""
+        """Append bytes."""
         try:
             self._file.write(content)
         except OSError as error:
             raise cannot("write", self._path, error) from error
 
     def flush(self, *, durable: bool = False) -> None:
-        """Hand everything to the operating system; with ``durable`` wait until the disk has it."""
+        """Pass all data to the operating system; with ``durable``, wait until it is on the disk."""
         try:
             self._file.flush()
             if durable:
@@ -338,7 +339,7 @@ class AppendFile:
         try:
             self.flush(durable=True)
         finally:
-            # Of the file only the descriptor is left to close: what could not be written would be tried once more.
+            # Only the file descriptor is left to close: closing the file would retry the failed write.
             with contextlib.suppress(OSError):
                 self._file.close()
 
@@ -354,8 +355,8 @@ class AppendFile:
 class EventWriter(AppendFile):
     """Appends events to a file, one JSON object per line.
 
-    Events are buffered: flushing at every log record lets readers follow the run, and a kill loses at most what
-    came after it. Call :func:`truncate_after` first when the file is there already.
+    Events are buffered: flushing at every log record lets readers follow the run, and a kill loses at most the events
+    after it. Call :func:`truncate_after` first if the file exists.
     """
 
     def append(self, event: Event | Mapping[str, Any]) -> None:
@@ -371,12 +372,12 @@ class EventWriter(AppendFile):
 
 
 def truncate_after(path: Path, position: int) -> int:
-    """Remove events later than ``position`` in the data, and a last line torn by a kill; return how many went.
+    """Remove events later than ``position`` in the data, and a last line torn by a kill; return how many were removed.
 
-    The file is replaced as a whole, or keeps its content. A file that does not exist stays so.
+    The file is replaced atomically, or keeps its content. A missing file is not created.
 
     Raises:
-        RunDirectoryError: If a line other than the last is no event.
+        RunDirectoryError: If a line other than the last is not an event.
     """
     refuse_odd_record(path)
     try:
@@ -393,7 +394,7 @@ def truncate_after(path: Path, position: int) -> int:
     if len(kept) < len(lines):
         write_text(path, b"".join(kept).decode("utf-8"))
     else:
-        detach(path)  # the run that continues holds it open before it appends
+        detach(path)  # the resumed run opens it before it appends
     return len(lines) - len(kept)
 
 
@@ -401,7 +402,7 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
     """Return a line's event, or None for a last line without its end, as a kill leaves it.
 
     Raises:
-        RunDirectoryError: If any other line is no event.
+        RunDirectoryError: If any other line is not an event.
     """
     torn = is_last and not line.endswith(b"\n")
     if torn:
@@ -411,7 +412,7 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
         if isinstance(event["step"], int) and isinstance(event["event"], str):
             return dict(event)
     except (ValueError, TypeError, KeyError):
-        pass  # told below, together with objects that lack the keys
+        pass  # reported below, together with objects that lack the keys
     raise RunDirectoryError(
         f"Line {number} of '{path}' is not an event: found {line[:60]!r}. The file is damaged; restore it from a "
         "copy, or start the run in another directory."

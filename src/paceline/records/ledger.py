@@ -1,7 +1,7 @@
 """The ledger: samples that each rank trained on, and how often each was used per epoch.
 
-Every rank appends to a file of its own, ``ledger/rank-00000.ids``. The file is a row of records; one record
-holds the samples of one micro-batch or one step, little-endian::
+Every rank appends to its own file, ``ledger/rank-00000.ids``. The file is a sequence of records; one record holds the
+samples of one micro-batch or one step, little-endian::
 
     magic "PLED" | bytes per id: u8 | 3 zero bytes | epoch: u32 | step: u64 | ids: u32 | broken ids: u32
     | the ids | the broken ids | CRC-32 of all before it: u32
@@ -93,12 +93,12 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
 
 
 def truncate_ledgers(directory: Path, step: int) -> int:
-    """Cut from every rank's file what came after ``step``, and torn ends; return how many samples are left.
+    """Cut records after ``step``, and torn ends, from every rank's file; return how many samples are left.
 
     Call it in one process, before any rank opens its file.
 
     Raises:
-        RunDirectoryError: If a file is damaged before its end, or the disk refuses.
+        RunDirectoryError: If a file is damaged before its end, or the disk fails.
     """
     samples = 0
     for path in ledger_files(directory):
@@ -123,7 +123,7 @@ def truncate_ledgers(directory: Path, step: int) -> int:
 def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:
     """Frame one record."""
     both = np.concatenate((ids, broken)) if broken.size else ids
-    # Read as unsigned, what is negative is larger than any sample's id.
+    # Compared as unsigned values, negative ids are larger than any sample's id.
     largest = int(both.view(np.uint64).max())
     if largest >= 1 << 63:
         raise ValueError(f"sample ids must not be negative, found {int(both.min())}")
@@ -164,7 +164,7 @@ def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, LedgerEntry]]:
 
 
 def _decode(data: mmap.mmap, offset: int) -> tuple[int, LedgerEntry] | None:
-    """Return the record at an offset with the offset of its end, or None if there is no whole one."""
+    """Return the record at an offset with the offset of its end, or None if there is no complete one."""
     body = offset + _HEADER.size
     if body > len(data):
         return None
@@ -180,7 +180,7 @@ def _decode(data: mmap.mmap, offset: int) -> tuple[int, LedgerEntry] | None:
 
 
 def _has_record_after(data: mmap.mmap, offset: int) -> bool:
-    """True if a whole record begins anywhere after an offset."""
+    """Whether a complete record begins anywhere after an offset."""
     at = data.find(_MAGIC, offset + 1)
     while at >= 0:
         if _decode(data, at) is not None:
@@ -189,7 +189,7 @@ def _has_record_after(data: mmap.mmap, offset: int) -> bool:
     return False
 
 
-# Ids gathered before they are counted: bincount's cost is the epoch's size, however few ids it is given.
+# Number of ids collected before they are counted: bincount's cost is the epoch's size, however few ids it gets.
 _CHUNK = 1 << 20
 
 
@@ -201,7 +201,7 @@ class EpochCount:
         epoch: The epoch, counted from 0.
         used: Uses of samples in gradients.
         broken: Samples that could not be read.
-        duplicates: Uses, or failed readings, of a sample beyond the first, or beyond its draws.
+        duplicates: Uses or failed reads of a sample beyond the first, or beyond its draws.
         missing: Samples, or draws, neither used nor found broken.
         is_over: Whether the epoch's every step was taken, so that ``missing`` will not become smaller.
     """
@@ -215,20 +215,20 @@ class EpochCount:
 
     @property
     def is_complete(self) -> bool:
-        """True if each sample, or draw, was accounted for exactly once."""
+        """Whether each sample, or draw, was accounted for exactly once."""
         return self.missing == 0 and self.duplicates == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSummary:
-    """All epochs of a run; in the totals an epoch that is not over misses nothing yet."""
+    """All epochs of a run; in the totals, an unfinished epoch counts no missing samples."""
 
     samples_per_epoch: int
     epochs: tuple[EpochCount, ...]
 
     @property
     def facts(self) -> LedgerFacts:
-        """The totals, as they stand in ``summary.json``."""
+        """Return the totals, as in ``summary.json``."""
         return LedgerFacts(
             epochs_complete=sum(one.is_complete for one in self.epochs),
             duplicates=sum(one.duplicates for one in self.epochs),
@@ -254,12 +254,12 @@ def count_epochs(
     Args:
         directory: The run's ``ledger`` folder.
         samples_per_epoch: Number of training samples; their ids are 0 to one less.
-        epochs_over: Epochs whose every step was taken, if known. Without it the last epoch found is taken to
-            go on if samples are missing from it.
-        uses: How often each sample belongs into an epoch, int64 [samples]; None: once.
+        epochs_over: Epochs whose every step was taken, if known. Without it, the last epoch found counts as unfinished
+            if samples are missing from it.
+        uses: How often each sample should appear in an epoch, int64 [samples]; None for once.
 
     Raises:
-        RunDirectoryError: If a file is damaged, or holds ids the training set does not have.
+        RunDirectoryError: If a file is damaged, or contains ids that the training set does not have.
     """
     readers = [_Reader(path) for path in ledger_files(directory)]
     epochs: list[EpochCount] = []
@@ -284,7 +284,7 @@ def count_epochs(
 
 
 class _Reader:
-    """One file, read an epoch at a time."""
+    """Reads one file, an epoch at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -304,7 +304,7 @@ class _Reader:
 
 
 def _count(readers: list[_Reader], epoch: int, samples: int) -> tuple[NDArray[np.int64], int]:
-    """Count uses and failed readings of each sample in one epoch; also return how many readings failed."""
+    """Count uses and failed reads of each sample in one epoch; also return how many reads failed."""
     counts = np.zeros(samples, dtype=np.int64)
     broken = 0
     for reader in readers:
@@ -322,7 +322,7 @@ def _count(readers: list[_Reader], epoch: int, samples: int) -> tuple[NDArray[np
 
 
 def _add(counts: NDArray[np.int64], chunk: list[NDArray[np.int64]], path: Path) -> None:
-    """Add one to the counter of every id in a chunk."""
+    """Increment the counter of every id in a chunk."""
     if not chunk:
         return
     ids = np.concatenate(chunk)
@@ -335,10 +335,10 @@ def _add(counts: NDArray[np.int64], chunk: list[NDArray[np.int64]], path: Path) 
 
 
 def write_lengths(path: Path, tokens: NDArray[np.int64]) -> None:
-    """Write a NumPy file, in the smallest numbers that hold the longest.
+    """Write sample lengths as a NumPy file, in the smallest integer dtype that fits.
 
     Raises:
-        RunDirectoryError: If the disk refuses.
+        RunDirectoryError: If the disk fails.
     """
     content = io.BytesIO()
     np.save(content, tokens.astype(np.min_scalar_type(int(tokens.max(initial=0)))), allow_pickle=False)
@@ -346,7 +346,7 @@ def write_lengths(path: Path, tokens: NDArray[np.int64]) -> None:
 
 
 def read_lengths(path: Path) -> NDArray[np.int64]:
-    """Read them back, int64 [samples].
+    """Read such a file, int64 [samples].
 
     Raises:
         RunDirectoryError: If the file is missing or damaged.

@@ -16,26 +16,26 @@ from paceline.plain_yaml import BoundedLoader
 from paceline.records.events import Status, parse_line
 from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record, write_json
 
-# Words in the names of what a clock decides.
+# Substrings in the names of values that depend on a clock.
 _CLOCK_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "slowest")
 
 
 def without_clock(event: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an event that must be equal in an interrupted and an uninterrupted run."""
+    """Return the part of an event that must be equal in an interrupted and an uninterrupted run."""
     return {key: value for key, value in event.items() if not any(word in key for word in _CLOCK_WORDS)}
 
 
 def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file in order, those of some kinds only if asked; a torn last line is left out.
+    """Yield the events of a file in order, optionally only of some kinds; a torn last line is left out.
 
     Raises:
-        RunDirectoryError: If the file cannot be read or a line is no event.
+        RunDirectoryError: If the file cannot be read or a line is not an event.
     """
     refuse_odd_record(path)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                # Only the last line of a file can lack its end.
+                # Only the last line of a file can lack its line ending.
                 event = parse_line(line, path, number, is_last=not line.endswith(b"\n"))
                 if event is not None and (kinds is None or event["event"] in kinds):
                     yield event
@@ -52,7 +52,7 @@ def read_summary(run: RunDirectory) -> Summary:
     return Summary.from_json(read_json(run.summary))
 
 
-# Keys of an evaluation that are no metric.
+# Keys of an evaluation that are not metrics.
 NO_METRICS = frozenset(
     {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}
     | {"input_mean", "input_std"}
@@ -68,7 +68,7 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
     return read_json(run.plan)
 
 
-# What a run's continuation, and its audit, are compared with.
+# Values that a run's continuation, and its audit, are compared with.
 _NEEDED = {
     "strategy": str,
     "data": dict,
@@ -80,12 +80,12 @@ _NEEDED = {
 
 
 def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
-    """Read ``plan.json`` where its main numbers are needed.
+    """Read ``plan.json`` and require its main numbers.
 
     Raises:
         RunDirectoryError: If it is missing, damaged, or lacks one of them.
     """
-    plan = {"batch_phases": [], **read_plan(run)}  # which runs of earlier versions lack
+    plan = {"batch_phases": [], **read_plan(run)}  # missing in runs of earlier versions
     for key, kind in _NEEDED.items():
         if not isinstance(plan.get(key), kind):
             raise RunDirectoryError(
@@ -96,7 +96,7 @@ def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
 
 
 def read_environment(run: RunDirectory) -> dict[str, Any]:
-    """Read ``environment.json``, or return nothing where there is none: no number depends on it.
+    """Read ``environment.json``, or return an empty mapping if there is none: no result depends on it.
 
     Raises:
         RunDirectoryError: If it is damaged.
@@ -108,13 +108,13 @@ def read_recipe(run: RunDirectory) -> dict[str, Any]:
     """Read ``recipe.yaml`` as plain values; ``paceline.recipe`` turns them into a recipe.
 
     Raises:
-        RunDirectoryError: If there is no run, or it is damaged.
+        RunDirectoryError: If there is not a run, or the file is damaged.
     """
     existing_run(run.root)
     try:
-        # The values of PyYAML's SafeLoader, with which earlier versions wrote it.
+        # The values of PyYAML's SafeLoader, which earlier versions wrote.
         document = yaml.load(_read_text(run.recipe), Loader=BoundedLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that there is none of
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
         raise RunDirectoryError(f"'{run.recipe}' is damaged: {' '.join(str(error).split())}") from error
     return _mapping(document, run.recipe)
 
@@ -123,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read one of the run directory's JSON files.
 
     Raises:
-        RunDirectoryError: If it is missing, damaged, or holds no object.
+        RunDirectoryError: If it is missing, damaged, or does not contain an object.
     """
     try:
         document = load_json(_read_text(path))
@@ -161,7 +161,7 @@ class LedgerFacts:
     Attributes:
         epochs_complete: Epochs in which every sample was used exactly once (or found to be unreadable).
         duplicates: Uses of a sample beyond the first within an epoch, over all epochs.
-        missing: Samples left out of an epoch that is over, over all epochs.
+        missing: Samples left out of finished epochs, over all epochs.
         broken: Times a sample could not be read.
     """
 
@@ -181,21 +181,21 @@ class Summary:
         epoch: Epoch of the last step, counted from 1; 0 before the first step.
         samples: Samples seen in training.
         world_size: Number of processes of the last launch.
-        weights_sha256: Digest of the model's weights; None if a run failed whose weights are spread over processes.
+        weights_sha256: Digest of the model's weights; None if a run with sharded weights failed.
         ema_sha256: Digest of the averaged weights; None without EMA.
-        metrics: The last evaluation's numbers by name; under ``best`` and ``last`` those evaluations in full.
+        metrics: The last evaluation's metrics by name, and the complete evaluations under ``best`` and ``last``.
         train_seconds: Time spent in steps over all launches, without evaluation, saving and starting up.
         total_seconds: Time the processes ran, over all launches.
         throughput_samples_per_second: Over all steps but each launch's warm-up; None if there were no others.
-        throughput_tokens_per_second: Likewise, padding left out; None too where samples have no tokens.
+        throughput_tokens_per_second: Likewise, without padding; also None if samples have no tokens.
         data_wait_fraction: Share of step time spent waiting for data, in [0, 1]; None likewise.
-        phase_fractions: Share of each phase of a step, likewise; those that cannot be told are left out.
-        mfu: Model FLOPs utilisation at that throughput, in [0, 1]; None where the device's peak or the FLOPs are not
+        phase_fractions: Share of each phase of a step, likewise; those that cannot be measured are left out.
+        mfu: Model FLOPs utilisation at that throughput, in [0, 1]; None if the device's peak or the FLOPs are not
             known.
-        peak_memory_bytes: Of the first rank: device memory allocated, or resident memory on a CPU; None where the
-            device does not say (Metal).
+        peak_memory_bytes: Peak memory of the first rank: allocated device memory, or resident memory on a CPU; None if
+            the device does not report it (Metal).
         parameters: Number of the model's trainable parameters.
-        ledger: What the ledger proves; None if it was not counted.
+        ledger: Result of the ledger; None if it was not counted.
         resumes: How often the run was resumed.
         details: Further facts.
     """
@@ -227,7 +227,7 @@ class Summary:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Summary:
-        """Read the object back; keys a later version may have added are ignored.
+        """Parse the object; keys a later version may have added are ignored.
 
         Raises:
             RunDirectoryError: If a key is missing.
@@ -247,11 +247,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class Identity:
-    """What ``run.json`` holds.
+    """Content of ``run.json``.
 
     Attributes:
         id: Random; also in the manifest of each of the run's checkpoints.
-        has_checkpoint: Whether a checkpoint was ever whole. From then on the run never starts again by itself.
+        has_checkpoint: Whether a checkpoint was ever complete. From then on the run never starts over by itself.
     """
 
     id: str
@@ -264,7 +264,7 @@ class Identity:
 
 
 def read_identity(directory: RunDirectory) -> Identity | None:
-    """Return a run's identity; None where ``run.json`` is missing, as in runs of earlier versions, or damaged.
+    """Return a run's identity; None if ``run.json`` is damaged, or missing as in runs of earlier versions.
 
     Raises:
         RunDirectoryError: If it cannot be read.
@@ -281,7 +281,7 @@ def read_identity(directory: RunDirectory) -> Identity | None:
 
 
 def write_identity(directory: RunDirectory, identity: Identity) -> None:
-    """Write ``run.json`` durably, unless it says the same already.
+    """Write ``run.json`` durably, unless its content is unchanged.
 
     Raises:
         RunDirectoryError: If the disk fails.
@@ -291,10 +291,10 @@ def write_identity(directory: RunDirectory, identity: Identity) -> None:
 
 
 def had_checkpoint(directory: RunDirectory) -> bool:
-    """Whether a checkpoint of the run was ever whole.
+    """Whether a checkpoint of the run was ever complete.
 
-    Without ``run.json`` the events tell. An event of a single checkpoint does not count: it is written before the
-    checkpoint is.
+    Without ``run.json`` this follows from the events. An event of a single checkpoint does not count, because it is
+    written before the checkpoint.
 
     Raises:
         RunDirectoryError: If the events have to be read and are damaged.
@@ -305,7 +305,7 @@ def had_checkpoint(directory: RunDirectory) -> bool:
     if not directory.events.exists():
         return False
     events = list(read_events(directory.events, kinds={"checkpoint", "resume", "finish"}))
-    # Each save waits for the one before, and a run that does not fail ends after its last one.
+    # Each save waits for the previous one, and a run that does not fail ends after its last save.
     return sum(event["event"] == "checkpoint" for event in events) > 1 or any(
         event["event"] == "resume" or event.get("status") in ("completed", "stopped") for event in events
     )
@@ -320,6 +320,6 @@ def forget_evaluations_after(directory: RunDirectory, position: int) -> None:
             told = read_json(path)
             is_later = int(told["position"]) > position
         except (RunDirectoryError, KeyError, TypeError, ValueError):
-            is_later = True  # half a file of another disk: nobody could read it
+            is_later = True  # a partial file of another disk: nobody could read it
         if is_later:
             path.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ _ADVICE = {
 
 
 class _Place:
-    """The path of a file or folder of a run directory, relative to its root."""
+    """Return the path of a file or folder of a run directory, relative to its root."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -52,23 +52,23 @@ class RunDirectory:
 
     Attributes:
         root: The directory.
-        open_parts: Descriptors of what :meth:`check_in_place` watches.
-        identity: The run's identity; written again at its first whole checkpoint.
-        recipe: The resolved recipe: what was asked.
+        open_parts: Descriptors of the files that :meth:`check_in_place` watches.
+        identity: The run's identity; written again at its first complete checkpoint.
+        recipe: The resolved recipe.
         plan: Every derived number.
         environment: Versions, hardware, revision and command line.
-        events: What happened, one JSON object per line.
+        events: Events, one JSON object per line.
         summary: The outcome, written at every stop.
         checkpoints: The folder of checkpoints.
         ledger: The folder of ledger files, one per rank.
-        sample_lengths: How long each training sample is, where steps are balanced by that.
-        sample_classes: The class of each training sample, where samples are drawn by that.
+        sample_lengths: Length of each training sample, if steps are balanced by length.
+        sample_classes: Class of each training sample, if samples are drawn by class.
         confusion: The confusion matrix of the last evaluation.
         examples: Some samples of the last evaluation, with their predictions.
         details: Details of the last evaluation, if samples do not have one label each.
         first_batch: Samples of the first training batch as the network saw them.
         tensorboard: The folder of TensorBoard files.
-        report: The page to look at.
+        report: The HTML report.
         mlperf_log: The log in MLPerf's format.
     """
 
@@ -103,14 +103,14 @@ class RunDirectory:
         return self.root / tracker / "paceline.json"
 
     def profile(self, step: int) -> Path:
-        """The folder of what was profiled from there on, where so many steps were done."""
+        """Return the folder of a profile that starts after this many steps."""
         return self.root / "profile" / f"step-{step:08d}"
 
     def create(self) -> None:
         """Create the directory if needed, and check that it is writable.
 
         Raises:
-            RunDirectoryError: If it cannot be made, or nothing can be written in it.
+            RunDirectoryError: If it cannot be created or written to.
         """
         probe = self.root / f".writable-{os.getpid()}"
         try:
@@ -121,12 +121,12 @@ class RunDirectory:
             raise cannot("use", self.root, error, what="run directory") from error
 
     def exists(self) -> bool:
-        """True if a run has been started here."""
+        """Whether a run has been started here."""
         return self.recipe.is_file()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[RunDirectory]:
-        """Hold open what a run cannot lose while it trains, for :meth:`check_in_place`.
+        """Hold open the files that a run must not lose while it trains, for :meth:`check_in_place`.
 
         An open descriptor keeps the inode's number from being reused, or changed by a network file system.
 
@@ -149,7 +149,7 @@ class RunDirectory:
         """Check that the paths held open still lead to the same files.
 
         Args:
-            before_saving: Whether a disk that does not answer is an error too. A step's record goes on without it.
+            before_saving: Whether an unresponsive disk is an error too. Step records continue without it.
 
         Raises:
             RunDirectoryError: If one was moved, removed, replaced or unmounted.
@@ -174,18 +174,18 @@ def refuse_odd_record(path: Path) -> None:
     """Refuse a record that is a named pipe, a socket or a device: opening it could block forever.
 
     Raises:
-        RunDirectoryError: Naming it and what it is.
+        RunDirectoryError: Naming the record and its kind.
     """
     kind = odd_kind(path)
-    if kind and kind != "a folder":  # which opening refuses
+    if kind and kind != "a folder":  # opening it reports the error
         raise RunDirectoryError(f"'{path}' is {kind}, not a file: remove it, or restore the file from a copy.")
 
 
 def existing_run(path: Path) -> RunDirectory:
-    """The run directory of that name.
+    """Return the run directory of that name.
 
     Raises:
-        RunDirectoryError: If there is none, it holds no run, or it may not be looked into.
+        RunDirectoryError: If it does not exist, does not contain a run, or cannot be accessed.
     """
     directory = RunDirectory(path)
     try:
@@ -198,10 +198,10 @@ def existing_run(path: Path) -> RunDirectory:
 
 
 def why_no_run(path: Path, give: str = "the directory of a started run, its --run-dir") -> str:
-    """Say of a path that no run is there, and why.
+    """Return the error for a path without a run, with the reason.
 
     Args:
-        path: It holds no run.
+        path: The path without a run.
         give: What to give instead.
     """
     if kind := odd_kind(RunDirectory(path).recipe):
@@ -214,17 +214,17 @@ def why_no_run(path: Path, give: str = "the directory of a started run, its --ru
 
 
 def default_run_directory(recipe_name: str, *, parent: Path = Path("runs")) -> Path:
-    """Make and return a new directory ``runs/<recipe>-<date>-<time>``.
+    """Create and return a new directory ``runs/<recipe>-<date>-<time>``.
 
-    The directory is made here because only making it proves that no other run, started in the same second by
-    the same job array, has taken the same name.
+    The directory is created here because only that proves that no other run, started in the same second by the same job
+    array, has taken the same name.
 
     Args:
-        recipe_name: A shipped recipe's name or a path, of which the file's name is used.
-        parent: Where runs are kept.
+        recipe_name: A shipped recipe's name or a path, of which the file name is used.
+        parent: The folder of runs.
 
     Raises:
-        RunDirectoryError: If the directory cannot be made.
+        RunDirectoryError: If the directory cannot be created.
     """
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe_name).stem).strip("-.") or "run"
     base = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -252,14 +252,14 @@ def cannot(verb: str, path: Path, error: OSError, *, what: str = "file") -> RunD
 
 
 def make_folder(folder: Path, *names: str) -> None:
-    """Make the folder that a command's ``--output`` names, and check the files that will be written there.
+    """Create the folder that a command's ``--output`` names, and check the files that will be written there.
 
     Args:
         folder: The folder.
         names: Names of the files.
 
     Raises:
-        RunDirectoryError: If it cannot be made, or one of the names is there and is not a regular file.
+        RunDirectoryError: If it cannot be created, or one of the names exists and is not a regular file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def make_folder(folder: Path, *names: str) -> None:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file so that a reader, or the next process, finds the old or the new text, never a partial one.
+    """Write a JSON file atomically: a reader, or the next process, finds either the old or the new text.
 
     Raises:
         RunDirectoryError: If the disk fails; the old file is then still there.
@@ -303,7 +303,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make new, renamed and removed names in a directory survive a power cut."""
+    """Make created, renamed and removed names in a directory durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -312,18 +312,18 @@ def sync_directory(path: Path) -> None:
 
 
 def encode_json(document: Any, *, indent: int | None = None) -> str:
-    """Encode as strict JSON that has a UTF-8 form: numbers that are not finite become ``null``, paths strings."""
+    """Encode as strict JSON in valid UTF-8: non-finite numbers become ``null``, and paths strings."""
     try:
         text = json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=_plain)
     except ValueError:
-        # Only a document with a number that is not finite comes here; walking every document would cost more.
+        # Only a document with a non-finite number gets here; walking every document would cost more.
         text = json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
-    # The name of a file may have no UTF-8 form. Its escape stands for the same in JSON.
+    # A file name may not be valid UTF-8. Its escape means the same in JSON.
     return utf8(text)
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON counterpart of a value ``json`` does not know."""
+    """Return the JSON counterpart of a value that ``json`` does not support."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -336,7 +336,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """Copy a document with None for every number that is not finite."""
+    """Copy a document with None for every non-finite number."""
     match value:
         case None | bool() | str() | int():
             return value
