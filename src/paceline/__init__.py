@@ -1,7 +1,7 @@
 """Paceline trains neural networks at the pace of the hardware, from one recipe.
 
-The public names are loaded when they are first used, so that importing the package, as the command line does,
-costs no import of torch.
+The public names are loaded on first use, so that importing the package, as the command line does, does not import
+torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
 
     with loading():
         found = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = found  # the next time nobody asks here
+    globals()[name] = found  # later accesses no longer call this function
     return found
 
 

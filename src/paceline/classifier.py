@@ -1,18 +1,18 @@
-"""Find the classifier of a network: the last layers, newly initialised for other classes."""
+"""Find the classifier of a network: the last layers, which are newly initialised for other classes."""
 
 from __future__ import annotations
 
 from torch import nn
 
-# The known places of torchvision's detectors, of which no single layer is the last.
+# Known classifiers of torchvision's detectors, which do not have a single last layer.
 _OF_DETECTORS = ("roi_heads.box_predictor", "roi_heads.mask_predictor", "head.classification_head.cls_logits")
 
 
 def classifier_layers(network: nn.Module) -> list[str]:
-    """Return the names of the modules that are the classifier, in the network's order; empty if there is none.
+    """Return the names of the classifier's modules, in the network's order; empty if there is none.
 
-    It is the network's own answer (``get_classifier``, as in timm), what Transformers adds to its base model, a
-    detector's predictors, or else the last linear layer, as in torchvision's networks.
+    The classifier is given by the network's ``get_classifier``, as in timm; the layers that Transformers adds to its
+    base model; a detector's predictors; or else the last linear layer, as in torchvision's networks.
     """
     said: object = getattr(network, "get_classifier", lambda: None)()
     heads = said if isinstance(said, tuple | list) else (said,)
@@ -27,7 +27,7 @@ def classifier_layers(network: nn.Module) -> list[str]:
 
 
 def _beside_base(network: nn.Module, linear: list[str]) -> list[str]:
-    """The linear layers of a network of Transformers that are not in its base model, wherever it is in another one."""
+    """Return the linear layers of a Transformers network outside of its base model, wherever it is nested."""
     for name, module in network.named_modules():
         base = getattr(module, "base_model_prefix", "")
         if isinstance(base, str) and base and isinstance(getattr(module, base, None), nn.Module):

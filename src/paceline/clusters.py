@@ -1,4 +1,4 @@
-"""GPU clusters that people train on: GPUs of a node, and the bandwidth and latency of their links.
+"""Common GPU clusters: GPUs per node, and the bandwidth and latency of their links.
 
 The known ones are in ``clusters.yaml``; a user's file describes one with the same keys.
 """
@@ -33,14 +33,14 @@ class Cluster:
 
     Attributes:
         name: Its name on the command line: ``dgx-a100``. title: Its full name.
-        device: Its accelerator's name in :mod:`paceline.devices`; None if any may be in it.
-        devices_per_node: Accelerators of a machine.
-        within: Between the accelerators of a machine, for each of them.
-        network: Between machines, for a whole machine: all its cards together.
-        cores_per_device: Physical processor cores for each accelerator; None if unknown.
+        device: Its accelerator's name in :mod:`paceline.devices`; None for any.
+        devices_per_node: Accelerators per machine.
+        within: Link between the accelerators of a machine, per accelerator.
+        network: Link between machines, per machine: all its network cards together.
+        cores_per_device: Physical CPU cores per accelerator; None if unknown.
         price_per_device_hour: A public price in US dollars; None if there is none.
         most_devices: Maximum number available; None if unknown.
-        shares_cores: The processes compute on the node's cores themselves: there is no accelerator.
+        shares_cores: Whether the processes compute on the node's CPU cores, without accelerators.
         source: Source of the figures.
     """
 
@@ -71,7 +71,7 @@ class _LinkTable(_Table):
 
 
 class _ClusterTable(_Table):
-    """A cluster as a file describes it."""
+    """Schema of a file that describes a cluster."""
 
     gpus_per_node: int = Field(gt=0)
     within: _LinkTable
@@ -94,7 +94,7 @@ def _described(name: str, found: Any, path: Path) -> Cluster:
     """Read a file's description of a cluster.
 
     Raises:
-        RecipeError: Naming the key that is missing, unknown or not as it must be.
+        RecipeError: Naming the missing, unknown or invalid key.
     """
     if not isinstance(found, dict):
         raise RecipeError(f"{path}: found {found!r}, but a cluster is keys and values: {EXAMPLE}.")
@@ -146,10 +146,10 @@ CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster of this name, or that a YAML file of this path describes.
+    """Return the cluster of this name, or described by the YAML file at this path.
 
     Raises:
-        RecipeError: If there is neither, or the file is malformed.
+        RecipeError: If neither exists, or the file is malformed.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):

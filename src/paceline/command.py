@@ -1,4 +1,4 @@
-"""Commands as dataclasses: the fields are the options; :mod:`paceline.cli.derive` makes click commands of them.
+"""Commands as dataclasses: the fields are the options; :mod:`paceline.cli.derive` turns them into click commands.
 
 A command is declared once::
 
@@ -13,13 +13,13 @@ A command is declared once::
 
 ``runs`` names the function that is called with the dataclass and a :data:`Log`, and returns a
 :class:`~paceline.pages.shown.Result`. It is imported only when the command is called. Without ``runs``, the dataclass
-has such a method ``run(log)`` itself; or a method ``stream(as_json=...)``, which prints what it has to say as it comes
-and returns the exit code.
+itself has such a method ``run(log)``, or a method ``stream(as_json=...)`` that prints results as they arrive and
+returns the exit code.
 
 A field without a default is an argument, any other an option. The annotation gives its type: ``bool`` is a flag,
-``Literal`` a choice, ``tuple[T, ...]`` a list with commas, ``Path`` a path of this machine. Strings in ``Annotated``
-are the help; ``Ge``, ``Gt``, ``Le`` and ``Lt`` are the range; :class:`Shape` says what the type cannot. Options that do
-not go together are refused in ``__post_init__``, before anything is written or started.
+``Literal`` a choice, ``tuple[T, ...]`` a comma-separated list, ``Path`` a local path. Strings in ``Annotated`` are the
+help; ``Ge``, ``Gt``, ``Le`` and ``Lt`` are the range; :class:`Shape` adds what the type cannot express. Incompatible
+options are refused in ``__post_init__``, before anything is written or started.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Shape:
     Attributes:
         metavar: Placeholder in the help.
         name: Long option, if it is not the field's name.
-        hidden: Left out of the help.
-        required: An option although it has no default.
-        repeatable: A list whose option is given once for each entry, not with commas.
+        hidden: Whether to leave it out of the help.
+        required: An option, although it has no default.
+        repeatable: A list whose option is repeated for each entry, instead of comma-separated.
         parse: Reads the text; a ``ValueError`` becomes the usage error.
-        path: Meaning of a string or path: ``local``, on this machine, where ``~`` is the home directory;
-            ``file`` or ``folder``, if it exists; ``weights``, which may be an address that they are copied from.
-        argument: An argument although it is a list or has a default; a list takes all words that are left.
+        path: Meaning of a string or path: ``local``, on this machine, where ``~`` is the home directory; ``file`` or
+            ``folder``, if it exists; ``weights``, which may be an address to download from.
+        argument: An argument, although it is a list or has a default; a list takes all remaining words.
         recipe: Whether it names a recipe to read; the command then has the option ``--trust-code`` too.
         only: The field of the option or argument that this one belongs to: without it, it is refused as having no
             effect.
@@ -68,7 +68,7 @@ class Shape:
     without: tuple[str, ...] = ()
 
 
-# Fields that many commands have.
+# Fields that many commands share.
 RecipeName = Annotated[str, Shape(metavar="RECIPE", recipe=True)]
 RecipeOrRun = Annotated[str, Shape(metavar="RECIPE|RUN", recipe=True)]
 Overrides = Annotated[tuple[str, ...], Shape(metavar="[KEY=VALUE]...", argument=True)]
@@ -101,12 +101,12 @@ Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as
 def command(
     name: str, *, runs: str | None = None, files: tuple[str, ...] = (), commands: tuple[type[Any], ...] = ()
 ) -> Callable[[_T], _T]:
-    """Declare a dataclass as the command of that name.
+    """Declare a dataclass as a command.
 
     Args:
-        name: What follows ``paceline``.
-        runs: The function that carries it out, as ``module:function``; the dataclass's method ``run`` if None.
-        files: What it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
+        name: The words after ``paceline``.
+        runs: The function that implements it, as ``module:function``; None for the dataclass's method ``run``.
+        files: Files it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
             ``write(folder)``.
         commands: Subcommands of a group; the class then has only the docstring.
     """

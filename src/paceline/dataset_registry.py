@@ -1,8 +1,8 @@
-"""Registry of data sets of images: find one by its name, among our own and those of installed packages.
+"""Registry of image data sets, both built in and from installed packages, by name.
 
-A data set is one function under :func:`dataset`, in its own file. Our files lie in ``paceline/data/image/sets``;
-another package names its function in the entry points ``paceline.datasets``. A recipe's keys are checked against what a
-data set says that it uses, so the files must import neither torch nor what imports it.
+A data set is one function decorated with :func:`dataset`, in its own file. Built-in ones are in
+``paceline/data/image/sets``; another package names its function in the entry points ``paceline.datasets``. A recipe's
+keys are checked against those that a data set declares, so these files must not import torch, directly or indirectly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AnyOpener = TypeVar("AnyOpener", bound=Opener)
 
 
 class Size(NamedTuple):
-    """How large a data set usually is, to estimate a run without its files."""
+    """Typical size of a data set, used to estimate a run without its files."""
 
     name: str
     samples: int
@@ -41,9 +41,9 @@ class DatasetEntry:
 
     Attributes:
         name: Its name; ``library:NAME`` stands for all names that begin with ``library:``.
-        open: Opens it.
+        open: Function that opens it.
         keys: Keys of a recipe's ``data`` section that have an effect on it and not on every data set.
-        size: How large it usually is; None if there is no telling.
+        size: Its typical size; None if unknown.
     """
 
     name: str
@@ -56,7 +56,7 @@ _entries: dict[str, DatasetEntry] = {}
 
 
 def dataset(name: str, *, keys: Sequence[str] = (), size: Size | None = None) -> Callable[[AnyOpener], AnyOpener]:
-    """Register the function below under a name."""
+    """Register the decorated function under a name."""
 
     def register(opener: AnyOpener) -> AnyOpener:
         _entries[name] = DatasetEntry(name=name, open=opener, keys=frozenset(keys), size=size)
@@ -66,18 +66,18 @@ def dataset(name: str, *, keys: Sequence[str] = (), size: Size | None = None) ->
 
 
 def dataset_names() -> tuple[str, ...]:
-    """Names of all data sets: our own first, then those of other packages, which are not imported for this."""
+    """Return the names of all data sets: built-in ones first, then those of other packages, without imports."""
     _load_ours()
     return tuple(dict.fromkeys((*sorted(_entries), *installed("datasets"))))
 
 
 def find_dataset(name: str) -> DatasetEntry | None:
-    """The data set of that name, or None; imports the package that offers it."""
+    """Return the data set of that name, or None; imports the package that provides it."""
     _load_ours()
     family = name.partition(":")[0] + _FAMILY
     if name not in _entries and family not in _entries and name in installed("datasets"):
         found = load_reference(installed("datasets")[name], DataError, installed=True)
-        if name not in _entries:  # it stands for itself, without a decorator
+        if name not in _entries:  # an undecorated function
             dataset(name, keys=("path", "options"))(found)
     return _entries.get(name) or _entries.get(family)
 
@@ -89,10 +89,10 @@ def _load_ours() -> None:
 
 
 class DatasetsUsing(Collection[str]):
-    """Names of the data sets that a key has an effect on; looked up when first needed."""
+    """Names of the data sets that a key applies to; looked up on first use."""
 
     def __init__(self, key: str, *others: str) -> None:
-        """Take the key, and names of data sets that are not in the registry."""
+        """Store the key, and names of data sets that are not in the registry."""
         self._key = key
         self._others = others
 

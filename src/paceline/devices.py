@@ -1,4 +1,4 @@
-"""Accelerators: peak rates, memory and bandwidth, as ``devices.yaml`` lists them from their makers' documents."""
+"""Accelerators: peak rates, memory and bandwidth, from the vendors' documents, as listed in ``devices.yaml``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: Its name on the command line: ``a100-80gb``. title: Its maker's name for it.
-        memory_bytes: Memory that a program finds on it.
+        name: Its name on the command line: ``a100-80gb``. title: The vendor's name.
+        memory_bytes: Memory available to programs.
         bytes_per_second: Peak rate of that memory.
         flops_per_second: Dense peaks by the precision of the products' inputs: ``fp32`` (no matrix units), ``tf32``,
-            ``fp16``, ``bf16``, ``fp8``; sums are kept in 32 bits.
+            ``fp16``, ``bf16``, ``fp8``; accumulation is in 32 bits.
         multiprocessors: Streaming multiprocessors (NVIDIA) or compute units (AMD).
-        reported_as: Regular expression of the whole name that its driver reports.
+        reported_as: Regular expression that matches the complete name reported by its driver.
         source: Source of the figures.
     """
 
@@ -41,7 +41,7 @@ class Device:
     source: str
 
     def peak(self, precision: str) -> float | None:
-        """Dense peak for products of this precision, in FLOP/s; None if it has no units for it."""
+        """Return the dense peak for products of this precision, in FLOP/s; None if the device does not support it."""
         return self.flops_per_second.get(precision)
 
 
@@ -67,10 +67,10 @@ _ALSO = MappingProxyType({"v100": "v100-16gb", "a100": "a100-80gb", "h100-sxm": 
 
 
 def find_device(name: str) -> Device:
-    """The device of this name; short names such as ``a100`` mean the most common variant.
+    """Return the device of this name; short names such as ``a100`` mean the most common variant.
 
     Raises:
-        RecipeError: If there is none.
+        RecipeError: If there is no such device.
     """
     key = name.lower().replace("_", "-").replace(" ", "-")
     found = DEVICES.get(_ALSO.get(key, key))
@@ -82,5 +82,5 @@ def find_device(name: str) -> Device:
 
 
 def recognise(reported: str) -> Device | None:
-    """The device whose driver reports this name (``torch.cuda.get_device_name``); None if it is none of these."""
+    """Return the device whose driver reports this name (``torch.cuda.get_device_name``); None if unknown."""
     return next((each for each in DEVICES.values() if re.fullmatch(each.reported_as, reported.strip())), None)

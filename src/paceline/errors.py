@@ -1,8 +1,7 @@
 """The errors that a user can cause, and their exit codes.
 
-Every error a user can cause is a :class:`PacelineError`: its message names the value found, the rule it
-breaks and the change to make. The command line prints the message alone, without a traceback, and exits
-with ``exit_code``.
+Every error a user can cause is a :class:`PacelineError`: its message names the value found, the rule it breaks and the
+change to make. The command line prints only the message, without a traceback, and exits with ``exit_code``.
 """
 
 from __future__ import annotations
@@ -75,31 +74,31 @@ class NotFiniteError(PacelineError):
 
 
 class OneProcessError(TrainingError):
-    """It failed on one process; the others notice only that it is missing."""
+    """The run failed on one process; the others only notice that it is missing."""
 
 
 class LostWorkerError(OneProcessError):
-    """A loader process has died; what this process was doing meanwhile is unrelated."""
+    """A loader process has died; the code running in this process is unrelated."""
 
 
 class OtherProcessError(TrainingError):
-    """It failed on another process, whose error has the details."""
+    """The run failed on another process, whose error has the details."""
 
 
-_SIMILAR, _NEARLY_AS_NEAR = 0.6, 0.15  # of a likeness from 0 to 1
+_SIMILAR, _NEARLY_AS_NEAR = 0.6, 0.15  # similarity from 0 to 1
 
 
 def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: Callable[[str], str] = str) -> str:
-    """Return a sentence with the nearest option names, led by a space, or an empty string.
+    """Return a sentence with the nearest option names, preceded by a space, or an empty string.
 
     Args:
         value: The given name. options: The possible names. count: Maximum number of names.
-        shown: How a name is written in the sentence, where that is not how names are compared.
+        shown: How a name is written in the sentence, if that differs from how names are compared.
     """
     close = difflib.get_close_matches(value, list(options), n=count, cutoff=_SIMILAR)
     if not close:
         return ""
-    least = _likeness(close[0], value) - _NEARLY_AS_NEAR  # one letter off is not to be told beside a mere resemblance
+    least = _likeness(close[0], value) - _NEARLY_AS_NEAR  # drops weak matches next to a close one
     close = [name for name in close if _likeness(name, value) >= least]
     return f" Did you mean {' or '.join(repr(shown(name)) for name in close)}?"
 

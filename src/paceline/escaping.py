@@ -1,4 +1,4 @@
-"""Names of files, classes and runs in what people open: a terminal or a spreadsheet never interprets them."""
+"""Escape names of files, classes and runs, so that a terminal or a spreadsheet never interprets them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import html
 import re
 from typing import Any
 
-# Controls (but for tab and newline), invisible and direction-changing marks, line separators, and what no encoding
-# has. The joiners U+200C and U+200D stay: scripts and emoji need them.
+# Controls (except tab and newline), invisible and direction-changing marks, line separators, and code points that
+# cannot be encoded. The joiners U+200C and U+200D are kept: scripts and emoji need them.
 _NOT_SHOWN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
@@ -15,22 +15,22 @@ _NOT_SHOWN = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return a text with escapes (``\\x1b``) for what would move the cursor, hide or reorder text, or set a title."""
+    """Escape (``\\x1b``) characters that move the cursor, hide or reorder text, or set a title."""
     return _NOT_SHOWN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def one_line(text: str) -> str:
-    """Like :func:`printable`, and newlines and tabs are escaped too: a name cannot look like several lines."""
+    """Like :func:`printable`, but also escape newlines and tabs, so that a name cannot look like several lines."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def html_text(text: str, *, quote: bool = True) -> str:
-    """Like :func:`printable`, for a page: what means something in HTML is escaped too, quotation marks if asked."""
+    """Like :func:`printable`, for an HTML page: also escape HTML, and quotation marks if requested."""
     return html.escape(printable(text), quote=quote)
 
 
 def utf8(name: str) -> str:
-    """Return a file's name for JSON, CSV or Parquet: only bytes that are not UTF-8 are escaped, as all else is data."""
+    """Return a file name for JSON, CSV or Parquet: only bytes that are not UTF-8 are escaped, as all else is data."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -39,12 +39,12 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
 
 
 def csv_cell(value: Any) -> Any:
-    """Return a value for a CSV file: a text that a spreadsheet would take as a formula begins with an apostrophe."""
+    """Return a value for a CSV file: text that a spreadsheet would read as a formula gets an apostrophe prefix."""
     if isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value):
         return f"'{value}"
     return value
 
 
 def text_of_cell(cell: str) -> str:
-    """Return the text that :func:`csv_cell` was given."""
+    """Return the original text of a :func:`csv_cell`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell

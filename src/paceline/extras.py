@@ -1,7 +1,7 @@
 """Optional libraries: what each is for, whether it is installed, and how to install it.
 
-What is optional is named in ``pyproject.toml``, one extra for each purpose; this table says in words what each brings.
-Tests compare the two.
+``pyproject.toml`` declares them, one extra for each purpose; this table describes in words what each adds. Tests
+compare the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Library:
 
     Attributes:
         distribution: Its package name. module: Its import name. at_least: Minimum version; empty for any.
-        instead: Another distribution of the same; empty if there is none.
+        instead: Another distribution of the same module; empty if there is none.
     """
 
     distribution: str
@@ -29,17 +29,17 @@ class Library:
 
     @property
     def version(self) -> str | None:
-        """The version installed here; None if none is, or it cannot be imported. Nothing is imported to find out."""
+        """Return the installed version; None if it is missing or cannot be imported. This does not import it."""
         try:
             if find_spec(self.module) is None:
                 return None
-        except (ImportError, ValueError):  # its parent is missing; or it is barred, as tests do
+        except (ImportError, ValueError):  # its parent package is missing, or it is blocked, as in tests
             return None
         return _version(self.distribution) or _version(self.instead)
 
     @property
     def why_not(self) -> str:
-        """Why it cannot be used; empty if it can."""
+        """Return why it cannot be used; empty if it can."""
         version = self.version
         if version is None:
             return f"{self.distribution} is not installed"
@@ -50,13 +50,13 @@ class Library:
 
 @dataclass(frozen=True)
 class Extra:
-    """What ``pip install 'paceline[NAME]'`` adds.
+    """An extra: the libraries that ``pip install 'paceline[NAME]'`` adds.
 
     Attributes:
         name: As in ``pyproject.toml``.
-        brings: What can be done with it that cannot be done without.
-        libraries: What it installs.
-        only_on: The system it is for, as ``sys.platform`` has it; empty for any.
+        brings: The features that require it.
+        libraries: The libraries it installs.
+        only_on: The only supported system, as in ``sys.platform``; empty for any.
     """
 
     name: str
@@ -71,24 +71,24 @@ class Extra:
 
     @property
     def why_not(self) -> str:
-        """Why it cannot be used here; empty if it can."""
+        """Return why it cannot be used here; empty if it can."""
         if self.only_on and not sys.platform.startswith(self.only_on):
             return f"it is for {self.only_on} only, and this is {sys.platform}"
         return ", ".join(why for library in self.libraries if (why := library.why_not))
 
 
 def _libraries(*distributions: str) -> tuple[Library, ...]:
-    """Libraries that are imported by the name they are installed under, some with the first version that will do."""
+    """Return libraries whose import name is their distribution name, some with a minimum version."""
     parts = [each.partition(">=") for each in distributions]
     return tuple(Library(name, name.replace("-", "_"), least) for name, _, least in parts)
 
 
 _DALI = Library("nvidia-dali-cuda130", "nvidia.dali", "2", instead="nvidia-dali-cuda120")
-# The other two keep its runs in a database.
+# The other two store its runs in a database.
 _MLFLOW = (*_libraries("alembic"), Library("mlflow-skinny", "mlflow"), *_libraries("sqlalchemy"))
 _WANDB = _libraries("wandb>=0.31")
 
-# In the order in which a user meets them. What only developers need (dev, ci) is not among them.
+# In the order in which a user needs them, without those for developers only (dev, ci).
 EXTRAS = (
     Extra("tune", "hyper-parameter search", _libraries("optuna")),
     Extra("pack", "packed datasets written, Hugging Face datasets read from disk", _libraries("pyarrow")),
@@ -126,13 +126,13 @@ EXTRAS = (
 
 
 def extra_of(module: str) -> Extra | None:
-    """The first extra that brings a module, named as it is imported; None if no extra does."""
+    """Return the first extra that provides a module, given its import name; None if no extra does."""
     parents = {".".join(module.split(".")[: count + 1]) for count in range(module.count(".") + 1)}
     return next((extra for extra in EXTRAS for library in extra.libraries if library.module in parents), None)
 
 
 def missing_library(error: BaseException) -> str:
-    """A sentence for an import that failed because an optional library is missing; empty for any other error."""
+    """Return a sentence for an import that failed because an optional library is missing; empty for any other error."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     if (extra := extra_of(error.name)) is None:
@@ -148,6 +148,6 @@ def _version(distribution: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers a version begins with: 2.0.1rc1 is (2, 0, 1)."""
+    """Return the leading numbers of a version: 2.0.1rc1 is (2, 0, 1)."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

@@ -1,7 +1,7 @@
-"""The files of a folder or an archive that are read: one rule for images, texts, tables, archives and predict.
+"""Rules for which files of a folder or an archive are read: the same for images, texts, tables, archives and predict.
 
-Names that begin with a dot and files of the operating system are ignored. Linked folders are followed. Endings are read
-in either case. Everything else that is not used is counted and reported.
+Names that begin with a dot and files of the operating system are ignored. Linked folders are followed. File extensions
+are not case-sensitive. Everything else that is not used is counted and reported.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _KINDS = {
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a file or folder is ignored by its name: hidden, or the operating system's own."""
+    """Whether a file or folder is ignored because of its name: hidden, or created by the operating system."""
     return (name.startswith(".") and name not in (".", "..")) or name.lower() in _SYSTEM
 
 
 def is_ignored_member(path: str) -> bool:
-    """Whether a member of an archive is ignored: by its name, or by that of a folder it lies in."""
+    """Whether a member of an archive is ignored because of its name, or that of a folder it is in."""
     return any(map(is_ignored, path.split("/")))
 
 
 def has_ending(name: str, endings: Iterable[str]) -> bool:
-    """Whether a name ends in one of some endings, given in lower case and without the dot."""
+    """Whether a name has one of some extensions, given in lower case and without the dot."""
     _, dot, ending = name.rpartition(".")
     return bool(dot) and ending.lower() in endings
 
 
 def odd_kind(path: str | Path) -> str | None:
-    """What a path leads to if it is not a regular file; None if it is one, or leads nowhere.
+    """Return what kind of object a path is if it is not a regular file; None for a regular or missing file.
 
-    Opening a named pipe waits for a writer, perhaps forever.
+    Opening a named pipe would wait for a writer, perhaps forever.
     """
     try:
         mode = os.stat(path).st_mode
@@ -58,23 +58,23 @@ def odd_kind(path: str | Path) -> str | None:
 
 
 def refuse_odd_kinds(path: str | Path) -> None:
-    """Refuse what is not a regular file, before it is opened, and the pointer of a file that was not fetched.
+    """Refuse anything but a regular file before opening it; also refuse the Git LFS pointer of a missing file.
 
     Raises:
         DataError: If it is a folder, a named pipe, a socket, a device or a Git LFS pointer.
     """
     if kind := odd_kind(path):
         raise DataError(f"{str(path)!r} is {kind}, not a file: remove it, or correct the path.")
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader says what cannot be read
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader reports what cannot be read
         if file.read(len(LFS_START)) == LFS_START:
             raise DataError(f"{str(path)!r} is {LFS_POINTER}.")
 
 
 def refuse_odd_outputs(*paths: Path) -> None:
-    """Refuse to write to what is not a regular file: a rename would replace it, and opening a named pipe would wait.
+    """Refuse to write to anything but a regular file: a rename would replace it, and opening a named pipe would wait.
 
     Raises:
-        RunDirectoryError: If one is a folder, a link, a named pipe, a socket or a device; a free name is none of these.
+        RunDirectoryError: If one is a folder, a link, a named pipe, a socket or a device; a missing file is fine.
     """
     for path in paths:
         kind = "a link" if path.is_symlink() else odd_kind(path)
@@ -83,7 +83,7 @@ def refuse_odd_outputs(*paths: Path) -> None:
 
 
 class LeftOut:
-    """Counts unused files by reason, and keeps the first names."""
+    """Counts unused files by reason, and keeps the first names of each."""
 
     def __init__(self) -> None:
         self._endings: dict[str, Counter[str]] = {}
@@ -93,18 +93,18 @@ class LeftOut:
         """Count a file, folder, member or row; the reason is a plural noun ("files with other endings")."""
         endings, first = self._endings.setdefault(reason, Counter()), self._first.setdefault(reason, [])
         _, dot, ending = name.rpartition(".")
-        # Names of archive members are anyone's: neither long endings nor many of them are kept.
+        # Names of archive members are arbitrary: neither long extensions nor many of them are kept.
         is_kept = dot and "/" not in ending and len(ending) <= _LONGEST and len(endings) < _MOST_ENDINGS
         endings[f".{ending.lower()}" if is_kept else ""] += 1
         if len(first) < _NAMED:
             first.append(f"{name!r} ({detail})" if detail else repr(name))
 
     def told(self) -> tuple[str, ...]:
-        """One sentence for each reason: how many were left out."""
+        """Return one sentence for each reason, with the number of files left out."""
         return self.listed(" left out")
 
     def listed(self, verb: str = "") -> tuple[str, ...]:
-        """One line for each reason: how many there are."""
+        """Return one line for each reason, with the number of files."""
         return tuple(self._sentence(reason, verb) for reason in self._endings)
 
     def _sentence(self, reason: str, verb: str) -> str:
@@ -117,7 +117,7 @@ class LeftOut:
 
 
 def entries_of(folder: str | Path) -> list[os.DirEntry[str]]:
-    """Return all that a folder holds.
+    """Return all entries of a folder.
 
     Raises:
         DataError: If it cannot be listed.
@@ -133,12 +133,12 @@ def entries_of(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def visible(folder: str | Path) -> list[os.DirEntry[str]]:
-    """Return what a folder holds and is not ignored; raises DataError if it cannot be listed."""
+    """Return the entries of a folder that are not ignored; raises DataError if it cannot be listed."""
     return [entry for entry in entries_of(folder) if not is_ignored(entry.name)]
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder, or a link to one; a link to itself is none."""
+    """Whether it is a folder, or a link to one; a link to itself is not."""
     try:
         return entry.is_dir()
     except OSError:
@@ -146,10 +146,10 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
-    """Paths below a folder, relative to it, of everything that is not a folder and not ignored; sorted.
+    """Return the sorted relative paths of all files below a folder that are not ignored.
 
-    Linked folders are followed, each folder once: a link to one that is read already, or that holds ``root``, is left
-    out, so that links in a circle end.
+    Linked folders are followed, each folder once: a link to one that was already read, or that contains ``root``, is
+    left out, so that cyclic links terminate.
 
     Raises:
         DataError: If a folder cannot be listed.
@@ -159,7 +159,7 @@ def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
     found: list[str] = []
     folders, links = [""], list[str]()
     while folders or links:
-        if not folders:  # links come after all folders that are there themselves
+        if not folders:  # links come after all folders that are inside themselves
             links.sort(reverse=True)
         folder = (folders or links).pop()
         identity = _identity(os.path.join(root, folder))
@@ -179,6 +179,6 @@ def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
 def _identity(folder: str) -> tuple[int, int]:
     try:
         found = os.stat(folder)
-    except OSError:  # listing it says what is wrong
+    except OSError:  # listing it reports the problem
         return (0, 0)
     return found.st_dev, found.st_ino

@@ -11,17 +11,17 @@ import gc
 import os
 from collections.abc import Iterator
 
-# From so many new objects on it pays to spare the next search; a library makes far more.
+# From this many new objects on, it pays to skip the next collection; a library creates far more.
 _MANY = 10_000
-# The process in which a block is open, while it is.
+# Id of the process in which a block is active.
 _open_in: set[int] = set()
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """No search for garbage within, where large libraries are imported; it may be nested.
+    """Context without garbage collection, for imports of large libraries; it may be nested.
 
-    A process that is forked within, such as a loader of data, is searched as ever.
+    A process forked inside, such as a loader process, collects garbage as usual.
     """
     if not gc.isenabled():
         yield
@@ -33,18 +33,18 @@ def loading() -> Iterator[None]:
     finally:
         _open_in.clear()
         if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
-            # Out of the youngest generation, in which the next search would begin with all that was loaded, into the
-            # oldest; not left frozen, since what the caller had made before may be garbage one day.
+            # Move the loaded objects from the youngest generation, where the next collection would scan all of them, to
+            # the oldest. They are not left frozen, since objects that the caller created before may become garbage.
             gc.freeze()
             gc.unfreeze()
         gc.enable()
 
 
 def _search_in_child() -> None:
-    """A forked process never leaves the block it was forked in."""
+    """Reset the state: a forked process never leaves the block it was forked in."""
     if _open_in:
         _open_in.clear()
-        # A search writes to what it goes through: frozen, the parent's pages stay shared.
+        # A collection writes to the objects it visits: freezing them keeps the parent's pages shared.
         gc.freeze()
         gc.enable()
 

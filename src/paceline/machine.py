@@ -12,16 +12,16 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
-    """Cores this process may use: by its affinity and, on Linux, its cpusets and its control group's quota of time."""
+    """Count the cores this process may use, by its affinity and, on Linux, its cpusets and CPU quota."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(bound, int(cpu_quota() or bound)))
 
 
 def busy_in_words(load: float | None = None) -> str:
-    """Whether others already keep more of this machine's cores busy than there are, as a sentence; empty if not.
+    """Return a sentence if other processes keep all of this machine's cores busy; else an empty string.
 
     Args:
-        load: Threads that ran or waited to, on average over the last minute; asked of the system unless given.
+        load: Threads that ran or waited to run, averaged over the last minute; by default read from the system.
     """
     if load is None:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -35,7 +35,7 @@ def busy_in_words(load: float | None = None) -> str:
 
 
 def memory_bytes() -> int | None:
-    """Main memory that this process may use, of the machine or its control group; None if unknown."""
+    """Return the main memory that this process may use, of the machine or its control group; None if unknown."""
     try:
         installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -45,9 +45,9 @@ def memory_bytes() -> int | None:
 
 
 def cpu_quota(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> float | None:
-    """Cores' worth of time that this process's control groups allow it, those above it too; None: as much as there is.
+    """Return the CPU quota of this process's control groups and their parents, in cores; None without a limit.
 
-    A container with `--cpus=2` sees all cores of its host, and is stopped for a while whenever it uses more than two.
+    A container with `--cpus=2` sees all cores of its host, and is throttled whenever it uses more than two.
     """
     quotas = []
     for folder in _folders("cpu", groups, own):
@@ -59,7 +59,7 @@ def cpu_quota(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> float | None:
 
 
 def memory_limit(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> int | None:
-    """Bytes that this process's control groups allow it; None: as much as there is."""
+    """Return the memory limit of this process's control groups in bytes; None without a limit."""
     limits = [
         int(word)
         for folder in _folders("memory", groups, own)
@@ -71,7 +71,7 @@ def memory_limit(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> int | None
 
 
 def cpu_name() -> str:
-    """The processor's name, if the system reports it."""
+    """Return the processor's name, if the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -83,16 +83,16 @@ def cpu_name() -> str:
 
 
 def cache_folder() -> Path:
-    """Cache folder for recomputable results (XDG Base Directory Specification); it may not exist."""
+    """Return the cache folder for recomputable results (XDG Base Directory Specification); it may not exist."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "paceline"
-    except RuntimeError:  # a user without a home: nobody's temporary folder would be one to trust
+    except RuntimeError:  # a user without a home directory: no temporary folder can be trusted
         return Path(os.devnull) / "paceline"
 
 
 def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
-    """The folders of this process's group and those above it, of version 2 or of a controller of version 1."""
+    """Yield the folders of this process's control group and its parents, of version 1 or 2."""
     try:
         lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -103,7 +103,7 @@ def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
             continue
         root = groups / controllers if controllers else groups
         inner = root / path.lstrip("/")
-        # In a container the path may be the host's, and not be there: what is at the root is the container's then.
+        # In a container the path may be the host's, and missing: the root is then the container's.
         yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)
 
 

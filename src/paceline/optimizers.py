@@ -1,7 +1,7 @@
 """The optimizers that a recipe can name: class, recipe keys and memory of each.
 
-One of ours is an entry of :data:`RULES`, which names its class. All others of torch and timm have their names there;
-they take ``lr`` and ``optimizer.options`` only, as those of other packages do.
+A built-in optimizer is an entry of :data:`RULES`, which names its class. All others of torch and timm use their names
+there; like those of other packages, they take only ``lr`` and ``optimizer.options``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Rule:
     Attributes:
         reference: Its class.
         takes: The keys of the recipe's ``optimizer`` section that it takes.
-        keeps: Numbers that it keeps for each parameter.
-        keeps_momentum: Whether it keeps one more if its momentum is not 0.
-        betas: What its authors use.
-        eps: What its authors use.
-        fixed: Further arguments of its class.
+        keeps: Numbers that it stores for each parameter.
+        keeps_momentum: Whether it stores one more if its momentum is not 0.
+        betas: The authors' default.
+        eps: The authors' default.
+        fixed: Additional arguments of its class.
     """
 
     reference: str
@@ -39,7 +39,7 @@ RULES = {
     "adamw": Rule(reference="torch.optim:AdamW", takes=("betas", "eps")),
     "rmsprop": Rule(reference="torch.optim:RMSprop", takes=("momentum", "alpha", "eps"), keeps=1, keeps_momentum=True),
     "adafactor": Rule(reference="torch.optim:Adafactor", keeps=0),
-    # LAMB's own clipping is off: optimizer.clip_norm is the one place for that.
+    # LAMB's own clipping is off: gradients are clipped only by optimizer.clip_norm.
     "lamb": Rule(reference="timm.optim:Lamb", takes=("betas", "eps"), eps=1e-6, fixed={"max_grad_norm": None}),
     "lars": Rule(
         reference="timm.optim:Lars",
@@ -55,12 +55,12 @@ OTHER = Rule(reference="")
 
 
 def taking(key: str) -> tuple[str, ...]:
-    """Return the names of our optimizers that take a key of the recipe."""
+    """Return the names of built-in optimizers that take a key of the recipe."""
     return tuple(name for name, rule in RULES.items() if key in rule.takes)
 
 
 _OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
-# Those that timm's own factory makes by name, but for those of Apex and bitsandbytes, and Adahessian, which needs
+# Optimizers that timm's own factory creates by name, except those of Apex and bitsandbytes, and Adahessian, which needs
 # second derivatives.
 _OF_TIMM = (
     "adabelief adafactorbv adafactorbvc adamc adamp adamuon adamwlegacy adan adanw adopt adoptc adoptw cadafactor "

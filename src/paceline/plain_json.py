@@ -1,4 +1,4 @@
-"""JSON from files that others wrote."""
+"""Parse JSON from untrusted files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def load_json(text: str | bytes, **options: Any) -> Any:
     """Parse one JSON document, as ``json.loads`` does with these options.
 
     Raises:
-        ValueError: If it is no JSON, is not UTF-8, or is nested so deeply that Python's own parser gives up.
+        ValueError: If it is not JSON, not UTF-8, or nested too deeply for Python's parser.
     """
     try:
         return json.loads(text, **options)

@@ -1,4 +1,4 @@
-"""YAML from files that others wrote: within limits, and with scalars kept as they were written."""
+"""Parse YAML from untrusted files: within limits, and with scalars kept as written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SWITCHES = {"on": True, "yes": True, "true": True, "off": False, "no": False, "
 
 
 class AsWritten(str):
-    """An unquoted scalar that programs read differently: ``1e3``, ``010``, ``12:30``, ``off``. Its field decides."""
+    """An unquoted scalar that programs read differently, such as ``1e3``, ``010`` or ``off``; its field decides."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ class AsWritten(str):
         return str(self)
 
     def settled(self) -> object:
-        """Return a value where no field gives its type: a switch, a number or text.
+        """Return a value without a field that gives its type: a switch, a number or text.
 
         Raises:
             ValueError: If programs read it as different numbers.
@@ -54,12 +54,12 @@ class AsWritten(str):
 
 
 def as_switch(value: object) -> object:
-    """Return what ``on``, ``off``, ``yes`` or ``no`` stands for as a switch, and any other value as it is."""
+    """Return the boolean that ``on``, ``off``, ``yes`` or ``no`` stands for, and any other value unchanged."""
     return _SWITCHES.get(value.lower(), value) if isinstance(value, AsWritten) else value
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """YAML whose nesting, numbers and aliases stay small, with unique keys and no tags of its own."""
+    """YAML with limited nesting, numbers and aliases, with unique keys and without custom tags."""
 
     def __init__(self, text: str) -> None:
         if len(text) > _CHARACTERS:
@@ -69,7 +69,7 @@ class BoundedLoader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node, and measure what it holds with its aliases written out."""
+        """Compose a node, and measure its size with aliases expanded."""
         event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stub
         if getattr(event, "tag", None) not in _ALLOWED:
             raise _refused(f"the tag '{event.tag.replace(_CORE, '!!')}' is not supported; remove it", event)
@@ -103,7 +103,7 @@ class BoundedLoader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping, whose keys are names."""
+        """Compose a mapping whose keys are names."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
@@ -115,7 +115,7 @@ class BoundedLoader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Write out the merge keys (``<<``) of a mapping."""
+        """Expand the merge keys (``<<``) of a mapping."""
         for key, value in node.value:
             merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
             if key.tag == f"{_CORE}merge" and not all(isinstance(each, yaml.MappingNode) for each in merged):
@@ -124,7 +124,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class PlainLoader(BoundedLoader):
-    """YAML in which a scalar is a whole number, true, false or null only if every program agrees.
+    """YAML in which a scalar is an integer, true, false or null only if every program agrees.
 
     Numbers of other forms and switches are :class:`AsWritten`, and everything else is text. Keys are text as written.
     """
@@ -156,14 +156,14 @@ PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AsWritten(node.value))
 
 
 class PlainDumper(yaml.SafeDumper):
-    """Writes what :class:`PlainLoader` and any other program read alike: doubtful text is quoted."""
+    """Writes YAML that :class:`PlainLoader` and any other program read alike: ambiguous text is quoted."""
 
 
 PlainDumper.add_implicit_resolver(f"{_CORE}float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 
 
 def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
-    """What is wrong with an event or a node."""
+    """Return what is wrong with an event or a node."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
@@ -171,7 +171,7 @@ def load_plain(text: str) -> Any:
     """Read YAML with scalars as they were written.
 
     Raises:
-        yaml.YAMLError: If it is not YAML, or goes beyond the limits.
+        yaml.YAMLError: If it is not YAML, or exceeds the limits.
     """
     return yaml.load(text, Loader=PlainLoader)  # a SafeLoader
 
@@ -186,7 +186,7 @@ def settled(value: Any) -> Any:
     """Return a value with every :class:`AsWritten` in it settled.
 
     Raises:
-        ValueError: If one may mean either of two values.
+        ValueError: If one is ambiguous.
     """
     match value:
         case dict():

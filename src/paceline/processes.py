@@ -1,7 +1,7 @@
 """Child processes: start them, wait for them, and kill them with all their descendants.
 
-Only a child itself receives stop requests: its loader processes must live until its checkpoint is written. SIGKILL goes
-to everything that descends from it.
+Only a child itself receives stop requests: its loader processes must live until its checkpoint is written. SIGKILL is
+sent to all of its descendants.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Self
 
-# Lists the groups that a process descends from. Whatever parent or session it has by now, it is found by this (Linux).
+# Lists the groups that a process descends from. It identifies the process whatever its current parent or session
+# (Linux).
 _VARIABLE = "PACELINE_PROCESS_GROUPS"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# For a program with loader processes: these see within half a second that it is gone, and then remove its files.
+# For a program with loader processes: they notice within half a second that it is gone, and then remove its files.
 LOADERS_LEAVE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _KILL_POLL_SECONDS = 0.005
-# SIGKILL ends a process as soon as it returns from the kernel; one that waits for a device or a server may never do so.
+# SIGKILL ends a process as soon as it returns from the kernel; one that waits for a device or a server may never
+# return.
 _KILL_SECONDS = 20.0
 
 
@@ -36,7 +38,7 @@ class Child:
     """A process that a group has started.
 
     Attributes:
-        name: What messages call it.
+        name: Its name in messages.
         process: The process; its own methods may be used too.
         errors: The file that holds its standard error; None if it has none.
     """
@@ -52,7 +54,7 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, in one line: a signal, the last line it wrote, or an exit code."""
+        """Describe how it ended, in one line: a signal, the last line it wrote, or an exit code."""
         code = self.process.poll()
         if code is None:
             return "is still running"
@@ -70,7 +72,7 @@ class Ending:
     Attributes:
         failed: Children that failed by themselves, in the order in which they ended.
         killed: Children that were still running, and were killed.
-        reason: Why these were killed: another child had failed, or had ended well too long before, the time was up, or
+        reason: Why these were killed: another child failed or had succeeded too long before, the timeout expired, or
             the wait was cancelled. Empty if all ended by themselves.
     """
 
@@ -81,15 +83,15 @@ class Ending:
 
 @dataclass
 class ProcessGroup:
-    """Child processes that end together. Leaving the ``with`` block kills those that are left, and their descendants.
+    """Child processes that end together. Leaving the ``with`` block kills the remaining ones, and their descendants.
 
-    If all have ended well, a descendant in a session of its own is spared: a program may detach an upload on purpose.
+    If all succeeded, a descendant in a separate session is spared: a program may detach an upload on purpose.
 
-    Each child has its own session, so that a terminal's signals reach it only through this process. Descendants that
+    Each child has its own session, so that signals from a terminal reach it only through this process. Descendants that
     have changed their parent or session are found on Linux; elsewhere only those in a child's process group.
 
     Attributes:
-        good_codes: Exit codes of a child that has not failed.
+        good_codes: Exit codes that do not count as failures.
         signals: Signals to send to each child while :meth:`wait` waits, see :func:`received_signals`.
         leave_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
         children: The processes started so far.
@@ -109,7 +111,7 @@ class ProcessGroup:
 
         Args:
             argv: Program and arguments.
-            name: What messages call it.
+            name: Its name in messages.
             env: Its environment, this process's by default.
             **options: As ``subprocess.Popen`` takes them; a path as ``stdout`` or ``stderr`` is a file to write.
 
@@ -135,14 +137,14 @@ class ProcessGroup:
         failed: Callable[[], bool] = lambda: False,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Ending:
-        """Wait until every child has ended; the first failure ends all.
+        """Wait until every child has ended; the first failure ends all children.
 
         Args:
             timeout: Seconds until all are killed.
-            after_failure: Seconds that the others have after the first failure.
-            after_end: Seconds that the others have after the first child ended, however it ended.
-            failed: Whether a child that still runs is known to have failed.
-            cancelled: Whether all are to be killed now.
+            after_failure: Seconds given to the others after the first failure.
+            after_end: Seconds given to the others after the first child ended, whether or not it succeeded.
+            failed: Whether a running child is known to have failed.
+            cancelled: Whether to kill all children now.
         """
         deadline = time.monotonic() + timeout
         failure_at = end_at = math.inf
@@ -174,7 +176,7 @@ class ProcessGroup:
             time.sleep(_POLL_SECONDS)
 
     def send(self, number: int) -> None:
-        """Send a signal to each child that is running, but not to its descendants."""
+        """Send a signal to each running child, but not to its descendants."""
         for child in self.children:
             if child.code is None:
                 child.process.send_signal(number)
@@ -186,11 +188,11 @@ class ProcessGroup:
     def kill(self, *, detached: bool = True) -> None:
         """Kill and reap every child, and kill its descendants; with ``detached``, those in other sessions too.
 
-        A process that does not end within 20 seconds of being killed is named on standard error, and left behind.
+        A process that does not end within 20 seconds of being killed is named on standard error and left running.
         """
         by_group = not can_find_descendants() or not self.leave_seconds
         for child in self.children:
-            # The id of a child that was reaped may be another process's by now; its descendants are found below.
+            # The id of a reaped child may now belong to another process; its descendants are found below.
             if by_group and (child.code is None or not can_find_descendants()):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(child.process.pid, signal.SIGKILL)
@@ -201,7 +203,7 @@ class ProcessGroup:
                 child.process.wait(max(0.0, killed + _KILL_SECONDS - time.monotonic()))
         left = {child.process.pid for child in self.children if child.code is None}
         deadline = time.monotonic() + self.leave_seconds
-        # A process that is being forked meanwhile is found by the next look.
+        # A process that is being forked meanwhile is found by the next scan.
         while members := {pid for pid in self.members() if detached or not self._is_detached(pid)}:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
@@ -234,7 +236,7 @@ class ProcessGroup:
 
 @contextmanager
 def received_signals(numbers: Iterable[signal.Signals]) -> Iterator[list[int]]:
-    """Collect signals to pass on to children, instead of handling them here."""
+    """Collect signals to forward to children, instead of handling them here."""
     received: list[int] = []
 
     def receive(number: int, _: FrameType | None) -> None:
@@ -249,12 +251,12 @@ def received_signals(numbers: Iterable[signal.Signals]) -> Iterator[list[int]]:
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that give a process its place among several."""
+    """Return an environment without the variables that assign a process its rank and world."""
     return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
 
 
 def can_find_descendants() -> bool:
-    """Whether descendants can be found that have changed their parent or session."""
+    """Whether descendants that have changed their parent or session can be found."""
     return sys.platform == "linux" and Path("/proc/self/environ").exists()
 
 
@@ -263,7 +265,7 @@ def _marked(mark: str) -> Iterator[int]:
         return
     prefix, wanted = f"{_VARIABLE}=".encode(), mark.encode()
     for entry in Path("/proc").iterdir():
-        # That of a process just forked, or ended, is empty or gone; that of another user cannot be read.
+        # The environment of a process just forked, or ended, is empty or gone; another user's cannot be read.
         with suppress(OSError):
             variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
             if any(each.startswith(prefix) and wanted in each for each in variables):

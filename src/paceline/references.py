@@ -1,4 +1,4 @@
-"""Load the object that `package.module:name` names, a user's own or an installed package's."""
+"""Load the object that `package.module:name` refers to, in custom code or an installed package."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from paceline.errors import PacelineError, did_you_mean
 
-# Their models are named like references, `torchvision:resnet18`, and are no code of one's own.
+# Their models are named like references, `torchvision:resnet18`, but are not custom code.
 _LIBRARIES = ("torchvision", "transformers")
 _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
 @contextmanager
 def trusting_code() -> Iterator[None]:
-    """Accept the code that stored recipes name: the user gave ``--trust-code``, or trains the recipe."""
+    """Allow code named by stored recipes: the user gave ``--trust-code``, or trains the recipe."""
     token = _trusted.set(True)
     try:
         yield
@@ -45,31 +45,31 @@ def call_reference(key: str, reference: str, made: Any, error: type[PacelineErro
 
     Args:
         key: The recipe's key, for the message.
-        reference: What it names.
-        made: The object that the reference stands for.
+        reference: The reference it contains.
+        made: The object that it refers to.
         error: The class of errors.
-        arguments: What it is called with.
+        arguments: The arguments of the call.
 
     Raises:
-        PacelineError: As ``error``, if the object cannot be called with these arguments: it is of another kind.
+        PacelineError: As ``error``, if the object cannot be called with these arguments: it is of the wrong kind.
     """
     try:
         return made(*arguments)
     except TypeError as wrong:
         if wrong.__traceback__ is not None and wrong.__traceback__.tb_next is not None:
-            raise  # within the code that was called
+            raise  # inside the called code
         given = ", ".join(type(each).__name__ for each in arguments)
         raise error(f"{key}={reference} cannot be called with ({given}): {wrong}. Name a factory for {key}.") from None
 
 
 def load_reference(reference: str, error: type[PacelineError], *, installed: bool = False) -> Any:
-    """Import and return the object that a reference stands for.
+    """Import and return the object of a reference.
 
     Args:
         reference: ``package.module:name``.
         error: The class of errors.
-        installed: Whether a package registers it; a user's own may lie in the current directory too, which is searched
-            after the installed libraries.
+        installed: Whether an installed package registers it; custom code may also be in the current directory, which is
+            searched after the installed libraries.
 
     Raises:
         PacelineError: As ``error``, if the module or the attribute does not exist.
@@ -77,7 +77,7 @@ def load_reference(reference: str, error: type[PacelineError], *, installed: boo
     module_name, _, attribute = reference.partition(":")
     here = str(Path.cwd())
     if not installed and here not in sys.path:
-        sys.path.append(here)  # after the libraries, which a file of the same name must not replace
+        sys.path.append(here)  # after the libraries, which a file of the same name must not shadow
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:

@@ -1,23 +1,23 @@
-"""Names that a recipe or a command line may use, and the objects that they stand for.
+"""Names that a recipe or a command line may use, and the objects that they refer to.
 
-Each name stands for a reference ``module:attribute``, which is imported when the object is used. Ours are listed here.
-An installed package adds its own through Python entry points, in the group ``paceline.`` and the kind of the name::
+Each name maps to a reference ``module:attribute``, which is imported when the object is used. Built-in names are listed
+here. An installed package adds names through Python entry points, in the group named ``paceline.`` and the kind::
 
     [project.entry-points."paceline.optimizers"]
     prodigy = "prodigyopt:Prodigy"
 
-What is called, and with what, is the same for both kinds of names, and for a ``package.module:name`` of the user's own:
+Objects are called in the same way for both kinds of names, and for custom code given as ``package.module:name``:
 
-* optimizers: ``factory(parameter_groups, lr=…, **optimizer.options)``, as torch's classes are called; gives a
+* optimizers: ``factory(parameter_groups, lr=…, **optimizer.options)``, like torch's classes; returns a
   ``torch.optim.Optimizer``
-* losses: ``factory(**train.loss_options)``; gives ``loss(logits, targets)``, called with scores and probabilities of
-  shape [N, classes], which gives the loss of each sample, [N]
-* augmentations: ``factory(**data.augment.policy_options)``; gives ``vary(image)``, called with a uint8 image [C, H, W],
-  which gives one of the same shape; it may draw from torch, NumPy's or Python's global generator
-* schedules: ``shape(rate, step)`` with a :class:`paceline.plan.rates.LearningRate`; gives the learning rate of a
+* losses: ``factory(**train.loss_options)``; returns ``loss(logits, targets)``, called with scores and probabilities of
+  shape [N, classes], which returns the loss of each sample, [N]
+* augmentations: ``factory(**data.augment.policy_options)``; returns ``vary(image)``, called with a uint8 image of
+  shape [C, H, W], which returns one of the same shape; it may draw from torch, NumPy's or Python's global generator
+* schedules: ``shape(rate, step)`` with a :class:`paceline.plan.rates.LearningRate`; returns the learning rate of a
   step after the warm-up
-* tasks: ``task(recipe)``; gives a :class:`paceline.tasks.task.Task`
-* datasets: ``opener(recipe.data)``; gives the data set of the recipe's task
+* tasks: ``task(recipe)``; returns a :class:`paceline.tasks.task.Task`
+* datasets: ``opener(recipe.data)``; returns the data set of the recipe's task
 * commands: a click command
 """
 
@@ -70,22 +70,22 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "detection": "paceline.tasks.detection:Detection",
         "segmentation": "paceline.tasks.segmentation:Segmentation",
     },
-    "datasets": {},  # ours register themselves: paceline.dataset_registry
+    "datasets": {},  # built-in data sets register themselves: paceline.dataset_registry
     "commands": {},
 }
 
 
 def built_in(kind: Kind) -> dict[str, str]:
-    """Return our own names of a kind and their references."""
+    """Return the built-in names of a kind and their references."""
     return _BUILT_IN[kind]
 
 
 @cache
 def installed(kind: Kind) -> dict[str, str]:
-    """Return the names of a kind that installed packages add, and their references, sorted; ours cannot be replaced.
+    """Return the names of a kind that installed packages add, with references, sorted; built-in names have priority.
 
     Raises:
-        PacelineError: If two packages give one name to different objects.
+        PacelineError: If two packages register different objects under one name.
     """
     found: dict[str, str] = {}
     for each in sorted(entry_points(group=f"paceline.{kind}"), key=lambda entry: (entry.name, entry.value)):
@@ -98,13 +98,13 @@ def installed(kind: Kind) -> dict[str, str]:
 
 
 def known_names(kind: Kind) -> dict[str, str]:
-    """Return all names of a kind and their references: ours, those of installed packages, and those of libraries."""
+    """Return all names of a kind and their references: built in, from installed packages, and from libraries."""
     of_libraries = OF_LIBRARIES if kind == "optimizers" else {}
     return of_libraries | installed(kind) | _BUILT_IN[kind]
 
 
 def why_unknown(kind: Kind, name: str) -> str:
-    """Return what is wrong with a name, with the nearest ones; empty if it is registered, or a reference."""
+    """Return what is wrong with a name, with the nearest names; empty if it is registered, or a reference."""
     if name in _BUILT_IN[kind] or is_reference(name) or name in known_names(kind):
         return ""
     what = "loss" if kind == "losses" else kind.removesuffix("s")
@@ -117,7 +117,7 @@ def why_unknown(kind: Kind, name: str) -> str:
 
 
 def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
-    """Import and return the object that a name, or a reference of the user's own, stands for.
+    """Import and return the object of a name, or of a reference to custom code.
 
     Raises:
         PacelineError: As ``error``, if there is no such name, module or attribute.
@@ -133,16 +133,16 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
 
 
 def open_dataset(name: str, ours: Mapping[str, Callable[[Any], _T]], kind: type[_T], data: Any) -> _T:
-    """Open a data set of one kind, which is ours, an installed package's, or the user's own.
+    """Open a data set of one kind: built in, from an installed package, or custom.
 
     Args:
         name: The recipe's ``data.dataset``.
-        ours: What opens each of ours.
+        ours: Functions that open the built-in ones.
         kind: The class of such data sets.
-        data: The recipe's section, which it is opened with.
+        data: The recipe's data section, passed to that function.
 
     Raises:
-        DataError: If there is none of that name, or what opens it returns something else.
+        DataError: If there is no such data set, or the function that opens it returns something else.
     """
     if name in ours:
         return ours[name](data)

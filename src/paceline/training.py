@@ -1,4 +1,4 @@
-"""Training from Python: :func:`paceline.train`, the same path as the command, its report too."""
+"""Training from Python: :func:`paceline.train`, the same code path as the command, including the report."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def train(
 ) -> TrainResult:
     """Train a recipe, or resume the run in ``run_dir``.
 
-    Joins the world of torchrun or Slurm, else trains in this process. Signal handlers, and torch's number of
+    It joins the world of torchrun or Slurm, or else trains in this process. Signal handlers, and torch's number of
     threads and settings of determinism and precision, are restored afterwards; torch's generator has been seeded.
 
     Args:
         recipe: A shipped recipe's name, the path of a YAML file, or your images: a folder of class folders or a table.
-            Left out, it is that of the run in ``run_dir``; with a task of your own, all keys then have their defaults.
+            By default, that of the run in ``run_dir``; with a custom task, all keys then have their defaults.
         overrides: ``{"train.duration": "3 epochs"}`` or ``["train.duration=3 epochs"]``.
         run_dir: The run directory; by default a new one under ``runs/``.
         resume: ``auto``, ``never``, or the path of one of the run's checkpoints.
@@ -56,8 +56,8 @@ def train(
             the recipe names.
         callbacks: Objects with any of ``on_step_end(step)``, ``on_evaluation(step, results)`` and
             ``on_checkpoint(step)``, called on every rank; a true return value stops the run.
-        processes: Ranks to train in, on this machine. More than one run as separate processes, as with ``paceline train
-            --processes``, so a task must be in a module that they can import.
+        processes: Number of ranks to train in, on this machine. More than one run as separate processes, as with
+            ``paceline train --processes``, so a task must be in a module that they can import.
         quiet: Show no progress.
 
     Raises:
@@ -81,7 +81,7 @@ def train(
         callbacks=Callbacks(callbacks),
         report=report_at_the_end,
     )
-    with trusting_code():  # to train a recipe is to run what it names
+    with trusting_code():  # training a recipe runs the code it names
         if recipe is not None and is_data(recipe):
             tell = (lambda line: None) if quiet else print
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, tell)
@@ -95,7 +95,7 @@ def train(
 def _train_in_processes(
     loaded: LoadedRecipe, options: Options, task: TaskMaker | None, processes: int, *, quiet: bool
 ) -> TrainResult:
-    """Train by ``paceline train --processes``, pass its lines on, and read the result from the run directory.
+    """Train with ``paceline train --processes``, forward its output, and read the result from the run directory.
 
     Raises:
         RecipeError: If the ranks could not import the task, or for a mistake that they found.
@@ -141,7 +141,7 @@ def _train_in_processes(
 
 
 def _pass_on(stream: IO[bytes] | None) -> None:
-    """Print lines as they come: in a notebook, what a process writes by itself would not be seen."""
+    """Print lines as they arrive: in a notebook, output that a process writes itself is not shown."""
     if stream is not None:
         with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:
             for line in lines:

@@ -1,4 +1,4 @@
-"""Durations and sizes with their units, and numbers written for people."""
+"""Durations and sizes with units, and human-readable numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DurationUnit = Literal["epochs", "steps", "samples", "percent"]
 _DURATION = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(epochs?|steps?|samples?|%|percent)\s*$")
 DURATION_RULE = "a duration is a number with a unit: '3 epochs', '500 steps', '100000 samples' or '10%'"
 
-# Steps, samples or epochs; a sum of seconds that every clock and time-out can take.
+# Steps, samples or epochs; a sum of this many seconds is valid for every clock and timeout.
 _LONGEST, _LONGEST_SECONDS = 1e15, 1e9
 
 TimeUnit = Literal["seconds", "minutes", "hours", "days"]
@@ -24,14 +24,14 @@ TIME_RULE = "a time is a number above zero with a unit: '90 seconds', '10 minute
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training with its unit; whole steps come from :meth:`to_steps`."""
+    """A duration of training with its unit; :meth:`to_steps` converts it to whole steps."""
 
     value: float
     unit: DurationUnit
 
     @classmethod
     def parse(cls, text: object) -> Duration:
-        """Read ``'3 epochs'``, ``'500 steps'``, ``'100000 samples'`` or ``'10%'``.
+        """Parse ``'3 epochs'``, ``'500 steps'``, ``'100000 samples'`` or ``'10%'``.
 
         Raises:
             ValueError: If the unit is missing or unknown, or the text is not a duration.
@@ -82,7 +82,7 @@ class TimeSpan:
 
     @classmethod
     def parse(cls, text: object) -> TimeSpan:
-        """Read ``'90 seconds'``, ``'10 minutes'`` or ``'2 hours'``.
+        """Parse ``'90 seconds'``, ``'10 minutes'`` or ``'2 hours'``.
 
         Raises:
             ValueError: If the unit is missing or unknown, the text is not a time, or the time is zero.
@@ -114,7 +114,7 @@ def _with_unit(value: float, unit: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a time span for people: ``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min``."""
+    """Format a time span: ``0.42 s``, ``12.3 s``, ``4 min 05 s``, ``3 h 20 min``."""
     if seconds < 0.995:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
@@ -127,7 +127,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Write a size in binary units: ``512 B``, ``1.5 KiB``, ``147 MiB``."""
+    """Format a size in binary units: ``512 B``, ``1.5 KiB``, ``147 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         digits = 0 if unit == "B" or abs(count) >= 99.95 else 1
         if round(abs(count), digits) < 1024 or unit == "GiB":
@@ -137,10 +137,10 @@ def format_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Read ``4GiB``, ``512 MiB`` or ``16 GB`` (powers of 1024, and of 1000 without the i).
+    """Parse ``4GiB``, ``512 MiB`` or ``16 GB`` (powers of 1024, and of 1000 without the i).
 
     Raises:
-        ValueError: If the unit is missing or unknown, or the size is nothing.
+        ValueError: If the unit is missing or unknown, or the size is zero.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*", text, flags=re.IGNORECASE)
     if match is None or not float(match[1]):
@@ -149,28 +149,28 @@ def parse_bytes(text: str) -> int:
 
 
 def metric_title(name: str) -> str:
-    """A metric's display name: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``, ``macro F1``."""
+    """Return a metric's display name: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``, ``macro F1``."""
     found = re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
     return re.sub(r" f1$", " F1", re.sub(r"^(m?)iou\b", r"\1IoU", found))
 
 
 def metric_unit(name: str) -> str:
-    """Unit of its figures, as far as its name shows: ``%`` of accuracies, IoU, mean average precision and F1."""
-    is_error = re.match(r"(mae|rmse|r2)_", name)  # of a column of numbers, which may be called anything
+    """Return the unit of a metric by its name: ``%`` for accuracies, IoU, mean average precision and F1."""
+    is_error = re.match(r"(mae|rmse|r2)_", name)  # belongs to a column of numbers, which may have any name
     return "%" if not is_error and re.search(r"(^|_)(accuracy|map\d*|(macro|micro)_f1)$|^m?iou(_|$)", name) else ""
 
 
 def format_metric(name: str, value: float) -> str:
-    """A metric's value for people: ``91.23 %`` of what is in percent, else four digits."""
+    """Format a metric's value: ``91.23 %`` for percentages, else four digits."""
     return f"{value:.2f} %" if metric_unit(name) else f"{value:.4g}"
 
 
 def format_count(count: float) -> str:
-    """Write a count with thousands separators, ``1,281,167``, and a rate that is small in two digits, ``0.66``."""
+    """Format a count with thousands separators, ``1,281,167``, and a small rate with two digits, ``0.66``."""
     return f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.2g}"
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a count with its noun: ``1 process``, ``2 processes``."""
+    """Format a count with its noun: ``1 process``, ``2 processes``."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{format_count(count)} {noun}{ending}"

@@ -1,7 +1,7 @@
 """The rank of this process and the size of the world.
 
-Rank and world size travel as this value, not as calls into a process group, so that order, plans and
-pipelines for 64 ranks can be tested in one process.
+Rank and world size are passed as this value, not queried from a process group, so that order, plans and pipelines for
+64 ranks can be tested in one process.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-# What asks a run to stop, whichever of its processes it reaches: launchers hand them on, ranks finish their step, and
-# loader processes, which a terminal or a scheduler sends them too, leave them to the ranks.
+# Signals that request a stop, whichever of the run's processes they reach: launchers forward them, ranks finish their
+# step, and loader processes, which also receive them from a terminal or a scheduler, leave them to the ranks.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# The command line that a user typed, for the ranks that it starts; they record it.
+# The command line that a user typed, for the ranks that it starts, which record it.
 COMMAND_VARIABLE = "PACELINE_COMMAND"
 
 
@@ -24,7 +24,7 @@ class World:
         rank: Index among all processes, in [0, world_size).
         local_rank: Index among the processes on this machine; selects the GPU.
         world_size: Number of processes over all machines.
-        local_world_size: Number of processes on this machine; shares out its cores.
+        local_world_size: Number of processes on this machine; they share its cores.
     """
 
     rank: int = 0
@@ -42,5 +42,5 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on the one process that writes records, checkpoints and progress."""
+        """Whether this is the one process that writes records, checkpoints and progress."""
         return self.rank == 0

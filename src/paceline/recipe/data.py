@@ -36,7 +36,7 @@ from paceline.registry import built_in
 
 
 def ascending(value: tuple[float, float]) -> tuple[float, float]:
-    """Refuse a range whose first number is the larger one."""
+    """Refuse a range whose first number is larger than its second."""
     if value[0] > value[1]:
         raise ValueError(f"found {list(value)}, but it must be a range, the smaller number first")
     return value
@@ -50,7 +50,7 @@ def each_once(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_part(value: int | str) -> int | str:
-    """A number of images, or a share of them as ``10%``.
+    """Parse a number of images, or a fraction such as ``10%``.
 
     Raises:
         ValueError: If it is neither.
@@ -64,20 +64,20 @@ def check_part(value: int | str) -> int | str:
 Part = Annotated[int | str, BeforeValidator(lambda value: check_part(whole(value)))]
 """A number of images, or a percentage of them."""
 _Workers = Annotated[NonNegativeInt, Field(le=1024)]
-# 0x1F is the name of a class, and not its number.
+# 0x1F is the name of a class, not its number.
 _ClassNumber = Annotated[int, Field(ge=0, strict=True)]
 _Columns = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     AfterValidator(each_once),
 ]
-# Sorted: samples are numbered by set, and their order must not depend on that of the keys.
+# Sorted: samples are numbered by set, and their order must not depend on the order of the keys.
 _Ratios = Annotated[dict[str, PositiveFloat], AfterValidator(lambda ratios: dict(sorted(ratios.items())))]
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(ascending)]
 
 
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
-# Of sets of images, each says what it uses, where it is registered (``paceline.dataset_registry``).
+# For image data sets, each lists the keys that it uses where it is registered (``paceline.dataset_registry``).
 _WITH_PATH = DatasetsUsing("path", "text_folder", "tokens", "huggingface_text", "criteo", "coco", "masks")
 _SUBSET = DatasetsUsing("subset")
 _CLASSES = DatasetsUsing("only_classes")
@@ -101,7 +101,7 @@ _JITTERED = Needs(tuple(f"data.augment.jitter.{each}" for each in _STRENGTHS), "
 _WITH_TARGETS = Applies("dataset", DatasetsUsing("target_columns"))
 _NUMBERS = Needs(("numbers to learn",), "only image_regression learns numbers")
 CLICK_DATASETS = ("criteo", "synthetic_clicks")
-# Smaller pictures hold no object that could be told from another.
+# In smaller pictures, objects cannot be told apart.
 _SMALLEST = 32
 _MOST_ROWS = 10**10
 
@@ -461,7 +461,7 @@ class Data:
 
     @property
     def most_broken(self) -> int:
-        """How many samples that are found unreadable before the first step are left out."""
+        """Return how many samples found unreadable before the first step are left out."""
         return sys.maxsize if self.on_bad == "skip" else self.max_broken
 
     def most_unread(self, samples: int) -> int:

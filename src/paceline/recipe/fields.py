@@ -1,4 +1,4 @@
-"""The types recipe fields are made of: durations, times, `auto`, `off`, and options only some choices give effect."""
+"""Types of recipe fields: durations, times, `auto`, `off`, and options that apply only to some choices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Auto = Literal["auto"]
 
 
 def whole(value: object) -> object:
-    """Return the whole number that ``1_000`` or ``0x1F`` is, and any other value as it is.
+    """Return the integer that ``1_000`` or ``0x1F`` stands for, and any other value unchanged.
 
     Raises:
         ValueError: If it is written like ``010``, which some programs read as 8.
@@ -34,7 +34,7 @@ def whole(value: object) -> object:
 
 
 def _number(value: object) -> object:
-    if isinstance(value, bool):  # Python would take True for 1
+    if isinstance(value, bool):  # Python would treat True as 1
         raise ValueError(f"found {value}, but it must be a number")
     if isinstance(value, str) and re.fullmatch(r"[-+0-9._]*((?<![0-9])_|_(?![0-9]))[-+0-9._eE]*", value):
         raise ValueError(f"found {value}, but an underscore in a number must be between digits")
@@ -42,10 +42,10 @@ def _number(value: object) -> object:
 
 
 _Number = BeforeValidator(_number)
-# No count of a run comes near it, and what is computed of it stays within 64 bits.
+# No count of a run comes close to this, and values computed from it fit into 64 bits.
 _MOST = 10**12
 PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True), BeforeValidator(whole)]
-# A mapping's key, which JSON knows as text only.
+# A mapping's key, which is always a string in JSON.
 Epoch = Annotated[int, _Number, Field(gt=0, le=_MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_MOST, strict=True), BeforeValidator(whole)]
 # Height and width of images, whose memory grows with the square.
@@ -62,7 +62,7 @@ ByClass = Literal["balanced"] | dict[str, PositiveFloat]
 
 
 def _named_options(value: object) -> object:
-    """Settle options; refuse names that no factory has, as the key ``drop_rate:0.5`` that lacks a space."""
+    """Resolve the values of options; refuse names that no factory has, such as ``drop_rate:0.5`` without a space."""
     options = settled(value)
     for name in map(str, options) if isinstance(options, dict) else ():
         if not name.isidentifier():
@@ -103,7 +103,7 @@ class Applies:
     Attributes:
         to: Name of the deciding field.
         values: Its values under which the marked field has an effect.
-        also_off: Whether the marked field is refused under others even where it asks for nothing (``false``).
+        also_off: Whether the marked field is refused under other values even if it is off (``false``).
     """
 
     to: str
@@ -111,7 +111,7 @@ class Applies:
     also_off: bool = True
 
     def allow(self, choice: object) -> bool:
-        """Whether the marked field has an effect under a choice; code of one's own may use every field."""
+        """Whether the marked field has an effect under a choice; custom code may use every field."""
         return as_switch(choice) in self.values or (isinstance(choice, str) and ":" in choice)
 
 
@@ -119,13 +119,13 @@ class Applies:
 class Needs:
     """Marks a field that has no effect unless something else is on; a field may have several such marks.
 
-    On a section it is about the section's ``name``.
+    On a section it refers to the section's ``name``.
 
     Attributes:
-        any_of: Conditions, one of which must hold: a dotted key that is not off, zero or false; `KEY!=VALUE`; or what
-            the plan finds out, by the name it has there (``warm-up``).
-        why: What is missing, for the message; the plan fills in ``{words}`` of its own.
-        also_off: Whether that is worth telling of a value which asks for nothing (``off``, ``auto``, ``false``).
+        any_of: Conditions, one of which must hold: a dotted key that is not off, zero or false; `KEY!=VALUE`; or a
+            condition that the plan evaluates, by its name there (``warm-up``).
+        why: What is missing, for the message; the plan fills in ``{words}``.
+        also_off: Whether to report this also for a value that requests nothing (``off``, ``auto``, ``false``).
     """
 
     any_of: tuple[str, ...]
@@ -135,11 +135,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class Names:
-    """Marks a field of any text with the names that it may hold; without it they are those that other fields apply to.
+    """Marks a text field with the names that it may hold; without this mark, they are those that other fields apply to.
 
     Attributes:
-        values: The names, in the order they are offered in.
-        kind: The kind of names in the registry, which has more.
+        values: The names, in the order in which they are suggested.
+        kind: The kind in the registry, which adds more names.
     """
 
     values: tuple[str, ...]
@@ -148,7 +148,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Belongs:
-    """Marks a field whose value is meant for one choice of another field, and is dropped where a layer chooses anew.
+    """Marks a field whose value is meant for one choice of another field, and is dropped if that changes.
 
     Attributes:
         to: Name of the deciding field.
@@ -157,12 +157,12 @@ class Belongs:
     to: str
 
 
-# What every section is validated under: unknown keys are refused, and `2019` is text where text is expected.
+# The configuration of every section: unknown keys are refused, and `2019` is text where text is expected.
 STRICT: ConfigDict = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
 def plain(value: Any) -> Any:
-    """Turn a validated value into what YAML and JSON can hold; None (an option that is off) becomes ``off``."""
+    """Convert a validated value to YAML and JSON types; None (an option that is off) becomes ``off``."""
     match value:
         case None:
             return "off"
@@ -171,7 +171,7 @@ def plain(value: Any) -> Any:
         case tuple() | list():
             return [plain(item) for item in value]
         case dict():
-            # Options of the user's own are taken as they are.
+            # Custom options are accepted unchanged.
             holds_sections = any(map(dataclasses.is_dataclass, value.values()))
             return {key: plain(item) for key, item in value.items()} if holds_sections else value
     if dataclasses.is_dataclass(value):

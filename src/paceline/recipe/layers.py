@@ -1,8 +1,8 @@
 """Merge base, recipe file and overrides into one mapping, with nothing silently ignored.
 
-Later layers win key by key. Two rules keep the result honest: a key that the schema does not know is refused,
-and so is a key that has no effect under the choices made (``optimizer.betas`` with ``sgd``). A layer that makes
-another choice (``optimizer.name=adamw``) takes away what earlier layers set for the old one, and says so.
+Later layers win key by key. Two rules prevent silent mistakes: a key that the schema does not know is refused, and so
+is a key that has no effect under the choices made (``optimizer.betas`` with ``sgd``). A layer that makes another choice
+(``optimizer.name=adamw``) drops what earlier layers set for the old one, and reports it.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ Tree = dict[str, Any]
 Origin = Literal["file", "override"]
 Mark = TypeVar("Mark")
 
-# Resolving a class's annotations is slow, and they are asked for key by key.
+# Resolving a class's annotations is slow, and this is called key by key.
 _FIELD_TYPES: dict[type[Any], dict[str, Any]] = {}
 
 
 def field_types(section: type[Any]) -> dict[str, Any]:
-    """Annotated types of a section's fields, by name."""
+    """Return the annotated types of a section's fields, by name."""
     if section not in _FIELD_TYPES:
         _FIELD_TYPES[section] = get_type_hints(section, include_extras=True)
     return _FIELD_TYPES[section]
 
 
 def marks(section: type[Any], name: str, kind: type[Mark]) -> tuple[Mark, ...]:
-    """The marks of a kind that a field has: what it needs, what it applies to."""
+    """Return a field's marks of one kind: what it needs, what it applies to."""
     return tuple(item for item in getattr(field_types(section)[name], "__metadata__", ()) if isinstance(item, kind))
 
 
 def mark(section: type[Any], name: str, kind: type[Mark]) -> Mark | None:
-    """The first mark of a kind that a field has."""
+    """Return a field's first mark of one kind."""
     return next(iter(marks(section, name, kind)), None)
 
 
 def has_effect(section: type[Any], name: str, choice: object) -> bool:
-    """Whether a field has an effect under a choice of the field that decides on it, if one does.
+    """Whether a field has an effect under the value of its deciding field, if there is one.
 
-    What another package registers may use every field, as code of one's own may.
+    Objects registered by other packages may use every field, as may custom code.
     """
     applies = mark(section, name, Applies)
     if applies is None or applies.allow(choice):
@@ -59,7 +59,7 @@ def has_effect(section: type[Any], name: str, choice: object) -> bool:
 
 
 def subsection(section: type[Any], name: str) -> type[Any] | None:
-    """The section a field holds, or None if it holds a value."""
+    """Return the section that a field holds, or None if it holds a value."""
     kind = field_types(section)[name]
     kind = getattr(kind, "__origin__", kind)
     is_section = isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in (Duration, TimeSpan)
@@ -84,13 +84,13 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             if homes:
                 named = " or ".join(f"'{home}'" for home in homes)
                 raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {named}?")
-            # With its sections, as an override must say it: `lr` alone is no key.
+            # Prefixed with its sections, as an override must write it: `lr` alone is not a key.
             hint = did_you_mean(str(key), known, shown=lambda name: f"{path}{name}")
             raise RecipeError(f"{where}: unknown key '{dotted}'.{hint} Keys of {place}: {', '.join(known)}.")
         inner = subsection(section, key)
         if inner is not None:
             if value is None:
-                continue  # takes the whole section away
+                continue  # removes the whole section
             if not isinstance(value, Mapping):
                 keys = field_types(inner)
                 meant = f"Did you mean {dotted}.name={value}? " if "name" in keys and isinstance(value, str) else ""
@@ -101,7 +101,7 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
 
 
 def in_known_case(tree: Mapping[str, Any], section: type[Any] = Recipe) -> Tree:
-    """A copy of a layer in which every choice is written as the schema has it: ``AdamW`` is ``adamw``."""
+    """Return a copy of a layer in which every choice is spelled as in the schema: ``AdamW`` becomes ``adamw``."""
     found = dict(tree)
     for key in found.keys() & field_types(section).keys():
         value, inner = found[key], subsection(section, key)
@@ -126,7 +126,7 @@ def _in_case(value: Any, section: type[Any], name: str) -> Any:
 
 @cache
 def _choices(section: Hashable, name: str) -> dict[str, str]:
-    """What a field's choices are in lower case, and what they are; empty where any text may stand."""
+    """Map a field's choices in lower case to the choices; empty if any text is allowed."""
     assert isinstance(section, type)
     named, parts = named_choices(section, name), list(_inside(field_types(section)[name]))
     texts = [each for each in (*named, *parts) if isinstance(each, str)]
@@ -134,30 +134,30 @@ def _choices(section: Hashable, name: str) -> dict[str, str]:
 
 
 def _inside(kind: Any) -> Iterator[Any]:
-    """A type, and all that it is made of: the texts of a Literal, say."""
+    """Yield a type and all of its components, such as the texts of a Literal."""
     yield kind
     for each in get_args(kind):
         yield from _inside(each)
 
 
 def keys_for(word: str) -> list[str]:
-    """Dotted keys that a word may mean: another trainer's option (`epochs`), or the end of a key of ours (`lr`)."""
+    """Return dotted keys that a word may mean: another trainer's option (`epochs`), or the end of a key (`lr`)."""
     foreign, ending = our_key(word), "." + word.strip("-").replace("-", "_")
     return [foreign] if foreign is not None else [key for key in all_keys(Recipe()) if key.endswith(ending)]
 
 
 class Entries(dict[str, Any]):
-    """What an override's dotted key goes through on the way to its value: ``model.options`` of ``model.options.a``."""
+    """Yield the prefixes of an override's dotted key: ``model.options`` of ``model.options.a``."""
 
 
 class _Afresh(dict[str, Any]):
-    """A section or mapping that was taken away (``model=null``) before it was set again in the same layer."""
+    """A section or mapping that was removed (``model=null``) before it was set again in the same layer."""
 
 
 def update(tree: Tree, more: Mapping[str, Any], section: type[Any] | None = Recipe) -> None:
-    """Write an override into the layer of those before it, in place.
+    """Merge an override into the layer of the earlier ones, in place.
 
-    Sections are merged key by key; a mapping that is given whole replaces what earlier overrides gave.
+    Sections are merged key by key; a mapping given as one value replaces what earlier overrides set.
     """
     for key, value in more.items():
         inner = None if section is None else subsection(section, key)
@@ -175,7 +175,7 @@ def update(tree: Tree, more: Mapping[str, Any], section: type[Any] | None = Reci
 def merge(
     below: Tree, above: Mapping[str, Any], notices: list[str], section: type[Any] = Recipe, path: str = ""
 ) -> Tree:
-    """Lay one layer over another; None in the upper layer takes a key away."""
+    """Merge one layer over another; None in the upper layer removes a key."""
     merged = dict(below)
     _drop_old_choices(merged, above, notices, section, path)
     for key, value in above.items():
@@ -223,7 +223,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
         applies = mark(section, key, Applies)
         if applies is not None and (applies.also_off or as_switch(value) is not False):
             choice, known = getattr(recipe, applies.to), named_choices(section, applies.to)
-            # Where any name may be written, a misspelt one is refused by who opens it.
+            # Where any name is allowed, the code that opens it refuses a misspelt one.
             is_known = not known or choice in known or (isinstance(choice, str) and ":" in choice)
             if is_known and not has_effect(section, key, choice):
                 raise RecipeError(
@@ -236,7 +236,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
 
 
 def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
-    """The choices of a field where any text may be written: those it is marked with, or that other keys are for."""
+    """Return the choices of a field that allows any text: those it is marked with, or that other keys apply to."""
     names = mark(section, name, Names)
     if names is not None:
         return names.values
@@ -252,7 +252,7 @@ def _either(values: Iterable[object]) -> str:
 
 
 def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[str, str]) -> tuple[str, ...]:
-    """Refuse overrides that have no effect in the plan at hand, and say which keys of a file have none.
+    """Refuse overrides that have no effect in the current plan, and report keys of a file that have none.
 
     A file is written for more than one plan, so keys without effect here are reported, not refused; keys at their
     default value are not even reported, since a run's stored recipe names every key.
@@ -279,7 +279,7 @@ def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[st
 
 
 def spelled(recipe: Recipe, dotted: str) -> str:
-    """A recipe's key and value as an override says them."""
+    """Format a recipe's key and value as an override."""
     value: Any = recipe
     for key in dotted.split("."):
         value = getattr(value, key)
@@ -289,7 +289,7 @@ def spelled(recipe: Recipe, dotted: str) -> str:
 
 
 def set_keys(tree: Mapping[str, Any], section: type[Any] = Recipe, path: str = "") -> Iterator[str]:
-    """Dotted keys that a layer sets; None takes a key away, so it sets none."""
+    """Yield the dotted keys that a layer sets; None removes a key, so it sets none."""
     for key, value in tree.items():
         inner = subsection(section, key)
         if value is None:
@@ -301,12 +301,12 @@ def set_keys(tree: Mapping[str, Any], section: type[Any] = Recipe, path: str = "
 
 
 def all_keys(section: Any, path: str = "") -> Iterator[str]:
-    """Every dotted key of a section that stands at a path."""
+    """Yield every dotted key of a section at a path."""
     return set_keys(plain(section), type(section), path)
 
 
 def effective_items(section_value: Any) -> Iterator[tuple[str, Any]]:
-    """Fields of a section that have an effect, with their values."""
+    """Yield fields of a section that have an effect, with their values."""
     for field in dataclasses.fields(section_value):
         applies = mark(type(section_value), field.name, Applies)
         if applies is None or has_effect(type(section_value), field.name, getattr(section_value, applies.to)):

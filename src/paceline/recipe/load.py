@@ -33,7 +33,7 @@ _MIRROR = "checkpoint.mirror"
 _MOST_SHOWN = 60
 _LONG = 5  # letters
 _ENDINGS = (".yaml", ".yml")
-TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that read them
+TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that use them
 SHIPPED = Path(__file__).parent.parent / "recipes"
 _RECIPE: TypeAdapter[Recipe] = TypeAdapter(Recipe)
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -46,8 +46,8 @@ class LoadedRecipe:
     Attributes:
         recipe: The recipe.
         name: Short name for run directories: the file's stem, or the shipped name.
-        notices: One sentence for each key that was set and has no effect, and for a folder named like the recipe.
-        origins: Whether a dotted key was set by a file or by an override; keys nobody set are not in it.
+        notices: One sentence for each key without effect, and for a folder with the recipe's name.
+        origins: Whether a dotted key was set by a file or by an override; unset keys are not in it.
     """
 
     recipe: Recipe
@@ -56,7 +56,7 @@ class LoadedRecipe:
     origins: Mapping[str, layers.Origin] = dataclasses.field(default_factory=dict)
 
     def checked(self, unused: Mapping[str, str]) -> LoadedRecipe:
-        """The same with a notice for every key that a plan does not use, given with the reason (``Plan.unused``).
+        """Return the same with a notice for every key that a plan does not use, with the reason (``Plan.unused``).
 
         Raises:
             RecipeError: If an override has no effect.
@@ -66,12 +66,12 @@ class LoadedRecipe:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Names and files of the shipped recipes, sorted by name."""
+    """Return names and files of the shipped recipes, sorted by name."""
     return {path.stem: path for path in sorted(SHIPPED.rglob("*.yaml"))}
 
 
 def is_data(source: str | Path) -> bool:
-    """Whether a RECIPE is training data: a folder that is no run's, or a table of paths and labels."""
+    """Whether a RECIPE argument is training data: a folder that is not a run, or a table of paths and labels."""
     path = os.path.expanduser(source)
     if str(source) in shipped_recipes():
         return False
@@ -90,10 +90,10 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
 
     Args:
         source: A name from :func:`shipped_recipes` or the path of a YAML file; None for every key's default.
-        overrides: ``["optimizer.lr=0.1", ...]`` or ``{"optimizer.lr": 0.1, ...}``; None (``null``) takes a key away.
+        overrides: ``["optimizer.lr=0.1", ...]`` or ``{"optimizer.lr": 0.1, ...}``; None (``null``) removes a key.
 
     Raises:
-        RecipeError: If anything in it is unknown, ill-typed, or without effect; or if it lies in a run directory and
+        RecipeError: If anything in it is unknown, ill-typed, or without effect; or if it is in a run directory and
             names code to import, outside of :func:`paceline.references.trusting_code`.
     """
     notices: list[str] = []
@@ -113,7 +113,7 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
             raise RecipeError(f"{source}: {key}: {why}.")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(asked), "override")
-    # Stored with the run, paths must mean the same from everywhere.
+    # Stored with the run, paths must mean the same in every working directory.
     for section, key in (each.split(".") for each in PATH_KEYS):
         part = getattr(recipe, section)
         if (asked_path := getattr(part, key)) is not None:
@@ -128,7 +128,7 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
 
 
 def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()) -> Recipe:
-    """A resolved recipe that was stored with weights, with overrides on top."""
+    """Return a resolved recipe that was stored with weights, with overrides applied."""
     notices: list[str] = []
     parallel = tree.get("parallel")
     if isinstance(parallel, Mapping) and parallel.get("gradient_compression") == "powersgd":
@@ -140,7 +140,7 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
     return _validate(layers.merge(tree, _asked(overrides), notices), where)
 
 
-# What only training asks about; a task of one's own may look at everything else when it scores.
+# Keys that only training reads; a custom task may read all others when it scores.
 _FOR_TRAINING = (
     *("optimizer.", "schedule.", "checkpoint.", "telemetry.", "distillation."),
     *("train.duration", "train.until", "train.grad_scaler.", "train.ema", "train.deterministic"),
@@ -167,15 +167,15 @@ def refuse_training_overrides(overrides: Overrides) -> None:
 
 
 def set_by(overrides: Overrides) -> tuple[str, ...]:
-    """The dotted keys that overrides set."""
+    """Return the dotted keys that overrides set."""
     return tuple(layers.set_keys(_asked(overrides)))
 
 
 def refuse_unused_overrides(overrides: Overrides, unused: Mapping[str, str], recipe: Recipe) -> None:
-    """Refuse overrides that have no effect on the data at hand.
+    """Refuse overrides that have no effect on the current data.
 
     Args:
-        overrides: What the user asks for.
+        overrides: The user's overrides.
         unused: Dotted keys without effect, with the reason.
         recipe: The recipe with the overrides.
 
@@ -187,7 +187,7 @@ def refuse_unused_overrides(overrides: Overrides, unused: Mapping[str, str], rec
 
 
 def to_tree(recipe: Any) -> dict[str, Any]:
-    """The resolved recipe as plain YAML/JSON values: every key that has an effect, defaults included."""
+    """Return the resolved recipe as plain YAML/JSON values: every key that has an effect, including defaults."""
     return {
         key: to_tree(value)
         if dataclasses.is_dataclass(value) and layers.subsection(type(recipe), key)
@@ -197,18 +197,18 @@ def to_tree(recipe: Any) -> dict[str, Any]:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML that :func:`load_recipe` reads back to an equal recipe."""
+    """Return the resolved recipe as YAML that :func:`load_recipe` reads back to an equal recipe."""
     text: str = yaml.dump(to_tree(recipe), Dumper=PlainDumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """SHA-256 of the resolved recipe."""
+    """Return the SHA-256 of the resolved recipe."""
     return hashlib.sha256(json.dumps(to_tree(recipe), sort_keys=True).encode()).hexdigest()
 
 
 def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ, with (old, new); a key absent on one side shows as None."""
+    """Return dotted keys whose values differ, with (old, new); a key absent on one side shows as None."""
     before, after = _comparable(old), _comparable(new)
     return {
         key: (before.get(key), after.get(key))
@@ -218,17 +218,17 @@ def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _comparable(recipe: Recipe) -> dict[str, Any]:
-    """Every key by its dotted name; what an optimizer takes for `auto` is as if it had been said."""
+    """Return every key by its dotted name; an optimizer's value for `auto` counts as if it had been set."""
     optimizer, tree = recipe.optimizer, to_tree(recipe)
     groups = tree["optimizer"]["groups"]
-    if CLASSIFIER not in groups:  # the recipe fine_tune said it by the name that ResNet has for it
+    if CLASSIFIER not in groups:  # fine_tune's recipe used the name that ResNet has for it
         groups = tree["optimizer"]["groups"] = {CLASSIFIER if name == "fc.*" else name: groups[name] for name in groups}
     flat = _flatten(tree)
-    # Not by a recipe that says them: not every one may.
+    # Only for keys that are present: not every optimizer has them.
     said = {"optimizer.betas": list(optimizer.moment_decay), "optimizer.eps": optimizer.denominator_eps}
     flat |= {key: value for key, value in said.items() if key in flat}
     if groups:
-        flat["optimizer.groups"] = list(groups)  # the first pattern that matches wins: their order counts
+        flat["optimizer.groups"] = list(groups)  # the first matching pattern wins, so their order matters
     return flat
 
 
@@ -243,7 +243,7 @@ def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _locate(source: str | Path, beside: Path = Path()) -> Path:
-    """Find a recipe by its name or path; the files in the folder ``beside`` are what a misspelt one may have meant."""
+    """Find a recipe by name or path; a misspelt name is compared with the files in the folder ``beside``."""
     shipped = shipped_recipes()
     if str(source) in shipped:
         return shipped[str(source)]
@@ -275,11 +275,11 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
 
 
 def _no_file(source: str, beside: Path) -> str:
-    """Say that a path leads nowhere, and what is near it: another recipe or run in that folder, or a shipped recipe."""
+    """Describe a path that does not exist, and suggest another recipe or run in that folder, or a shipped recipe."""
     folder, name = os.path.split(source.rstrip(os.sep))
     stem, ending = os.path.splitext(name)
     is_file = ending in _ENDINGS
-    # Compared without the ending, which makes any two names alike.
+    # Compared without the extension, which makes any two names similar.
     near = {each.parent.name: each.parent.name for each in (beside / folder).glob("*/recipe.yaml")}
     near |= {each.stem: each.name for each in (beside / folder).glob("*.y*ml")}
     hint = did_you_mean(stem if is_file else name, near, shown=lambda each: os.path.join(folder, near[each]))
@@ -292,7 +292,7 @@ def _no_file(source: str, beside: Path) -> str:
 
 
 def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[Path, layers.Tree]) -> layers.Tree:
-    """The layers of a file and its base; those that are part of a run are added to ``stored`` as they were read."""
+    """Return the layers of a file and its base; those that are part of a run are also added unchanged to ``stored``."""
     tree = _read(path, notices, source)
     if is_stored(path, source):
         stored[path] = dict(tree)
@@ -317,7 +317,7 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
 
 
 def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
-    """The layer of a file. Old names of keys are reported but for those that a run stored, which nobody edits."""
+    """Return the layer of a file. Old key names are reported, except in recipes stored by a run, which nobody edits."""
     try:
         tree = load_plain(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -330,7 +330,7 @@ def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
 
 
 def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
-    """Where and why a text is not YAML, as the end of a sentence."""
+    """Describe where and why a text is not YAML, as the end of a sentence."""
     if not isinstance(error, yaml.MarkedYAMLError):
         return f": {' '.join(str(error).split())}"
     mark = error.problem_mark
@@ -339,7 +339,7 @@ def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
 
 
 def _asked(overrides: Overrides, notices: list[str] | None = None) -> layers.Tree:
-    """Overrides as one layer."""
+    """Return overrides as one layer."""
     asked: layers.Tree = {}
     for dotted, value in _pairs(overrides):
         nested = reduce(lambda inner, key: layers.Entries({key: inner}), reversed(dotted.split(".")), value)
@@ -351,7 +351,7 @@ def _asked(overrides: Overrides, notices: list[str] | None = None) -> layers.Tre
 
 def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
     if isinstance(overrides, Mapping):
-        yield from copy.deepcopy(dict(overrides)).items()  # layers are laid over one another in place
+        yield from copy.deepcopy(dict(overrides)).items()  # layers are merged in place
         return
     for text in overrides:
         dotted, equals, value = text.partition("=")
@@ -378,7 +378,7 @@ def _validate(tree: layers.Tree, where: str) -> Recipe:
 
 
 def _check_addresses(recipe: Recipe) -> None:
-    """Refuse addresses that nothing can be read from or copied to, and those that hold credentials.
+    """Refuse addresses that cannot be read from or copied to, and those that contain credentials.
 
     Raises:
         StorageError: Naming the key.
@@ -391,7 +391,7 @@ def _check_addresses(recipe: Recipe) -> None:
 
 
 def _sentences(error: ValidationError, where: str) -> list[str]:
-    """One sentence per wrong key; a union's several complaints are joined by 'or'."""
+    """Return one sentence per wrong key; a union's complaints are joined by 'or'."""
     sentences: dict[str, str] = {}
     rules: dict[str, list[str]] = {}
     choices: dict[str, list[str]] = {}
@@ -403,7 +403,7 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
             if isinstance(part, str) and part.isidentifier() and not part.startswith("constrained")
         ]
         key = _field_path(known)
-        if item["type"] == "value_error":  # one of our own rules, whose message is a whole sentence
+        if item["type"] == "value_error":  # a message of Paceline's own, which is a complete sentence
             sentences[key] = item["msg"].removeprefix("Value error, ")
             continue
         if item["type"] == "unexpected_keyword_argument":
@@ -412,7 +412,7 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
             continue
         if item["type"] == "literal_error":
             choices.setdefault(key, []).extend(re.findall("'([^']*)'", item["ctx"]["expected"]))
-            # Short words are near to any other, and the choices are listed.
+            # Short words are similar to any other, and the choices are listed.
             close = choices[key] if len(str(item["input"])) >= _LONG else ()
             hints[key] = did_you_mean(str(item["input"]), close, count=1)
         rule = _RULES.get(item["type"], item["msg"]).removeprefix("Input should be ")
@@ -424,7 +424,7 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
     return [f"{where}: {key}: {sentence}.{hints.get(key, '')}" for key, sentence in sentences.items()]
 
 
-# Where pydantic's own words would not help.
+# Replacements for pydantic's own messages where those would not help.
 _RULES = {
     "float_parsing": "Input should be a number",
     "int_parsing": "Input should be a whole number",
@@ -437,7 +437,7 @@ _RULES = {
 
 
 def _field_path(parts: Sequence[str]) -> str:
-    """Keep the leading parts that are keys of the schema; what pydantic appends names union branches."""
+    """Keep the leading parts that are keys of the schema; pydantic appends the names of union branches."""
     section: type[Any] | None = Recipe
     path: list[str] = []
     for part in parts:

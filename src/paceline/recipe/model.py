@@ -34,7 +34,7 @@ OPENING_OPTIONS = frozenset(
 )
 """Arguments of the libraries' factories that open or fetch other files, some of which could run code."""
 
-# What it was before there was a choice.
+# The default before there was a choice.
 _Full = BeforeValidator(lambda value: "full" if as_switch(value) is True else value)
 _GROUPED = Needs(
     ("several groups in a micro-batch",),

@@ -1,7 +1,7 @@
 """Code that a recipe names, and whether it may be imported.
 
-A recipe that lies in a run, checkpoint or hub folder, or in a weights file, was written by whoever made that. Its named
-code is imported only if the user trusts it; the recipe that a user trains is trusted.
+A recipe in a run, checkpoint or hub folder, or in a weights file, was written by whoever created that. The code it
+names is imported only if the user trusts it; the recipe that a user trains is trusted.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _BESIDE_RECIPE = ("checkpoints", "config.json", "model.safetensors")
 
 
 def named_code(recipe: Recipe) -> list[str]:
-    """The references of a recipe to the user's own code."""
+    """Return a recipe's references to custom code."""
     used = (attrgetter(key)(recipe) for key in (*CODE_KEYS, *TRAINING_CODE_KEYS))
     return [name for value in used for name in _names(value) if is_reference(name)]
 
 
 def _names(value: Any) -> list[str]:
-    """The names that a key holds: its own, or those of a mapping of factories with options."""
+    """Return the names that a key holds: its own, or those of a mapping of factories with options."""
     if isinstance(value, Mapping):
         return [name for each in value.values() if isinstance(each, Mapping) for name in _names(each.get("name"))]
     return [value] if isinstance(value, str) else []
 
 
 def is_stored(path: Path, source: str | Path) -> bool:
-    """Whether a recipe file is part of a run, checkpoint or hub folder, as is one named by its folder."""
+    """Whether a recipe file is part of a run, checkpoint or hub folder, or of one named by its folder."""
     if path.parent == Path(source).expanduser():
         return True
     beside = _RECORDS + _BESIDE_RECIPE * (path.name == "recipe.yaml")
@@ -54,7 +54,7 @@ def refuse_foreign_code(
         tree: The recipe as it was stored.
         recipe: The recipe with the user's overrides.
         where: The file, for the message.
-        trusted: Whether the user has said that the file may name code.
+        trusted: Whether the user allowed the file to name code.
         keys: The keys that will be used.
 
     Raises:
@@ -75,6 +75,6 @@ def refuse_foreign_code(
 
 
 def value_of(recipe: Recipe, key: str) -> str:
-    """The name that a recipe has under a dotted key."""
+    """Return the name under a dotted key of a recipe."""
     used: str = attrgetter(key)(recipe)
     return used

@@ -142,7 +142,7 @@ class Optimizer:
         return self
 
     def _check_own_rule(self) -> None:
-        """Refuse settings that an optimizer of another package is not given."""
+        """Refuse settings that are not passed to an optimizer of another package."""
         if self.name in RULES:
             return
         usual = dataclasses.fields(self)
@@ -167,12 +167,12 @@ class Optimizer:
 
     @property
     def rule(self) -> Rule:
-        """What is known of the update rule."""
+        """Facts about the update rule."""
         return RULES.get(self.name, OTHER)
 
     @property
     def moves_rest_by_sgd(self) -> bool:
-        """Whether filters move by orthogonal steps, and everything else by SGD."""
+        """Whether filters are updated by orthogonal steps, and everything else by SGD."""
         return self.name == "muon" and self.rest == "sgd"
 
     def has(self, name: Literal["momentum", "betas"]) -> bool:
@@ -183,16 +183,16 @@ class Optimizer:
 
     @property
     def has_layers_to_scale(self) -> bool:
-        """Whether LARS or LAMB scales the steps of any layer: timm's leave out what does not decay."""
+        """Whether LARS or LAMB scales the steps of any layer: timm's versions leave out parameters without decay."""
         decays = self.weight_decay > 0 or any(each.weight_decay not in ("auto", 0) for each in self.groups.values())
         return decays or bool(self.options.get("always_adapt"))
 
     @property
     def moment_decay(self) -> tuple[float, float]:
-        """`betas`, where they are left open too."""
+        """`betas`, with defaults resolved."""
         return self.rule.betas if self.betas == "auto" else self.betas
 
     @property
     def denominator_eps(self) -> float:
-        """`eps`, where it is left open too."""
+        """`eps`, with defaults resolved."""
         return self.rule.eps if self.eps == "auto" else self.eps

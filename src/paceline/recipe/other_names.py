@@ -1,4 +1,4 @@
-"""Other names of recipe keys: our own former ones, and what other trainers call them."""
+"""Other names of recipe keys: Paceline's former names, and those of other trainers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ RENAMED = {
 }
 """Old dotted key or section: the new one, within the same section; the old one works until version 1.0."""
 
-# Only for messages: nothing here is accepted in a recipe.
-# As timm, torchvision's references and Lightning say it; words that end one of our own keys need no entry.
+# Only for messages: these are not accepted in a recipe. The names are those of timm, torchvision's references and
+# Lightning; words that end a Paceline key need no entry.
 _FOREIGN = {
     "train.duration": ("epochs", "max_epochs", "num_epochs", "max_steps"),
     "batch.global_size": ("batch_size", "bs", "b", "train_batch_size"),
@@ -57,17 +57,17 @@ _KEYS = {word: key for key, words in _FOREIGN.items() for word in words}
 
 
 def our_key(word: str) -> str | None:
-    """Our dotted key for another trainer's option (``epochs``, ``batch-size``), or None."""
+    """Return Paceline's dotted key for another trainer's option (``epochs``, ``batch-size``), or None."""
     return _KEYS.get(word.strip("-").replace("-", "_").lower())
 
 
 def with_new_names(tree: Mapping[str, Any], notices: list[str] | None = None, path: str = "") -> dict[str, Any]:
-    """A copy of a layer in which every key has its present name.
+    """Return a copy of a layer in which every key has its current name.
 
     Args:
         tree: Sections and keys, nested.
         notices: Receives one sentence for each old name.
-        path: Where in the recipe the tree lies, with a dot at the end.
+        path: Path of the tree within the recipe, with a trailing dot.
 
     Raises:
         RecipeError: If a key is given under both names.

@@ -1,4 +1,4 @@
-"""The facts of a plan under their first address, which data sets and tasks of other packages import."""
+"""Re-export of the plan's facts under their original path, which data sets and tasks of other packages import."""
 
 from paceline.plan.facts import DataFacts, MachineFacts
 

@@ -1,4 +1,4 @@
-"""What a recipe's keys mean, read from the schema and its source: for `paceline explain` and the recipe reference."""
+"""Describe a recipe's keys from the schema and its source, for `paceline explain` and the recipe reference."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from paceline.units import Duration, TimeSpan
 WORDS = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", NoneType: ""}
 WORDS |= {Duration: "duration", TimeSpan: "time"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-# A larger bound is beyond what anyone would set.
+# A larger bound is beyond any practical value.
 LARGEST_TOLD = 10**9
 _LONG = 5  # digits
-# Validators that say something about the value; all others only prepare it.
+# Validators that restrict the value; all others only normalise it.
 VALIDATORS = dict.fromkeys((data.each_once, running.each_once), "each once") | {data.ascending: "the smaller first"}
 
 
@@ -37,10 +37,10 @@ class Key:
     Attributes:
         key: Its dotted name.
         section: The class of the section that it holds; None if it holds a value.
-        value: Which values it takes.
-        default: Its default, as a recipe says it.
+        value: The values it accepts.
+        default: Its default, as written in a recipe.
         used_with: The values of other keys with which it has an effect; empty if it always has one.
-        meaning: What it is for.
+        meaning: Its purpose.
     """
 
     key: str
@@ -52,12 +52,12 @@ class Key:
 
 
 def summary(section: type[Any] = Recipe) -> str:
-    """Return the first line of what a section says of itself."""
+    """Return the first line of a section's docstring."""
     return (section.__doc__ or "").splitlines()[0]
 
 
 def keys(section: type[Any] = Recipe, path: str = "") -> Iterator[Key]:
-    """Yield the keys of a section that stands at a path (``data.augment.``), in order."""
+    """Yield the keys of a section at a path (``data.augment.``), in order."""
     said, default = _texts(section), section()
     for name, kind in field_types(section).items():
         inner, used_with = subsection(section, name), _used_with(section, name, path)
@@ -76,7 +76,7 @@ def keys(section: type[Any] = Recipe, path: str = "") -> Iterator[Key]:
 
 
 def _texts(section: type[Any]) -> dict[str, str]:
-    """The text under each field, which only the source has."""
+    """Return the text under each field, which is only in the source."""
     (found,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(found, ast.ClassDef)
     texts = {}
@@ -88,7 +88,7 @@ def _texts(section: type[Any]) -> dict[str, str]:
 
 
 def words(kind: Any) -> str:
-    """Say in words which values a type admits."""
+    """Describe in words which values a type accepts."""
     origin, inside = get_origin(kind), get_args(kind)
     if kind in WORDS:
         return WORDS[kind]
@@ -130,10 +130,10 @@ def _number(value: float) -> str:
 
 
 def _used_with(section: type[Any], name: str, path: str) -> str:
-    """Say under which other key's values a key has an effect, and which other keys it needs."""
+    """Describe which values of other keys a key requires to have an effect, and which other keys it needs."""
     found = []
     for needs in marks(section, name, Needs):
-        # Conditions without a dot, as "warm-up", are the plan's and no keys.
+        # Conditions without a dot, such as "warm-up", belong to the plan and are not keys.
         conditions = [f"`{each.replace('!=', '` other than `')}`" for each in needs.any_of if "." in each]
         found += [" or ".join(conditions)] if conditions else []
     if applies := mark(section, name, Applies):
@@ -146,7 +146,7 @@ def _either(options: list[str]) -> str:
 
 
 def _written(value: Any) -> str:
-    """A value as a recipe would say it."""
+    """Format a value as a recipe would write it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_written, value))}]"
     if isinstance(value, float):

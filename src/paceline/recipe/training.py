@@ -60,7 +60,7 @@ class Batch:
         return self
 
     def sizes(self) -> dict[int, int]:
-        """Samples per step by the epoch from which they hold, ascending; the first is 0."""
+        """Return samples per step by the epoch at which they take effect, ascending; the first is 0."""
         return {0: self.global_size} | dict(sorted(self.growth.items()))
 
 

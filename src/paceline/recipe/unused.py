@@ -1,6 +1,6 @@
 """Recipe keys that have no effect, with the reason.
 
-What a key needs is declared at its field (:class:`~paceline.recipe.fields.Needs`), and one walker looks at all.
+What a key needs is declared at its field (:class:`~paceline.recipe.fields.Needs`), and one function checks all of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def unused_keys(recipe: Recipe, holds: Mapping[str, bool], words: Mapping[str, o
 
     Args:
         recipe: The recipe.
-        holds: What is so in a plan, by the name that a condition has for it.
-        words: What the plan fills into reasons.
+        holds: Conditions evaluated by the plan, by name.
+        words: Words that the plan inserts into reasons.
     """
     return dict(_without_needs(recipe, recipe, holds, words, ""))
 
@@ -42,7 +42,8 @@ def _without_needs(
         if subsection(type(section), each.name) is not None:
             yield from _without_needs(recipe, value, holds, words, f"{key}.")
             key, value = f"{key}.name", getattr(value, "name", None)
-        # A request that is met anyway is not in vain: `off`, `auto`, `false`, or no loader processes where none are.
+        # A request that holds anyway is not reported: `off`, `auto`, `false`, or no loader processes where there are
+        # none.
         asks = bool(value) and value != "auto"
         missing = (need for need in needs if (asks or need.also_off) and not any(map(is_met, need.any_of)))
         if first := next(missing, None):
@@ -50,12 +51,12 @@ def _without_needs(
 
 
 def all_but(used: Collection[str], why: str, sections: Collection[str] = ("data",)) -> dict[str, str]:
-    """Every dotted key of some sections, with the reason, but for those that are used.
+    """Return every dotted key of some sections, with the reason, except for those that are used.
 
     Args:
-        used: Dotted keys, or the sections within sections that all of it is used of (``data.text``).
-        why: Why the others are not.
-        sections: Whose keys are meant.
+        used: Dotted keys, or subsections that are used completely (``data.text``).
+        why: Why the others are not used.
+        sections: The sections whose keys are meant.
     """
     keys = (key for section in sections for key in all_keys(getattr(Recipe(), section), f"{section}."))
     return {key: why for key in keys if not any(key == each or key.startswith(f"{each}.") for each in used)}

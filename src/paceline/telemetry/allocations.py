@@ -1,7 +1,7 @@
 """Tensors that a program allocates and frees, in order, with their purpose.
 
-Followed operation by operation, by the storages of what operations return: of fake tensors as of real ones. Memory that
-a kernel uses internally is not visible, and must be known.
+They are tracked operation by operation, by the storages of the returned tensors, fake or real. Memory that a kernel
+uses internally is not visible, and must be known.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Allocation:
 
     Attributes:
         size: Bytes.
-        cause: What it is for.
-        phase: Of the step, when it was made; empty for what was there before.
-        layer: Which module was at work.
-        operation: What returned it.
+        cause: Its purpose.
+        phase: Phase of the step in which it was allocated; empty for earlier storages.
+        layer: The module that was running.
+        operation: The operation that returned it.
     """
 
     size: int
@@ -48,15 +48,15 @@ class Allocation:
 
 
 class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-    """Takes down each storage that operations make, and when it goes.
+    """Records each storage that operations allocate, and when it is freed.
 
     Args:
-        where: Asked at each operation.
-        inside: What is known of kernels.
+        where: Returns the current position; called at each operation.
+        inside: Known internal memory of kernels.
 
     Attributes:
         allocations: All storages, in the order in which they appeared.
-        events: Their numbers, in the order of what happened: ``n`` is made, ``~n`` goes.
+        events: Their numbers, in order of events: ``n`` for an allocation, ``~n`` when it is freed.
     """
 
     def __init__(self, where: Where, inside: Inside = lambda *_: NOTHING) -> None:
@@ -68,24 +68,24 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def hold(self, tensors: Iterable[Tensor | None], cause: str) -> None:
-        """Take down what is there already."""
+        """Record existing tensors."""
         for tensor in tensors:
             if tensor is not None:
                 self._see(tensor, lambda size: Allocation(size, cause))
 
     def call(self, tensors: Iterable[Tensor | None], cause: str) -> None:
-        """Set the purpose of some of them afterwards."""
+        """Set the purpose of some storages afterwards."""
         for tensor in tensors:
             number = None if tensor is None else self.number_of(tensor)
             if number is not None:
                 self.allocations[number] = replace(self.allocations[number], cause=cause)
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """Which of the storages a tensor has; None if it was not seen."""
+        """Return a tensor's storage; None if it was not seen."""
         return self._numbers.get(_key(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Do an operation, and look at what it returns."""
+        """Run an operation, and record the tensors it returns."""
         given = kwargs or {}
         phase, layer = self._where()
         self._look_at(args, lambda size: Allocation(size, "other"))
@@ -135,5 +135,5 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def _key(tensor: Tensor) -> int:
-    """Which storage a tensor has: its address in C++, since the Python object may be another each time."""
+    """Return the key of a tensor's storage: its C++ address, since the Python object may differ each time."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # what torch's StorageWeakRef goes by

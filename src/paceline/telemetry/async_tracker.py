@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from paceline.records.events import parse_line
 
-# A database takes a hundred records as fast as two.
+# Writing a hundred records to a database takes as long as writing two.
 _BATCH = 100
 _LAST_SECONDS = 10.0
 _abandoned: set[str] = set()
@@ -24,7 +24,7 @@ class Tracker(Protocol):
     """Receives events, as the dictionaries written to ``events.jsonl``. Used by one thread only."""
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Take events in order; skip kinds without meaning here, and events logged by an earlier launch."""
+        """Take events in order; skip unsupported kinds, and events logged by an earlier launch."""
         ...
 
     def close(self, status: str) -> None:
@@ -35,14 +35,14 @@ class Tracker(Protocol):
 class AsyncTracker:
     """Runs a tracker in a daemon thread, started with the first event.
 
-    The first error is the last: the tracker receives no more events, and keeps what it has.
+    After the first error the tracker receives no more events, and keeps those it has.
 
     Args:
         name: As in the recipe.
         make: Builds the tracker; called in the thread, so that a slow import costs the run nothing.
-        earlier: The run's ``events.jsonl``. Its present events are given to the tracker first, so that it misses
-            nothing that a killed launch had not delivered.
-        capacity: Events that may wait; further ones are skipped and counted.
+        earlier: The run's ``events.jsonl``. The tracker receives its current events first, so that it also gets events
+            that a killed launch had not delivered.
+        capacity: Maximum number of queued events; additional ones are skipped and counted.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AsyncTracker:
             self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
             try:
                 self._thread.start()
-            except RuntimeError as error:  # the system's limit of threads
+            except RuntimeError as error:  # the system's limit on threads
                 self._thread, self._error = None, str(error)
         if self._error:
             self._is_over = True
@@ -127,26 +127,26 @@ class AsyncTracker:
                 closing, tracker = tracker, None
                 closing.close(status)
         except BaseException as error:  # noqa: BLE001  # other people's libraries; some even exit
-            # The message goes into the run directory; an address in it may hold a name and a password.
+            # The message is written to the run directory; an address in it may contain a name and a password.
             self._error = re.sub(r"//[^/@\s]+@", "//***@", f"{type(error).__name__}: {error}")
             if tracker is not None:
                 with contextlib.suppress(BaseException):
                     tracker.close("failed")
 
     def _next_events(self) -> tuple[list[Mapping[str, Any]], bool]:
-        """Wait for events; returns those that are there, and whether they are the last."""
+        """Wait for events; return those available, and whether they are the last."""
         events: list[Mapping[str, Any]] = []
         while not events or (len(events) < _BATCH and not self._queue.empty()):
             event = self._queue.get()
             if event is not None:
                 events.append(event)
-            # The end of the run need not wait for `close`, which waits for another tracker first.
+            # At the end of the run, do not wait for `close`, which waits for another tracker first.
             if event is None or event["event"] == "finish":
                 return events, True
         return events, False
 
     def _earlier_events(self) -> Iterator[dict[str, Any]]:
-        """Events that were in the file when the run resumed, one at a time: a long run has millions."""
+        """Yield events that were in the file when the run resumed, one at a time: a long run has millions."""
         left, number = self._earlier_bytes, 0
         if self._earlier is None or not left:
             return
@@ -161,7 +161,7 @@ class AsyncTracker:
 def limit_exit(code: int) -> None:
     """End this process with ``code`` within 10 seconds, if a tracker was abandoned.
 
-    An exit handler of its library may otherwise wait for a server for as long as the library likes.
+    Otherwise an exit handler of its library may wait for a server indefinitely.
     """
     if _abandoned:
         timer = threading.Timer(_LAST_SECONDS, os._exit, [code])

@@ -1,10 +1,10 @@
 """The step clock: time of each part of a step, measured without waiting for the device.
 
-Exactly one phase of the step is active at any time, so the phases of a step add up to it. On the
-host a change of phase is one reading of ``perf_counter``: a span, two changes, costs about half a microsecond with its
-``with`` statement. On an accelerator it is an event recorded into the stream and read when a log record is due, so
-that nothing synchronises in between. There ``data_wait`` is the time the stream stood still while the host waited for
-data, which is what data cost: a host that waits while the device still works costs nothing.
+Exactly one phase of the step is active at any time, so the phases of a step add up to it. On the host a change of phase
+reads ``perf_counter`` once: a span, two changes, costs about half a microsecond with its ``with`` statement. On an
+accelerator it is an event recorded into the stream and read when a log record is due, so that nothing synchronises in
+between. There ``data_wait`` is the time the stream was idle while the host waited for data, which is the true cost of
+data: a host that waits while the device still works costs nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ErrorType = type[BaseException] | None
 class StepClock(abc.ABC):
     """Measures steps and their phases.
 
-    ``start`` goes right before the loop and ``end_step`` at the end of each step; the time between is the
-    step's, but for what lies in ``paused``; what lies in no span is the phase ``host``::
+    Call ``start`` right before the loop and ``end_step`` at the end of each step. The time between belongs to the step,
+    except for time in ``paused``; time outside of all spans is the phase ``host``::
 
         with clock.span("forward"):
             ...
@@ -49,7 +49,7 @@ class StepClock(abc.ABC):
     def span(self, phase: str) -> AbstractContextManager[None, None]:
         """Count the time inside as a phase of this step; may be entered several times per step.
 
-        A span inside another takes its time out of that one. None may lie inside itself, nor inside a pause.
+        A nested span is excluded from the enclosing one. A span may not be nested in itself or in a pause.
 
         Raises:
             KeyError: If the phase is not one of ``PHASES``.
@@ -65,42 +65,42 @@ class StepClock(abc.ABC):
         self.turn_to(_INDEX[phase])
 
     def paused(self) -> AbstractContextManager[None, None]:
-        """Leave the time inside out of the step: evaluation, saving."""
+        """Exclude the time inside from the step: evaluation, saving."""
         return self._pause
 
     @abc.abstractmethod
     def turn_to(self, index: int) -> int:
-        """Switch the active phase, by its number in ``PHASES``; returns the previous one."""
+        """Switch the active phase, by its index in ``PHASES``; returns the previous one."""
 
     @abc.abstractmethod
     def end_step(self, samples: int, load: Load | None = None) -> None:
-        """Close the step, which used this many samples over all ranks, and begin the next."""
+        """Close the step, which used this many samples over all ranks, and start the next."""
 
     @abc.abstractmethod
     def _settle(self) -> None:
-        """Bring all closed steps into the meter. On a GPU this waits for the last step: a synchronisation."""
+        """Add all closed steps to the meter. On a GPU this waits for the last step: a synchronisation."""
 
     def drain(self) -> dict[str, float | None]:
         """Return the mean seconds per step and the rates since the last call; see :meth:`Meter.drain`.
 
-        Call it where a log record is due: on a GPU it waits for the device.
+        Call this when a log record is due: on a GPU it waits for the device.
         """
         self._settle()
         return self._meter.drain()
 
     @property
     def totals(self) -> Totals:
-        """Totals of the run over all its launches; waits for the device, as :meth:`drain` does."""
+        """Return totals of the run over all its launches; waits for the device, as :meth:`drain` does."""
         self._settle()
         return self._meter.totals
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a restart; waits for the device, as :meth:`drain` does."""
+        """Return the state to save for a restart; waits for the device, as :meth:`drain` does."""
         self._settle()
         return self._meter.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Restore a saved state."""
         self._meter.load_state_dict(state)
 
     def close(self) -> None:  # noqa: B027  # most clocks hold nothing
@@ -108,7 +108,7 @@ class StepClock(abc.ABC):
 
 
 class _Span:
-    """Lets a phase be on inside, and afterwards the one before. A class: a generator would cost five times as much."""
+    """Switches to a phase inside, and back afterwards. A class, since a generator would cost five times as much."""
 
     __slots__ = ("_around", "_clock", "_index")
 
@@ -125,19 +125,19 @@ class _Span:
 
 
 def build_step_clock(device_type: str, *, warmup_steps: int = WARMUP_STEPS) -> StepClock:
-    """Return the clock for a device type: the CPU gets the host's time, all others events of their own."""
+    """Return the clock for a device type: host time for the CPU, events for all others."""
     if device_type == "cpu":
         return HostStepClock(warmup_steps=warmup_steps)
     import torch
 
-    make: Any = event_type(device_type)  # carries no types
+    make: Any = event_type(device_type)  # has no type annotations
     stream = getattr(torch.get_device_module(device_type), "current_stream", None)
     return EventStepClock(lambda: make(enable_timing=True), stream, warmup_steps=warmup_steps)
 
 
 @final
 class HostStepClock(StepClock):
-    """Reads the host's clock; right wherever operations are done when they return."""
+    """Reads the host's clock; correct if operations are done when they return."""
 
     def __init__(self, *, warmup_steps: int = WARMUP_STEPS) -> None:
         super().__init__(warmup_steps=warmup_steps)
@@ -166,27 +166,27 @@ class HostStepClock(StepClock):
         self._seconds = [0.0] * (_PAUSE + 1)
 
     def _settle(self) -> None:
-        """Nothing is outstanding on the host."""
+        """Do nothing: no measurement is pending on the host."""
 
 
 class TimingEvent(Protocol):
-    """What is used of ``torch.cuda.Event`` and its like."""
+    """The methods that are used of ``torch.cuda.Event`` and similar classes."""
 
     def record(self, *stream: Any) -> None:
-        """Note the moment the stream, by default the current one, comes to this point."""
+        """Record the moment at which the stream, by default the current one, reaches this point."""
 
     def synchronize(self) -> None:
-        """Wait until the stream has come to this point."""
+        """Wait until the stream has reached this point."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Return the milliseconds to a later event."""
 
 
 def event_type(device_type: str) -> type:
-    """The class of a device's events.
+    """Return the class of a device's events.
 
     Raises:
-        KeyError: If the device has none that could measure time.
+        KeyError: If the device has no events that measure time.
     """
     import torch
 
@@ -197,22 +197,22 @@ def event_type(device_type: str) -> type:
 class _OpenStep:
     """A step in events, not yet read."""
 
-    marks: list[tuple[int, TimingEvent]]  # (number of the phase that begins there, the moment)
+    marks: list[tuple[int, TimingEvent]]  # (index of the phase that starts there, the moment)
     samples: int = 0
     load: Load | None = None
 
 
 @final
 class EventStepClock(StepClock):
-    """Records events into the current stream and reads them when asked.
+    """Records events into the current stream and reads them on request.
 
-    It reads the host's clock too, so that records can tell a stream that works from one that stands still while the
-    host is late: of a phase that takes the host as long as the stream, the host sets the pace.
+    It reads the host's clock too, so that records can distinguish a busy stream from one that waits for the host: if a
+    phase takes the host as long as the stream, the host is the bottleneck.
 
     Args:
-        make_event: Makes an event with timing enabled.
-        current_stream: Returns the stream that the steps are given to. It is asked once: an event that looks for it
-            takes the host several times as long. None where events take no stream.
+        make_event: Creates an event with timing enabled.
+        current_stream: Returns the stream that the steps use. It is called once: an event that looks up the stream
+            takes the host several times as long. None if events take no stream.
         warmup_steps: Steps of this process left out of every rate.
     """
 
@@ -240,7 +240,7 @@ class EventStepClock(StepClock):
         self._open = _OpenStep([(HOST, self._record_event())])
 
     def turn_to(self, index: int) -> int:
-        """Switch the active phase. The host's is the stream's too: it comes there later."""
+        """Switch the active phase. The host's phase applies to the stream too, which reaches it later."""
         if self._open is not None:
             self._open.marks.append((index, self._record_event()))
         return self._host.turn_to(index)
@@ -256,10 +256,10 @@ class EventStepClock(StepClock):
         self._open = _OpenStep([(HOST, ended)])
 
     def drain(self) -> dict[str, float | None]:
-        """Return what every clock does, and how the host fared.
+        """Return the values of every clock, plus the host's timings.
 
-        ``launch_<phase>_seconds`` are the phases by its own clock. ``device_lag_seconds`` is how far the device was
-        behind the host just now: where that is next to nothing, the device waits for the host.
+        ``launch_<phase>_seconds`` are the phases on the host's clock. ``device_lag_seconds`` is how far the device was
+        behind the host at this moment: if that is close to zero, the device waits for the host.
         """
         timings, host = super().drain(), self._host.drain()
         lag, self._lag = self._lag, None
@@ -267,7 +267,7 @@ class EventStepClock(StepClock):
         return timings | launches | {"device_lag_seconds": lag}
 
     def _record_event(self) -> TimingEvent:
-        """Record an event, one already read if there is one: making them is what costs."""
+        """Record an event, reusing one that was read if possible: creating them is expensive."""
         event = self._free.pop() if self._free else self._make_event()
         event.record(*self._stream)
         return event
@@ -278,16 +278,16 @@ class EventStepClock(StepClock):
             return
         _, last = self._closed[-1].marks[-1]
         begun = time.perf_counter()
-        last.synchronize()  # the one wait for the device, where a log record or a checkpoint is due
+        last.synchronize()  # the only wait for the device, when a log record or a checkpoint is due
         self._lag = time.perf_counter() - begun
         for step in self._closed:
             self._read(step)
         self._closed.clear()
 
     def _read(self, step: _OpenStep) -> None:
-        """Bring one step into the meter and give its events back."""
+        """Add one step to the meter and release its events for reuse."""
         seconds = [0.0] * (_PAUSE + 1)
         for (index, begun), (_, ended) in pairwise(step.marks):
             seconds[index] += begun.elapsed_time(ended) / 1e3
-            self._free.append(begun)  # the last one begins the next step
+            self._free.append(begun)  # the last one starts the next step
         self._meter.add_step(step.samples, sum(seconds[:_PAUSE]), seconds[:_PAUSE], step.load)

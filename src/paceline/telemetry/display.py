@@ -1,6 +1,6 @@
 """Display of a run: live bars on a terminal, plain lines in a file, or nothing.
 
-``advance`` is called at every step and costs well under a microsecond where nothing is due to be drawn.
+``advance`` is called at every step and costs well under a microsecond unless drawing is due.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _REFRESH_SECONDS = 0.25
 
 
 class Display:
-    """The display interface of the trainer. This one shows nothing, as on every rank but the first."""
+    """Display interface of the trainer. The base class shows nothing; it is used on every rank but the first."""
 
     def start(self, progress: RunProgress, title: str, lines: Sequence[str] = ()) -> None:
-        """Start: show the title and the lines (the plan, in words), then ``progress``, which the display advances."""
+        """Start: show the title and the lines (the plan, in words), then ``progress``, which the display updates."""
 
     def advance(self, step: int) -> None:
-        """Note that ``step`` steps are done; called at every step."""
+        """Record that ``step`` steps are done; called at every step."""
 
     def status(self, text: str) -> None:
-        """Show what delays the steps; called often, with an empty text when it is over."""
+        """Show what delays the steps; called often, with an empty text when the delay is over."""
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Take an event, as the dictionary written to ``events.jsonl``."""
+        """Receive an event, as the dictionary written to ``events.jsonl``."""
 
     def message(self, text: str) -> None:
         """Show a line."""
@@ -52,7 +52,7 @@ class Display:
 
 
 def choose_display(stream: TextIO | None) -> Display:
-    """Return live bars if the stream is a terminal that can draw them, else plain lines; neither can fail a run."""
+    """Return live bars if the stream is a terminal that supports them, else plain lines; neither can fail a run."""
     if stream is None:  # it was closed when Python started
         return Display()
     unfailing = cast("TextIO", _UnfailingStream(stream))
@@ -62,9 +62,10 @@ def choose_display(stream: TextIO | None) -> Display:
 
 
 class _UnfailingStream:
-    """A stream that cannot end a run: once it refuses a text, nothing more is written to it.
+    """A stream that cannot end a run: after a failed write, nothing more is written to it.
 
-    A terminal may be closed, a pipe's reader leave (``| head``), a log's disk fill up. Standard error is told once.
+    A terminal may be closed, a pipe's reader may exit (``| head``), or a log's disk may fill up. This is reported once
+    on standard error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -86,7 +87,7 @@ class _UnfailingStream:
         except OSError as error:
             self._is_lost = True
             why = error.strerror or str(error)
-            # Live bars show what is written to standard error above them: here the stream beneath is meant.
+            # Live bars redirect standard error to show its text above them; this needs the underlying stream.
             errors = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
             with contextlib.suppress(OSError, ValueError):
                 errors.write(f"paceline: progress is no longer shown ({why}); the run continues.\n")
@@ -96,7 +97,7 @@ class _UnfailingStream:
 
 
 class _StreamDisplay(Display):
-    """What plain lines and live bars have in common: they draw the progress when that is due."""
+    """Common base of plain lines and live bars, which draws the progress when due."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -104,7 +105,7 @@ class _StreamDisplay(Display):
         self._due = 0.0
 
     def advance(self, step: int) -> None:
-        """Draw the progress if it is time to."""
+        """Draw the progress if it is due."""
         if self._progress is None:
             return
         self._progress.advance(step)
@@ -112,14 +113,14 @@ class _StreamDisplay(Display):
             self._draw()
 
     def record(self, event: Mapping[str, Any]) -> None:
-        """Store a step's figures; show other events."""
+        """Store a step's values; show other events."""
         text = describe(event) if self._progress is None else self._progress.take(event)
         if text is not None:
             self.message(text)
             self._has_told(event)
 
     def _has_told(self, event: Mapping[str, Any]) -> None:
-        """Take note that an event was shown."""
+        """Record that an event was shown."""
 
     def _draw(self) -> None:
         raise NotImplementedError
@@ -129,7 +130,7 @@ class PlainDisplay(_StreamDisplay):
     """One line per interval and per evaluation, for log files and pipes.
 
     Args:
-        stream: Where the lines go.
+        stream: Receives the lines.
         interval_seconds: Minimum time between two progress lines.
     """
 
@@ -150,7 +151,7 @@ class PlainDisplay(_StreamDisplay):
             self.message(text)
 
     def message(self, text: str) -> None:
-        """Show a line, folded where it is wide; the next progress line is due an interval later."""
+        """Show a line, wrapped if it is wide; the next progress line is due an interval later."""
         lines = textwrap.wrap(
             _writable(text, self._stream),
             PLAIN_WIDTH,
@@ -172,9 +173,9 @@ class PlainDisplay(_StreamDisplay):
 
 
 class LiveDisplay(_StreamDisplay):
-    """Bars for epoch and run with the latest figures, redrawn in place; events become lines above them.
+    """Bars for epoch and run with the latest values, redrawn in place; events become lines above them.
 
-    Drawn from the calls the trainer makes anyway, at most four times a second, never from a thread.
+    They are drawn in the trainer's own calls, at most four times a second, never from a thread.
 
     Args:
         stream: A terminal.
@@ -182,7 +183,7 @@ class LiveDisplay(_StreamDisplay):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        from rich.console import Console  # it takes a while to load
+        from rich.console import Console  # it is slow to import
 
         self._console = Console(file=stream, highlight=False)
         self._bars: Progress | None = None
@@ -213,21 +214,21 @@ class LiveDisplay(_StreamDisplay):
         self._live.start(refresh=True)
 
     def status(self, text: str) -> None:
-        """Show the text instead of the figures; redraw if due, or if it is over."""
+        """Show the text instead of the values; redraw if due, or when it is over."""
         self._status = text
         if not text or time.perf_counter() >= self._due:
             self._draw()
 
     def message(self, text: str) -> None:
-        """Put a line above the bars, where it stays."""
+        """Print a permanent line above the bars."""
         from rich.text import Text
 
         if self._live is not None:
-            self._live.update(self._render())  # printing redraws the bars: let them be up to date
+            self._live.update(self._render())  # printing redraws the bars, so update them first
         self._console.print(Text(_writable(text, self._stream)))
 
     def close(self) -> None:
-        """Draw the last state and leave it standing."""
+        """Draw the final state and leave it on the terminal."""
         if self._live is not None:
             self._draw()
             self._live.stop()
@@ -240,7 +241,7 @@ class LiveDisplay(_StreamDisplay):
         self._due = time.perf_counter() + _REFRESH_SECONDS
 
     def _render(self) -> Group:
-        """Bring the bars up to date and put the figures below them."""
+        """Update the bars and the values below them."""
         from rich.console import Group
         from rich.text import Text
 
@@ -259,7 +260,7 @@ class LiveDisplay(_StreamDisplay):
 
 
 def _writable(text: str, stream: TextIO) -> str:
-    """The text with escapes for what the stream's encoding lacks, and for what a terminal would obey."""
+    """Return the text with characters escaped that the stream cannot encode, or that a terminal would interpret."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
@@ -275,11 +276,11 @@ class RunProgress:
     Attributes:
         total_steps: Steps of the whole run.
         step: Steps done.
-        cut: How its steps are cut from epochs.
+        cut: How its epochs are divided into steps.
         unit: The name of samples: ``images``.
         record: The last step event.
-        headline: The metric that an evaluation's line shows, its loss aside.
-        has_ema: Whether each evaluation is of two sets of weights, the moving average last.
+        headline: The metric that an evaluation's line shows next to the loss.
+        has_ema: Whether each evaluation scores two sets of weights, with the moving average last.
     """
 
     total_steps: int
@@ -294,7 +295,7 @@ class RunProgress:
     _expected_end: float | None = None
 
     def take(self, event: Mapping[str, Any]) -> str | None:
-        """Take note of an event; the line a person should see for it, or None."""
+        """Process an event; return the line to show for it, or None."""
         match event["event"]:
             case "step":
                 self.record = event
@@ -310,13 +311,13 @@ class RunProgress:
         return describe(event)
 
     def advance(self, step: int) -> None:
-        """Note that a step is done. The first one sets the pace's beginning: it is slower than all others."""
+        """Record that a step is done. The pace is measured from the first one, which is slower than all others."""
         self.step = step
         if self._pace_from is None:
             self._pace_from = (step, time.perf_counter())
 
     def _evaluation(self, model: Mapping[str, Any], ema: Mapping[str, Any]) -> str:
-        """An evaluation in one line: ``epoch 2/9  loss 0.41 (validation 0.31)  top-1 91.2 % (ema 93.1 %)``."""
+        """Return an evaluation in one line: ``epoch 2/9  loss 0.41 (validation 0.31)  top-1 91.2 % (ema 93.1 %)``."""
         position = model.get("position", model["step"])
         epoch = self.cut.place(max(position - 1, 0))[0]
         is_whole = position == self.cut.first_step(epoch + 1)
@@ -342,7 +343,7 @@ class RunProgress:
 
     @property
     def epochs(self) -> int:
-        """Epochs of the whole run, a last partial one included."""
+        """Epochs of the whole run, including a partial last one."""
         return self.cut.place(max(self.total_steps - 1, 0))[0] + 1
 
     @property
@@ -357,13 +358,13 @@ class RunProgress:
 
     @property
     def steps_in_epoch(self) -> int:
-        """Steps of that epoch: the run's last one may be cut short."""
+        """Steps of that epoch: the run's last epoch may be cut short."""
         first = self.cut.first_step(self.epoch - 1)
         return min(self.cut.first_step(self.epoch), self.total_steps) - first
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at the pace so far, evaluations and saves included; before there is one, as expected."""
+        """Time to the end at the current pace, with evaluations and saves; before there is one, the forecast."""
         if self._pace_from is None or not self._pace_from[0] < self.step < self.total_steps:
             if self._expected_end is None or self.step >= self.total_steps:
                 return None
@@ -374,24 +375,24 @@ class RunProgress:
 
     @property
     def time_left(self) -> str:
-        """The time left in words, or an empty string if unknown."""
+        """Return the time left in words, or an empty string if unknown."""
         seconds = self.seconds_left
         return "" if seconds is None else f"{format_seconds(seconds)} left"
 
     @property
     def figures(self) -> str:
-        """The last log record in words; unknown values are left out."""
+        """Return the last log record in words; unknown values are left out."""
         return figures(self.record, self.unit)
 
     @property
     def line(self) -> str:
-        """Everything in one line."""
+        """Return the complete progress in one line."""
         place = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.total_steps}"
         return "  ".join(part for part in (place, self.figures, self.time_left) if part)
 
 
 def figures(record: Mapping[str, Any], unit: str) -> str:
-    """A log record in words; unknown values are left out."""
+    """Return a log record in words; unknown values are left out."""
     shown: dict[str, Callable[[float], str]] = {
         "loss": lambda loss: f"training loss {loss:.4g}",
         "lr": lambda lr: f"lr {lr:.3g}",
@@ -410,7 +411,7 @@ def figures(record: Mapping[str, Any], unit: str) -> str:
 
 
 def describe(event: Mapping[str, Any]) -> str | None:
-    """Return the line a person should see for an event, or None if there is nothing to show."""
+    """Return the line to show for an event, or None if there is nothing to show."""
     match event["event"]:
         case "evaluation":
             return _evaluation(event)
@@ -423,18 +424,18 @@ def describe(event: Mapping[str, Any]) -> str | None:
         case "stop":
             return f"step {event['step']}  stopped: {event['reason']}"
         case _:
-            return None  # steps are shown as progress; saving, starting and finishing go without saying
+            return None  # steps appear as progress; saving, starting and finishing need no line
 
 
 def _evaluation(event: Mapping[str, Any]) -> str:
-    """Word an evaluation: ``epoch 2  step 90  validation (ema): loss 0.31  top-1 91.23 %``."""
+    """Describe an evaluation: ``epoch 2  step 90  validation (ema): loss 0.31  top-1 91.23 %``."""
     shown = [f"{_title(name)} {format_metric(name, value)}" for name, value in _finite(event)]
     place = f"epoch {event['epoch']}  step {event['step']}" if "epoch" in event else f"step {event['step']}"
     return f"{place}  {event['split']} ({event['weights']}): {'  '.join(shown) or 'no finite figure'}"
 
 
 def _finite(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The metrics of an evaluation that are finite."""
+    """Return the metrics of an evaluation that are finite."""
     for name, value in event.items():
         if name not in NO_METRICS and isinstance(value, int | float) and not isinstance(value, bool):
             yield name, value

@@ -1,7 +1,8 @@
-"""Energy of a device, by its own counter; nothing is guessed where it has none.
+"""Energy of a device, read from its own counter; never estimated without one.
 
-A GPU's counter is NVML's (Volta and later), of the whole board; a CPU's is RAPL's, of the whole packages with all that
-runs on them. Both advance in steps of some milliseconds, and RAPL's begins again at zero now and then.
+For a GPU this is NVML's counter (Volta and later), of the whole board; for a CPU it is RAPL's, of the whole packages
+with everything that runs on them. Both advance in steps of some milliseconds, and RAPL's wraps around to zero
+occasionally.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _NVML = "libnvidia-ml.so.1"
 
 
 class EnergyCounter:
-    """Energy of one device since some moment.
+    """Energy counter of one device, relative to an arbitrary start.
 
     Attributes:
-        of: What is counted, in words.
-        identity: Which counter it is: two processes may share one, or have one each. Empty if there is none.
+        of: Description of the counted device.
+        identity: Identifies the counter: two processes may share one, or have one each. Empty without one.
         why_not: Why it cannot be read; empty if it can.
     """
 
@@ -42,7 +43,7 @@ class EnergyCounter:
         self._wrapped = [0] * len(self._zones)
 
     def joules(self) -> float | None:
-        """The counter's state; only differences mean anything. None if it cannot be read."""
+        """Return the counter's state; only differences are meaningful. None if it cannot be read."""
         try:
             if self._nvml is not None:
                 millijoules = ctypes.c_ulonglong()
@@ -53,7 +54,7 @@ class EnergyCounter:
             return None
 
     def _read(self, index: int) -> int:
-        """Microjoules of one package, over all the times its counter has begun again."""
+        """Return the microjoules of one package, corrected for wraparound of its counter."""
         zone = self._zones[index]
         now = int((zone / "energy_uj").read_text())
         if now < self._before[index]:
@@ -62,7 +63,7 @@ class EnergyCounter:
         return now + self._wrapped[index]
 
     def _find_packages(self, rapl: Path) -> None:
-        # Zones of whole packages only: those inside them are parts of the same energy.
+        # Zones of complete packages only: nested zones are parts of the same energy.
         zones = sorted(zone for zone in rapl.glob("*-rapl:*") if zone.name.count(":") == 1)
         if not zones:
             self.why_not = "this machine has no RAPL counter (/sys/class/powercap)"
@@ -79,10 +80,10 @@ class EnergyCounter:
         import torch
 
         self.why_not = "NVML reports no energy for this device"
-        # Whatever a driver lacks, the measurement goes on without it.
+        # Whatever a driver lacks, the measurement continues without it.
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL(_NVML)
-            # By its identity: NVML counts devices that CUDA_VISIBLE_DEVICES hides.
+            # By its UUID: NVML also counts devices that CUDA_VISIBLE_DEVICES hides.
             identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
             if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(identity, ctypes.byref(self._handle)):
                 return

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def peak_memory_bytes(device_type: str) -> int | None:
-    """Return the most memory this process held on the current device; reads counters, and makes no device wait.
+    """Return the peak memory of this process on the current device; reads counters without synchronising.
 
-    On a CPU that is resident memory. None if the device's allocator keeps no peak, as Metal's.
+    On a CPU that is resident memory. None if the device's allocator does not record a peak, as for Metal.
     """
     import torch
 
@@ -25,8 +25,8 @@ def peak_memory_bytes(device_type: str) -> int | None:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most main memory this process had at once, its children not counted."""
-    # Not getrusage where there is a choice: on Linux it begins at the peak of the process that forked.
+    """Return the peak main memory of this process, without its children."""
+    # Avoid getrusage where possible: on Linux it starts at the peak of the parent that forked this process.
     if told := peak_resident_of("self"):
         return told
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -34,24 +34,24 @@ def peak_resident_bytes() -> int:
 
 
 def peak_resident_of(process: int | str) -> int:
-    """Return the most main memory that another process had at once; 0 if it has ended or is unknown."""
+    """Return the peak main memory of another process; 0 if it has ended or is unknown."""
     return _told(process).get("VmHWM", 0)
 
 
 def peak_private_of(process: int | str) -> int:
-    """Return the same without the pages of files, libraries above all: how many of them are there changes by itself."""
+    """Return the same without pages of files, mostly libraries: how many are resident varies on its own."""
     told = _told(process)
     return max(0, told.get("VmHWM", 0) - told.get("RssFile", 0))
 
 
 def private_bytes() -> int:
-    """Return the main memory that this process has now, without pages of files; its peak if unknown."""
+    """Return the current main memory of this process, without pages of files; its peak if unknown."""
     told = _told("self")
     return told["VmRSS"] - told.get("RssFile", 0) if "VmRSS" in told else peak_resident_bytes()
 
 
 def _told(process: int | str) -> dict[str, int]:
-    """What Linux says of a process's memory, in bytes; nothing if it is gone, or the system is another."""
+    """Return Linux's memory values of a process, in bytes; empty if the process is gone, or on another system."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""The meter: sums and counts per step, divided once, with warm-up kept apart.
+"""The meter: sums and counts per step, divided only once, with warm-up steps separate.
 
-Three clocks: *training* (time in steps), *pause* (evaluation, saving; never in here) and the *program* (the
-whole process; the trainer's own). The first steps of every process are slow for reasons that do not return:
-compilation, memory pools, cold workers. They count as training time, but in no rate.
+There are three clocks: *training* (time in steps), *pause* (evaluation, saving; never counted here) and the *program*
+(the whole process; measured by the trainer). The first steps of every process are slow for reasons that occur only
+once: compilation, memory pools, cold workers. They count as training time, but not in any rate.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _DATA_WAIT = PHASES.index("data_wait")
 
 
 class Load(Protocol):
-    """The work of a step for the processes, if samples are of unequal length (`data/balance.py`)."""
+    """The work of a step per process, if samples differ in length (`data/balance.py`)."""
 
     @property
     def tokens(self) -> int:
-        """Of its samples."""
+        """Tokens of its samples."""
 
     @property
     def positions(self) -> int:
-        """Places for tokens, padding included."""
+        """Token positions, including padding."""
 
     @property
     def busiest(self) -> int:
-        """Of these, those of the process that has most."""
+        """Token positions of the process that has the most."""
 
     @property
     def processes(self) -> int:
-        """How many share them."""
+        """Number of processes."""
 
 
 @dataclass
@@ -54,9 +54,10 @@ class LoadSums:
     """Sums over some steps.
 
     Attributes:
-        tokens: Of the samples.
-        positions: Places for tokens, padding included.
-        waited_for: What all processes would have computed, had each as much as the one that had most in its step.
+        tokens: Tokens of the samples.
+        positions: Token positions, including padding.
+        waited_for: Token positions that all processes would have computed, had each had as many as the largest in its
+            step.
     """
 
     tokens: int = 0
@@ -70,7 +71,7 @@ class LoadSums:
         self.waited_for += load.busiest * load.processes
 
     def figures(self) -> dict[str, float | None]:
-        """Shares of these, as step records have them; empty without tokens."""
+        """Return the fractions of these, as step records have them; empty without tokens."""
         if not self.positions:
             return {}
         return {
@@ -81,7 +82,7 @@ class LoadSums:
 
 @dataclass
 class StepSums:
-    """Sums over some steps; ``phase_seconds`` in the order of ``PHASES``."""
+    """Sums over some steps, with ``phase_seconds`` in the order of ``PHASES``."""
 
     steps: int = 0
     samples: int = 0
@@ -106,23 +107,23 @@ class StepSums:
 
     @property
     def token_throughput(self) -> float | None:
-        """Tokens per second, padding left out; None without steps or without tokens."""
+        """Tokens per second, without padding; None without steps or without tokens."""
         return self.load.tokens / self.seconds if self.seconds > 0 and self.load.tokens else None
 
     @property
     def data_wait_fraction(self) -> float | None:
-        """Share of the time in which the step waited for data, in [0, 1]; None without steps."""
+        """Fraction of the time in which the step waited for data, in [0, 1]; None without steps."""
         return self.phase_seconds[_DATA_WAIT] / self.seconds if self.seconds > 0 else None
 
     @property
     def phase_fractions(self) -> dict[str, float]:
-        """Share of the time that each phase took; they add up to 1. Empty without steps."""
+        """Fraction of the time of each phase; they sum to 1. Empty without steps."""
         if self.seconds <= 0:
             return {}
         return {phase: value / self.seconds for phase, value in zip(PHASES, self.phase_seconds, strict=True)}
 
     def means(self) -> dict[str, float | None]:
-        """Return mean seconds per step, of the whole step and of each phase; None without steps."""
+        """Return mean seconds per step, in total and for each phase; None without steps."""
         names = ("step_seconds", *(f"{phase}_seconds" for phase in PHASES))
         sums = (self.seconds, *self.phase_seconds)
         return {name: value / self.steps if self.steps else None for name, value in zip(names, sums, strict=True)}
@@ -130,15 +131,15 @@ class StepSums:
 
 @dataclass(frozen=True)
 class Totals:
-    """A run so far, over all its launches.
+    """Totals of a run so far, over all its launches.
 
     Attributes:
-        train_seconds: Time in steps, warm-up included.
-        steps: Steps measured, warm-up included.
-        throughput_samples_per_second: Without warm-up steps; None if there were no others.
+        train_seconds: Time in steps, including warm-up.
+        steps: Steps measured, including warm-up.
+        throughput_samples_per_second: Rate without warm-up steps; None if there were no others.
         data_wait_fraction: Likewise.
         phase_fractions: Share of each phase, likewise; empty if there were no others.
-        throughput_tokens_per_second: Likewise; None too where samples have no tokens.
+        throughput_tokens_per_second: Likewise; also None if samples have no tokens.
     """
 
     train_seconds: float
@@ -153,12 +154,12 @@ class Meter:
     """Adds up steps for the next log record and for the whole run.
 
     Args:
-        warmup_steps: Steps of this process left out of every rate.
+        warmup_steps: Steps of this process to exclude from every rate.
     """
 
     def __init__(self, *, warmup_steps: int) -> None:
         self._warmup_left = warmup_steps
-        self._warmup = StepSums()  # since the last log record, as is _window
+        self._warmup = StepSums()  # since the last log record, like _window
         self._window = StepSums()
         self._rated = StepSums()
         self._train_seconds = 0.0
@@ -178,14 +179,14 @@ class Meter:
     def drain(self) -> dict[str, float | None]:
         """Return the means since the last call, and reset.
 
-        Warm-up steps are left out, unless there were no others: then times per step are theirs, and the rates
-        are None. Without any step all values are None.
+        Warm-up steps are left out unless there were no others; then the times per step are those of the warm-up, and
+        the rates are None. Without any step all values are None.
         """
         window = self._window
         timings = (window if window.steps else self._warmup).means()
         timings["data_wait_fraction"] = window.data_wait_fraction
         timings["throughput_samples_per_second"] = window.throughput
-        # Only where samples have tokens: others' records stay as they are.
+        # Only if samples have tokens: other records are unchanged.
         if shares := (window if window.steps else self._warmup).load.figures():
             timings |= {"throughput_tokens_per_second": window.token_throughput, **shares}
         self._window, self._warmup = StepSums(), StepSums()
@@ -193,7 +194,7 @@ class Meter:
 
     @property
     def totals(self) -> Totals:
-        """Totals of the whole run."""
+        """Return totals of the whole run."""
         rated = self._rated
         return Totals(
             *(self._train_seconds, self._steps, rated.throughput, rated.data_wait_fraction, rated.phase_fractions),
@@ -213,7 +214,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved sums; this process has its own warm-up."""
+        """Restore saved sums; this process has its own warm-up."""
         phases = state["rated_phase_seconds"]
         unnamed = state["rated_seconds"] - sum(phases.values())
         self._train_seconds = state["train_seconds"]
@@ -222,7 +223,7 @@ class Meter:
             state["rated_steps"],
             state["rated_samples"],
             state["rated_seconds"],
-            # Earlier versions knew fewer; what they left out was host time.
+            # Earlier versions had fewer phases; the rest was host time.
             [phases.get(name, unnamed if name == "host" else 0.0) for name in PHASES],
             LoadSums(tokens=state.get("rated_tokens", 0)),
         )

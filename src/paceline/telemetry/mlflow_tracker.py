@@ -1,7 +1,7 @@
 """MLflow: records as metrics, the recipe as parameters, the environment as tags.
 
-Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``: in a SQLite database, which is
-what MLflow recommends; or, where the packages for that are not installed, as files.
+Without ``MLFLOW_TRACKING_URI`` everything is in the run directory's folder ``mlflow``: in a SQLite database, as MLflow
+recommends; or as files, if the packages for that are not installed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from paceline.telemetry.trackers import flat, read_note, save_note, scalars
 
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _AT_ONCE = 100
-# MLflow takes no more in one call.
+# MLflow accepts no more in one call.
 _MOST_METRICS = 1000
 _LONGEST_PARAMETER = 6000
 _LONGEST_TAG = 5000
 _DATABASE = ("sqlalchemy", "alembic")
-# What stands in the place of a server's name.
+# Placeholder for a server's name.
 _IN_DATABASE, _IN_FILES = "database", "here"
 
 
 def _spelled(name: str) -> str:
-    """A name as MLflow takes it; a pattern of ``optimizer.groups`` has other letters too."""
+    """Return a name that MLflow accepts; a pattern of ``optimizer.groups`` contains other characters too."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _local(known: str | None) -> str:
-    """Where a run without a server is kept: where it began, else in a database if that can be had."""
+    """Choose the storage of a run without a server: the existing one, else a database if available."""
     if known in (_IN_DATABASE, _IN_FILES):
         return known
     return _IN_DATABASE if all(map(importlib.util.find_spec, _DATABASE)) else _IN_FILES
@@ -43,16 +43,16 @@ class MlflowTracker:
     """A run in MLflow; continues the one that the directory names.
 
     Args:
-        directory: Its folder in the run directory.
-        name: The run's.
+        directory: The tracker's folder in the run directory.
+        name: The run's name.
         recipe: The recipe, nested.
         environment: As in ``environment.json``.
     """
 
     def __init__(self, directory: Path, name: str, recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
         server = os.environ.get("MLFLOW_TRACKING_URI", "")
-        # MLflow asks for the first since it recommends a database. A run tells nobody that it uses MLflow, and its
-        # terminal shows no messages of libraries.
+        # MLflow requires the first since it recommends a database. The others disable its telemetry and keep library
+        # messages off the terminal.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -60,12 +60,12 @@ class MlflowTracker:
 
         directory.mkdir(exist_ok=True)
         note = read_note(directory)
-        # An address may hold a password. Without one, the folder may have been moved with its run.
+        # An address may contain a password. Without an address, the folder may have been moved with its run.
         place = hashlib.sha256(server.encode()).hexdigest() if server else _local(note.get("server"))
         folder = directory.resolve()
         self._artifacts = None if server or place == _IN_FILES else (folder / "artifacts").as_uri()
         if place == _IN_DATABASE and not note:
-            # A launch that was killed while MLflow made its database has left a part that MLflow cannot open.
+            # A launch killed while MLflow created its database has left a partial one that MLflow cannot open.
             for part in {*folder.glob("mlflow.db*")} - {*folder.glob("*.incomplete")}:
                 part.replace(part.with_name(f"{part.name}.incomplete"))
         local = f"sqlite:///{folder / 'mlflow.db'}" if place == _IN_DATABASE else folder.as_uri()
@@ -79,7 +79,7 @@ class MlflowTracker:
             save_note(directory, {"server": place, "run_id": self._run})
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Log the events' numbers, but for those that are there already."""
+        """Log the values of events, except those already logged."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -109,7 +109,7 @@ class MlflowTracker:
         return str(run)
 
     def _resume(self, recipe: Mapping[str, Any]) -> None:
-        """Find out what is logged already: MLflow would keep a step's number twice, and has no way to remove it."""
+        """Find out what is already logged: MLflow would store a step's value twice, and cannot remove it."""
         self._client.update_run(self._run, status="RUNNING")
         data = self._client.get_run(self._run).data
         for name in data.metrics:
@@ -117,5 +117,5 @@ class MlflowTracker:
         for name, value in recipe.items():
             key, now = _spelled(name), str(value)[:_LONGEST_PARAMETER]
             if data.params.get(key) != now:
-                # A parameter stays what it was.
+                # A parameter cannot be changed.
                 self._client.set_tag(self._run, f"recipe.{key}", now[:_LONGEST_TAG])

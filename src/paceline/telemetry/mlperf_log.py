@@ -1,10 +1,10 @@
 """A run's log in MLPerf's format. It is not an MLPerf result.
 
 The log is derived from the run directory when the run ends, not written during it: events survive a kill and a resume
-without gaps or repeats, and so does the log. Its clock leaves nothing out: it starts with the launch,
-since a run looks at its data before it builds its network, and keeps running while a killed run waits to be resumed.
+without gaps or repeats, and so does the log. Its clock is never stopped: it starts with the launch, since a run reads
+its data before it builds its network, and keeps running while a killed run waits to be resumed.
 
-Source: mlcommons/logging, mllog (the lines), compliance_checker/training_4.0.0 (which there must be).
+Source: mlcommons/logging, mllog (the lines), compliance_checker/training_4.0.0 (the required lines).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ did, not that the rules allow it. To check the lines:
 
 @dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """A run, as its directory tells it."""
+    """A run, as read from its directory."""
 
     recipe: Recipe
     plan: Mapping[str, Any]
@@ -48,12 +48,12 @@ class _Facts:
     events: Sequence[Mapping[str, Any]]
 
     def epochs_between(self, first: int, last: int) -> int | float:
-        """Epochs from one position to another; whole ones as whole numbers."""
+        """Return the epochs from one position to another; integers if complete."""
         epochs = round(self.epochs.length(last) - self.epochs.length(first), 6)
         return int(epochs) if epochs == int(epochs) else epochs
 
     def epoch_at(self, position: int) -> int | float:
-        """Epochs that so many global batches are."""
+        """Return the epochs of this many global batches."""
         return self.epochs_between(0, position)
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
@@ -61,7 +61,7 @@ class _Facts:
 
 
 class _Lines:
-    """Lines of a log, as they are added."""
+    """Collects the lines of a log."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -84,12 +84,12 @@ def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), out
     """Write the log of a run that has ended.
 
     Args:
-        directory: The run's.
+        directory: The run directory.
         overrides: Changes to its recipe: ``telemetry.submission.KEY=VALUE``.
         output: The file; None is ``mlperf/result_0.txt`` in the run directory, with a page next to it.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         RunDirectoryError: If the run has not ended, or the file cannot be written.
@@ -109,9 +109,9 @@ def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), out
 
 
 def mlperf_log(directory: RunDirectory, overrides: Sequence[str] = ()) -> list[str]:
-    """The lines of a run's log; see :func:`write_mlperf_log`."""
+    """Return the lines of a run's log; see :func:`write_mlperf_log`."""
     run = _read(directory, overrides)
-    # A run that was stopped, resumed and then killed has an end too, which is none any more.
+    # A run that was stopped, resumed and then killed also has an end event, which is obsolete.
     finish = next((event for event in reversed(run.events) if event["event"] != "evaluation"), None)
     if finish is None or finish["event"] != "finish":
         raise RunDirectoryError(
@@ -142,7 +142,7 @@ def _read(directory: RunDirectory, overrides: Sequence[str]) -> _Facts:
 
 
 def _hyperparameters(log: _Lines, run: _Facts, at: float) -> None:
-    """Who, what and how: everything before the clock starts."""
+    """Add submitter, benchmark and settings: everything before the clock starts."""
     said, plan = run.recipe.telemetry.submission, run.plan
     log.event(at, "cache_clear", said.cache_cleared)
     log.start(at, "init_start")
@@ -179,7 +179,7 @@ def _optimizer(run: _Facts) -> Iterator[tuple[str, Any]]:
 
 
 def _training(log: _Lines, run: _Facts, began: float, finish: Mapping[str, Any]) -> None:
-    """Blocks of training, each up to its evaluation, and how the run ended."""
+    """Add blocks of training, each up to its evaluation, and the end of the run."""
     target = run.recipe.telemetry.submission.target_accuracy
     log.start(began, "run_start")
     position, since, reached = 0, began, False
@@ -210,7 +210,7 @@ def _training(log: _Lines, run: _Facts, began: float, finish: Mapping[str, Any])
 
 
 def _block(log: _Lines, run: _Facts, first: tuple[int, float], last: tuple[int, float]) -> None:
-    """Training from one (position, second) to another; nothing, if there was none."""
+    """Add training from one (position, second) to another, if there was any."""
     if last[0] == first[0]:
         return
     number = math.floor(run.epoch_at(first[0])) + 1
@@ -221,7 +221,7 @@ def _block(log: _Lines, run: _Facts, first: tuple[int, float], last: tuple[int, 
 
 
 def _headline(run: _Facts) -> list[Mapping[str, Any]]:
-    """One evaluation at each place: of the moving average where there is one."""
+    """Return one evaluation per position: of the moving average if there is one."""
     weights = "model" if run.recipe.train.ema is None else "ema"
     return [event for event in run.of_kind("evaluation") if event["weights"] == weights]
 

@@ -1,8 +1,8 @@
 """Profile of a few steps, operator by operator.
 
-A profile is taken by the step clock itself: around it lies another one, which names what the clock times. The loop
-knows nothing of it, and a run without a profile has the plain clock. Nothing here draws random numbers or touches a
-tensor, so the weights are the same.
+The step clock itself takes the profile: it is wrapped in another clock that names the timed ranges. The loop is unaware
+of it, and a run without a profile uses the plain clock. Profiling draws no random numbers and changes no tensors, so
+the weights are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.units import format_bytes
 
 
 class Tool(Protocol):
-    """What takes a profile."""
+    """Interface of a profiling tool."""
 
     def warm_up(self) -> None:
         """Warm up for one step."""
@@ -37,7 +37,7 @@ class Tool(Protocol):
         """Name a range of the recording."""
 
     def write(self, folder: Path, title: str) -> None:
-        """Write the recording there."""
+        """Write the recording to a folder."""
 
 
 @final
@@ -45,8 +45,8 @@ class TorchTool:
     """torch.profiler: a trace for Perfetto or Chrome, and a table.
 
     Args:
-        device_type: Where the network is.
-        rank: This process's, for the names of files.
+        device_type: Device type of the network.
+        rank: Rank of this process, for file names.
         memory: Whether to record allocations.
     """
 
@@ -59,11 +59,11 @@ class TorchTool:
             activities=[activity.CPU, *devices],
             record_shapes=True,
             profile_memory=memory,
-            acc_events=True,  # one cycle is recorded; without it torch warns that more would be lost
+            acc_events=True,  # one cycle is recorded; otherwise torch warns that more would be lost
         )
 
     def warm_up(self) -> None:
-        """Start the device's tracing, whose records of this step are thrown away."""
+        """Start tracing the device; records of this step are discarded."""
         self._profile.prepare_trace()
 
     def begin(self) -> None:
@@ -75,7 +75,7 @@ class TorchTool:
         self._profile.stop_trace()
 
     def range(self, name: str) -> AbstractContextManager[Any, Any]:
-        """A range of that name in the trace."""
+        """Mark a range of that name in the trace."""
         return torch.profiler.record_function(name)
 
     def write(self, folder: Path, title: str) -> None:
@@ -84,7 +84,7 @@ class TorchTool:
         folder.mkdir(exist_ok=True)
         table = operator_table(self._profile, title, memory=self._memory)
         (folder / f"operators-rank{self._rank}.md").write_text(table, encoding="utf-8")
-        # A reader sees a whole trace or none; the name's end asks for compression.
+        # Write atomically; the file name's extension requests compression.
         hidden = folder / f".trace-rank{self._rank}.json.gz"
         self._profile.export_chrome_trace(str(hidden))
         hidden.replace(folder / f"trace-rank{self._rank}.json.gz")
@@ -95,24 +95,24 @@ class NsightTool:
     """NVTX ranges, and the start and stop that ``nsys profile -c cudaProfilerApi`` waits for."""
 
     def warm_up(self) -> None:
-        """Nothing: nsys is there from the start."""
+        """Do nothing: nsys runs from the start."""
 
     def begin(self) -> None:
-        """Let nsys record."""
+        """Start nsys's recording."""
         torch.cuda.synchronize()
         torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch
 
     def end(self) -> None:
-        """Let nsys stop, once the device has done what belongs to the steps."""
+        """Stop nsys's recording, once the device has finished the steps."""
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # torch
 
     def range(self, name: str) -> AbstractContextManager[Any, Any]:
-        """An NVTX range."""
+        """Mark an NVTX range."""
         return torch.cuda.nvtx.range(name)
 
     def write(self, folder: Path, title: str) -> None:
-        """Nothing: nsys writes its own report."""
+        """Do nothing: nsys writes its own report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,9 @@ class Profiled:
     """The outcome of a profile.
 
     Attributes:
-        first: The first step that was recorded, from 1.
-        last: The last.
-        problem: Why there is none, if there is none.
+        first: The first recorded step, from 1.
+        last: The last recorded step.
+        problem: Why there is no profile; empty if there is one.
     """
 
     first: int
@@ -132,13 +132,13 @@ class Profiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What is to be profiled, and who wants to know.
+    """Which steps to profile, and the callbacks.
 
     Attributes:
         first: The first global batch, from 0.
         end: The one after the last.
-        position: Tells how many global batches are used up.
-        folder: Gives the place for a profile that begins after so many.
+        position: Returns how many global batches are used up.
+        folder: Returns the folder for a profile that starts after that many.
         report: Called with the outcome, once.
     """
 
@@ -151,17 +151,17 @@ class Assignment:
 
 @contextmanager
 def _inside(named: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> Iterator[None]:
-    """A span of the clock inside a range of the tool."""
+    """Nests a span of the clock in a range of the tool."""
     with named, span:
         yield
 
 
 @final
 class ProfilingClock(StepClock):
-    """A step clock that lets a tool record some of the steps it times; everything else is the clock's own.
+    """A step clock that lets a tool record some of its steps; everything else is delegated to the wrapped clock.
 
-    The step before the first is the tool's warm-up. A run that goes on inside the window profiles what is left of it,
-    but for the step that warms up.
+    The step before the first is the tool's warm-up. A run that resumes inside the window profiles the rest of it,
+    except for the warm-up step.
     """
 
     def __init__(self, clock: StepClock, tool: Tool, assignment: Assignment) -> None:
@@ -173,7 +173,7 @@ class ProfilingClock(StepClock):
         self._step = ExitStack()
 
     def start(self) -> None:
-        """Begin the first step here."""
+        """Start the first step here."""
         position = self._asked.position()
         self._first = max(self._first, position + 1)
         if self._first >= self._asked.end:
@@ -186,19 +186,19 @@ class ProfilingClock(StepClock):
         return self._named(phase, self._clock.span(phase))
 
     def switch(self, phase: str) -> None:
-        """Let another phase be on; the trace has no range of it."""
+        """Switch to another phase; the trace has no range for it."""
         self._clock.switch(phase)
 
     def turn_to(self, index: int) -> int:
-        """Change the phase that is on."""
+        """Switch the active phase."""
         return self._clock.turn_to(index)
 
     def paused(self) -> AbstractContextManager[None, None]:
-        """Leave the time inside out of the step."""
+        """Exclude the time inside from the step."""
         return self._named(AROUND_THE_STEP, self._clock.paused())
 
     def end_step(self, samples: int, load: Load | None = None) -> None:
-        """Close the step and begin the next; what the tool does in between belongs to neither."""
+        """Close the step and start the next; the tool's own time in between belongs to neither."""
         self._step.close()
         self._clock.end_step(samples, load)
         position = self._asked.position()
@@ -209,20 +209,20 @@ class ProfilingClock(StepClock):
             self._step.enter_context(self._tool.range(f"step {position + 1}"))
 
     def drain(self) -> dict[str, float | None]:
-        """Return what the clock does."""
+        """Return the wrapped clock's values."""
         return self._clock.drain()
 
     @property
     def totals(self) -> Totals:
-        """As in the clock."""
+        """Delegate to the clock."""
         return self._clock.totals
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the clock."""
+        """Delegate to the clock."""
         return self._clock.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As in the clock."""
+        """Delegate to the clock."""
         self._clock.load_state_dict(state)
 
     def close(self) -> None:
@@ -232,18 +232,18 @@ class ProfilingClock(StepClock):
             try:
                 self._step.close()
                 if self._state == "warm":
-                    self._tool.begin()  # torch's cannot end what has not begun
+                    self._tool.begin()  # torch's profiler cannot end before it has begun
                 self._tool.end()
             except RuntimeError as error:
-                # A device that has failed fails here again, and what it ended the run with first is to be told.
+                # A failed device fails here again; the error that ended the run must be reported instead.
                 problem = f"{problem}, and the profiler could not be stopped ({error})"
             self._finish(problem)
 
     def _settle(self) -> None:
-        """The clock does it."""
+        """Delegate to the clock."""
 
     def _leave_out(self, position: int) -> None:
-        """The window is over already; an earlier launch may have profiled it, or what it had left of it."""
+        """Whether the window has passed already; an earlier launch may have profiled it, or its rest."""
         if any(self._asked.folder(first).exists() for first in range(self._asked.first, self._asked.end)):
             self._state = "over"
         else:
@@ -278,12 +278,12 @@ class ProfilingClock(StepClock):
     def _named(self, name: str, span: AbstractContextManager[None, None]) -> AbstractContextManager[None, None]:
         if self._state != "recording":
             return span
-        # No error is suppressed there, which the type of a generator's context leaves open.
+        # Errors are not suppressed there, although the type of a generator's context allows for it.
         return cast("AbstractContextManager[None, None]", _inside(self._tool.range(name), span))
 
 
 AROUND_THE_STEP = "around the step"
-# They lie inside others, and are none of the whole.
+# They are nested in others, and not part of the sum.
 _INSIDE_OTHERS = frozenset({"h2d", "communication"})
 _OPERATORS, _SHAPES = 30, 15
 _HEAD = """# {title}
@@ -294,11 +294,11 @@ it calls. Profiling makes every operator a little slower, small ones most.
 
 
 def operator_table(profile: torch.profiler.profile, title: str, *, memory: bool) -> str:
-    """The profile as a Markdown page: the step's phases, the operators that took longest, and their shapes.
+    """Return the profile as a Markdown page: the step's phases, the operators that took longest, and their shapes.
 
     Args:
-        profile: One that has ended.
-        title: What was profiled.
+        profile: A finished profile.
+        title: Title of the page.
         memory: Whether it recorded allocations.
     """
     averages: list[Any] = [each for each in profile.key_averages() if each.device_type == DeviceType.CPU]
@@ -323,7 +323,7 @@ def operator_table(profile: torch.profiler.profile, title: str, *, memory: bool)
 
 
 def _is_operator(key: str) -> bool:
-    """Whether an entry is no range of the clock's, nor of the profiler's own."""
+    """Whether an entry is an operator, not a range of the clock or of the profiler."""
     return key not in PHASES and key != AROUND_THE_STEP and not key.startswith(("step ", "[memory]"))
 
 

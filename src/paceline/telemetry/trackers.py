@@ -1,7 +1,7 @@
-"""Trackers: where records go in addition to ``events.jsonl``, for people who watch runs elsewhere.
+"""Trackers: additional destinations for records besides ``events.jsonl``, for people who watch runs elsewhere.
 
-A tracker receives the same events as the file and is never read back: the file is authoritative. Each works in a thread
-(``async_tracker.py``), where its library is imported too.
+A tracker receives the same events as the file and is never read back: the file is authoritative. Each runs in a thread
+(``async_tracker.py``), where its library is also imported.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from paceline.telemetry.async_tracker import AsyncTracker, Tracker
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerFacts:
-    """What trackers show of a run in addition to its events.
+    """Information about a run that trackers show in addition to its events.
 
     Attributes:
-        name: The run's.
-        recipe: What was asked, nested.
+        name: The run's name.
+        recipe: The recipe, nested.
         environment: As in ``environment.json``.
         start_step: The step the run resumes from.
     """
@@ -74,7 +74,7 @@ def check_trackers(names: Iterable[str]) -> None:
                 f"Found {name!r} in telemetry.trackers; available are: {', '.join(sorted(TRACKERS))}."
                 + did_you_mean(name, TRACKERS)
             )
-        if importlib.util.find_spec(name) is None:  # a module of Python's own has the name of `csv`
+        if importlib.util.find_spec(name) is None:  # a standard library module is named `csv`
             package = "tensorboard" if name == "tensorboard" else f"'paceline[{name}]'"
             raise RecipeError(
                 f"telemetry.trackers asks for {name!r}, which is not installed: run pip install {package}, or remove "
@@ -83,7 +83,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 def build_trackers(names: Iterable[str], directory: Path, facts: TrackerFacts | None = None) -> list[AsyncTracker]:
-    """Build trackers by name; each gets a folder of its name in the run directory.
+    """Build trackers by name; each gets a folder of that name in the run directory.
 
     Raises:
         RecipeError: If a name is unknown, or its library is not installed.
@@ -99,7 +99,7 @@ _NOT_SCALARS = frozenset({"event", "step", "position", "time", "epoch", "samples
 
 
 def scalars(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return a step's numbers as ``train/<name>``, an evaluation's as ``evaluation/<weights>/<name>``, else nothing."""
+    """Return a step's values as ``train/<name>``, an evaluation's as ``evaluation/<weights>/<name>``, else nothing."""
     match event["event"]:
         case "step":
             prefix = "train"
@@ -115,7 +115,7 @@ def scalars(event: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a nested mapping by dotted keys; lists and empty mappings are unchanged."""
+    """Return a nested mapping with dotted keys; lists and empty mappings are unchanged."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) and value else {f"{path}{key}": value}
@@ -123,28 +123,28 @@ def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def save_note(directory: Path, content: Mapping[str, Any]) -> None:
-    """Write ``paceline.json``, what a tracker has logged so far; atomically, but without waiting for the disk."""
+    """Write ``paceline.json``, the state of what a tracker has logged; atomic, but without waiting for the disk."""
     new = directory / ".paceline.json.new"
     new.write_text(encode_json(content), encoding="utf-8")
     new.replace(directory / "paceline.json")
 
 
 def read_note(directory: Path) -> dict[str, Any]:
-    """Return what ``paceline.json`` holds; empty before the first one is written."""
+    """Return the content of ``paceline.json``; empty before it is first written."""
     path = directory / "paceline.json"
     return read_json(path) if path.is_file() else {}
 
 
-# First in every table, where a record has them.
+# The first columns of every table, if a record has them.
 _FIRST = ("step", "position", "time", "epoch", "samples", "split", "weights")
 
 
 class CsvTracker:
     """Writes each record as a row of its kind's file: ``step.csv``, ``evaluation.csv``, ….
 
-    Each launch rewrites its tables: it gets the run's earlier records first, so no row is missing or repeated.
-    Columns keep their names and places: a number that a record brings for the first time is a new last
-    column, empty in the rows before. Objects within records are columns by dotted names, and None is an empty field.
+    Each launch rewrites its tables: it gets the run's earlier records first, so no row is missing or repeated. Columns
+    keep their names and positions: a value that first appears in a record becomes a new last column, empty in earlier
+    rows. Nested objects become columns with dotted names, and None is an empty field.
 
     Args:
         directory: The folder of the tables.
@@ -158,7 +158,7 @@ class CsvTracker:
             stale.unlink()
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Add records to their tables, which are readable while they grow."""
+        """Append records to their tables, which are readable while they grow."""
         for event in events:
             kind, row = str(event["event"]), _row(event)
             if kind not in self._files or not row.keys() <= set(self._columns[kind]):
@@ -175,7 +175,7 @@ class CsvTracker:
             self._files.popitem()[1].close()
 
     def _widen(self, kind: str, row: Mapping[str, Any]) -> None:
-        """Give a table a row's columns: begin it, or replace it by a wider one in one move."""
+        """Add a row's columns to a table: create it, or replace it atomically by a wider one."""
         first = [each for each in _FIRST if each in row]
         self._columns[kind] = list(dict.fromkeys((*self._columns.get(kind, first), *row)))
         path, wider = self._directory / f"{kind}.csv", self._directory / f"{kind}.csv.partial"
@@ -192,7 +192,7 @@ class CsvTracker:
 
 
 def _row(event: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's fields by column, with what has no place in a table as JSON."""
+    """Return a record's fields by column, with values that do not fit in a cell as JSON."""
     found = flat({key: value for key, value in event.items() if key != "event"})
     return {
         key: json.dumps(each) if isinstance(each, list | dict | bool) else csv_cell(each) for key, each in found.items()
@@ -202,25 +202,25 @@ def _row(event: Mapping[str, Any]) -> dict[str, Any]:
 class TensorBoardTracker:
     """Writes step records as ``train/<name>`` and evaluations as ``evaluation/<weights>/<name>``.
 
-    A resumed run marks its last logged step and what an earlier launch wrote after it as purged, and writes on from
-    there: TensorBoard's readers leave out what is purged.
+    A resumed run marks its last logged step, and everything that an earlier launch wrote after it, as purged, and
+    continues from there: TensorBoard skips purged records.
 
     Args:
-        directory: The folder TensorBoard is pointed at.
+        directory: The log folder for TensorBoard.
         start_step: The step the run resumes from.
     """
 
     def __init__(self, directory: Path, *, start_step: int = 0) -> None:
         self._directory = directory
-        # Versions before the note wrote each record at once.
+        # Versions without this state file wrote each record immediately.
         is_earlier = any(directory.glob("events.out.tfevents.*"))
         self._first = min(int(read_note(directory).get("last", start_step if is_earlier else 0)), start_step)
         self._writer: Any = None
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Write the numbers of events, from the first step that may be missing."""
+        """Write the values of events, from the first step that may be missing."""
         if self._writer is not None:
-            os.stat(self._directory)  # without it the writer's own thread would print a traceback
+            os.stat(self._directory)  # otherwise the writer's own thread would print a traceback
         for event in events:
             found = scalars(event)
             if not found or event["step"] < self._first:
@@ -233,7 +233,7 @@ class TensorBoardTracker:
             for tag, value in found.items():
                 self._writer.add_scalar(tag, value, event["step"], event.get("time"))
         if self._writer is not None:
-            # Records are rare, and one still buffered when the process is killed would be a gap.
+            # Records are rare, and a record still buffered when the process is killed would be a gap.
             self._writer.flush()
             save_note(self._directory, {"last": events[-1]["step"]})
 

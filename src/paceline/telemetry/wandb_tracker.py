@@ -24,12 +24,12 @@ _BLOCK = 32_768
 class WandbTracker:
     """A run in Weights & Biases; continues the one that the directory names.
 
-    Its steps cannot go back. A resumed run repeats the steps since its checkpoint with the same numbers; those that
-    were logged are skipped.
+    Its steps cannot decrease. A resumed run repeats the steps since its checkpoint with the same values; those already
+    logged are skipped.
 
     Args:
-        directory: Its folder in the run directory.
-        name: The run's.
+        directory: The tracker's folder in the run directory.
+        name: The run's name.
         recipe: The recipe, nested.
         environment: As in ``environment.json``.
     """
@@ -41,7 +41,7 @@ class WandbTracker:
         self._directory = directory
         note = read_note(directory) or {"id": secrets.token_hex(4), "last": [-1, 0]}
         self._id = str(note["id"])
-        # A kill takes along what the library's service had not written yet; the files say what it had.
+        # A kill loses data that the library's service had not written yet; the files show what it had.
         kept = _last_step_kept(directory, self._id)
         self._last = tuple(note["last"]) if kept is None else (kept, max(_ORDER.values()))
         versions = environment.get("versions", {})
@@ -49,18 +49,18 @@ class WandbTracker:
         tags += [f"{key} {environment[key]}" for key in ("device", "world_size", "host") if key in environment]
         mode: Any = os.environ.get("WANDB_MODE", "offline")  # it refuses unknown ones itself
         self._run = wandb.init(
-            # It makes its folder `wandb` there.
+            # It creates its folder `wandb` there.
             dir=str(directory.parent),
             id=self._id,
             resume="allow",
-            # A run of the user's own program stays its own.
+            # Do not reuse a run of the user's own program.
             reinit="create_new",
             mode=mode,
             project=os.environ.get("WANDB_PROJECT", "paceline"),
             name=name,
             config={**flat(recipe), "environment": environment},
             tags=[tag[:_LONGEST_TAG] for tag in tags],
-            # Its exit handler keeps to the same limit; what has not been sent by then stays in its files.
+            # Its exit handler uses the same limit; unsent data stays in its files.
             settings=wandb.Settings(
                 console="off", silent=True, disable_code=True, disable_git=True, finish_timeout=_FINISH_SECONDS
             ),
@@ -68,7 +68,7 @@ class WandbTracker:
         self._note()
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Log the events' numbers, except those that are there already."""
+        """Log the values of events, except those already logged."""
         for event in events:
             found = scalars(event)
             if not found:
@@ -80,7 +80,7 @@ class WandbTracker:
             self._last = place
 
     def close(self, status: str) -> None:
-        """Set how the run ended; as failed if unknown."""
+        """Set how the run ended; failed if unknown."""
         self._run.summary["status"] = status or "killed"
         self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
         self._note()
@@ -111,7 +111,7 @@ def _last_step_kept(directory: Path, run_id: str) -> int | None:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """Yield the whole records of a file in LevelDB's log format, without the part that a kill left at its end."""
+    """Yield the complete records of a file in LevelDB's log format, without a partial last one."""
     at, whole = 7, b""  # after the file's own header
     while at + 7 <= len(content):
         if _BLOCK - at % _BLOCK < 7:

@@ -1,4 +1,4 @@
-"""The command line of another trainer: its options, and the number of processes it starts."""
+"""Parse the command line of another trainer: its options, and the number of processes it starts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.errors import RecipeError
 from paceline.recipe.imports.table import read_yaml
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-# A pipe, a redirection, or an end of a command, where it is a word of its own.
+# A pipe, a redirection, or the end of a command, as a separate word.
 _SHELL = re.compile(r"\|[|&]?|&&?|;|(\d|&)?>.*|<.*")
-# Processes of a node, and nodes.
+# Processes per node, and nodes.
 _COUNTS = ("--nproc_per_node", "--nproc-per-node", "--nnodes")
-# Of an address: who asks, and with which password.
+# The user and password in an address.
 _LOGIN = re.compile(r"(?<=://)[^/\s@]*@")
 _TREES = (".yaml", ".yml", ".json")
 
@@ -28,12 +28,12 @@ class Source:
     """The source of a conversion.
 
     Attributes:
-        title: What to call it, for the recipe's head: its program and what follows, without passwords in addresses.
-            What stands before the program is left out: variables there are where keys of other services are given.
-        script: The program that is started, its file's name; empty for a file of arguments.
+        title: Title for the recipe's header: the program and its arguments, without passwords in addresses. Text before
+            the program is left out, since variables there may contain API keys.
+        script: File name of the program; empty for a file of arguments.
         words: The words after it.
-        tree: A file of arguments, in place of words.
-        processes: How many processes train; None where it is not said.
+        tree: Content of a file of arguments, instead of words.
+        processes: Number of training processes; None if not given.
     """
 
     title: str
@@ -57,7 +57,7 @@ def read_source(words: Sequence[str], scripts: Sequence[str], wrappers: Sequence
     programs, found = (*scripts, *wrappers), list(words)
     if len(words) == 1:
         path = Path(words[0])
-        if os.path.isfile(path):  # a command may be longer than a path can be
+        if os.path.isfile(path):  # a command may be longer than the longest path
             try:
                 tree = read_yaml(path)
                 return Source(path.name, tree=tree, processes=_count(tree.get("world_size")))
@@ -102,7 +102,7 @@ def _place(words: Sequence[str], programs: Sequence[str]) -> int | None:
 def _command(words: list[str], scripts: Sequence[str], wrappers: Sequence[str]) -> Source:
     programs = (*scripts, *wrappers)
     at = _place(words, programs)
-    # What its output is sent to, or what runs after it, does not train.
+    # Output redirections, and commands after it, are not part of the training command.
     end = next((each for each in range(at or 0, len(words)) if _SHELL.fullmatch(words[each])), len(words))
     if at is None:
         while words and _ASSIGNMENT.match(words[0]):
@@ -127,7 +127,7 @@ def _title(words: Sequence[str]) -> str:
 
 
 def _processes(words: Sequence[str]) -> int | None:
-    """How many processes the words before a script start; None where they ask the machine."""
+    """Return how many processes the words before a script start; None if they leave it to the machine."""
     total: int | None = 1
     for word, following in zip(words, (*words[1:], ""), strict=False):
         name, equals, value = word.partition("=")
@@ -138,6 +138,6 @@ def _processes(words: Sequence[str]) -> int | None:
 
 
 def _count(said: object) -> int | None:
-    """A number of processes, or None."""
+    """Parse a number of processes, or return None."""
     text = str(said)
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None

@@ -22,7 +22,7 @@ _FIRST = ("seed", "model.name", "data.dataset", "data.path", "optimizer.name", "
 
 @dataclass(frozen=True)
 class Entry:
-    """One given option, and its conversion."""
+    """A given option and its conversion."""
 
     option: str
     value: Any
@@ -31,21 +31,21 @@ class Entry:
 
 
 class Conversion:
-    """A recipe in the making, and an account of every option that it comes from.
+    """A recipe under construction, with a report on every option that it comes from.
 
     Args:
         table: The trainer's options.
-        source: What is converted.
+        source: The source of the conversion.
         given: Values of the options that were given.
         skipped: Names of options to convert as if they had not been given.
-        processes: How many share the global batch; None if that is only in the source. If it is not there either, of
-            which a notice tells, there is one.
+        processes: Number of processes that share the global batch; None to take it from the source. If the source does
+            not give it either, one is assumed, with a notice.
 
     Attributes:
         flat: The recipe's dotted keys.
-        differences: What is not identical: an option, and how.
-        left_out: Options that the user had left out.
-        notices: What was assumed.
+        differences: Options whose effect is not identical, with the difference.
+        left_out: Options that the user chose to leave out.
+        notices: Assumptions.
 
     Raises:
         RecipeError: If the trainer has no option of a skipped name.
@@ -82,12 +82,13 @@ class Conversion:
     def convert(
         self, conversions: Mapping[str, Callable[[Conversion, Any], Any]], own: Mapping[str, Any] | None = None
     ) -> None:
-        """Convert every option whose row in the table says how, in the order of the rows.
+        """Convert every option whose row in the table specifies a conversion, in row order.
 
         Args:
-            conversions: What the table's `conversion` names: functions of this and of an option's value that return
-                the recipe's value, or keys with theirs. They refuse a value by a ``ValueError`` that says why.
-            own: What its `otherwise` names: the network's own settings.
+            conversions: Functions named by the table's `conversion`. They take this draft and an option's value, and
+                return the recipe's value, or keys with values. They refuse a value with a ``ValueError`` that gives the
+                reason.
+            own: Values named by its `otherwise`: the network's own settings.
         """
         for option in self._options.values():
             value, note = self[option.key], option.note
@@ -111,7 +112,7 @@ class Conversion:
                 self.differ(option.key, option.differs)
 
     def _why_unused(self, option: Option) -> str:
-        """Why an option has no effect with the others, or nothing."""
+        """Return why an option has no effect with the others, or an empty string."""
 
         def holds(condition: str) -> bool:
             key, equals, value = condition.partition("=")
@@ -134,11 +135,11 @@ class Conversion:
             dotted: The key.
             value: Its value.
             sources: Keys of the options it comes from.
-            note: What to say in the file beside their values.
+            note: Comment to write in the file next to their values.
         """
         self.flat[dotted] = value
         said = " ".join(dict.fromkeys(map(self._said, sources)))
-        # A comment ends with its line.
+        # A comment ends at the end of its line.
         self._origins[dotted] = " ".join("; ".join(filter(None, (said, note))).split())
         for key in sources:
             place, says = self._became.get(key, ("mapped", ""))
@@ -146,7 +147,7 @@ class Conversion:
                 self._became[key] = ("mapped", f"{says}, {dotted}" if says else dotted)
 
     def put_ending(self, end: str, warmup: str, source: str) -> None:
-        """End a run that is still warming up: its duration is the warm-up, and `train.until` its end."""
+        """End a run that is still warming up: its duration is the warm-up, and `train.until` is its end."""
         self.notices.append(
             f"the run ends after {end}, while it warms up for {warmup}, and never reaches its peak rate: "
             f"train.duration is the whole warm-up, and train.until={end} ends it"
@@ -155,18 +156,18 @@ class Conversion:
         self.put("train.duration", warmup, source)
 
     def differ(self, key: str, says: str) -> None:
-        """Note a difference from an option's original effect."""
+        """Record a difference from an option's original effect."""
         self.differences[self._options[key].shown, says] = None
 
     def refuse(self, key: str, says: str) -> None:
-        """Note that an option would change the result and is unsupported."""
+        """Record that an option would change the result and is unsupported."""
         self._became[key] = ("refused", says)
 
     def finish(self) -> Conversion:
-        """Say if the data are still to be named, and make sure that what was put together is a recipe.
+        """Add a notice if the data are still unspecified, and validate the result as a recipe.
 
         Raises:
-            RecipeError: If it is none.
+            RecipeError: If it is not a valid recipe.
         """
         if "data.path" not in self.flat and self.flat.get("data.dataset") != "synthetic":
             self.notices.append("the folder of the images is not given: add data.path")
@@ -176,7 +177,7 @@ class Conversion:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The recipe's sections."""
+        """Return the recipe's sections."""
 
         def place(dotted: str) -> tuple[int, bool]:
             section = dotted.partition(".")[0]
@@ -193,7 +194,7 @@ class Conversion:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Every option that was given, once."""
+        """Return every given option, once."""
         return tuple(Entry(self._options[key].shown, self[key], *self._fate(self._options[key])) for key in self.given)
 
     def _fate(self, option: Option) -> tuple[Place, str]:
@@ -210,7 +211,7 @@ class Conversion:
 
     @property
     def refused(self) -> tuple[Entry, ...]:
-        """Unsupported options that would change the result."""
+        """Return the unsupported options that would change the result."""
         return tuple(each for each in self.entries if each.place == "refused")
 
     def _said(self, key: str) -> str:
@@ -220,7 +221,7 @@ class Conversion:
         return "default" if value in NONE else f"{option.shown} {shown_value(value)} (default)"
 
     def to_json(self) -> dict[str, Any]:
-        """The whole report."""
+        """Return the complete report."""
         entries: dict[str, list[dict[str, Any]]] = {place: [] for place in get_args(Place)}
         for each in self.entries:
             entries[each.place].append({"option": each.option, "value": each.value, "says": each.says})
@@ -236,7 +237,7 @@ class Conversion:
         }
 
     def to_yaml(self) -> str:
-        """The recipe as a file: every value with where it came from."""
+        """Return the recipe as a file: every value with its source."""
         head = [f"Converted from: {' '.join(self.title.split())}", f"Processes: {self.processes}", ""]
         head += [f"Differs: {option}: {says}" for option, says in self.differences]
         head += [f"Left out: {name}" for name in self.left_out]
@@ -256,7 +257,7 @@ class Conversion:
 
 
 def shown_value(value: Any) -> str:
-    """A value as one would type it."""
+    """Format a value as a user would type it."""
     if isinstance(value, list | tuple):
         return " ".join(str(each) for each in value)
     if isinstance(value, dict):
@@ -265,7 +266,7 @@ def shown_value(value: Any) -> str:
 
 
 def refusal(conversion: Conversion) -> RecipeError:
-    """The error for options that are unsupported."""
+    """Return the error for unsupported options."""
     names = " ".join(f"--skip {each.option.lstrip('-')}" for each in conversion.refused)
     return RecipeError(
         "unsupported options that would change the result:",

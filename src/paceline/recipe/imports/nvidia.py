@@ -1,7 +1,7 @@
 """Recipes from command lines of NVIDIA's ConvNets trainer, and from the presets of its launch.py.
 
-The presets' numbers are those of configs.yml in DeepLearningExamples. What a platform says of loader processes and
-cores is left out: that depends on the machine.
+The presets' numbers are those of configs.yml in DeepLearningExamples. A platform's settings of loader processes and
+cores are left out: they depend on the machine.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _OTHERS = {
     "classify.py": "labels images: use `paceline predict`",
     "quant_main.py": "trains for quantised numbers, which is unsupported",
 }
-_PADDING = 32  # pixels that evaluation cuts off
-_FALLS = (30, 60, 80)  # epochs of main.py's `step`
+_PADDING = 32  # pixels cropped by evaluation
+_FALLS = (30, 60, 80)  # epochs between steps of main.py's `step` schedule
 
 
 def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
     """Read what the user gave: a file with a command, or a command.
 
     Returns:
-        Where it came from, the options that its program has, and their values, a preset's among them.
+        The source, the options of its program, and their values, including a preset's.
 
     Raises:
-        RecipeError: If it is neither, starts another of their programs, or has what the program does not know.
+        RecipeError: If it is neither, starts another of their programs, or has options that the program does not know.
     """
     source = read_source(words, ("main.py", "launch.py", *_OTHERS))
     if source.script in _OTHERS:
@@ -57,10 +57,10 @@ def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
 
 
 def preset(name: str, platform: str, precision: str, mode: str) -> dict[str, Any]:
-    """The options that launch.py sets for a model on a platform, by their keys.
+    """Return the options that launch.py sets for a model on a platform, by key.
 
     Raises:
-        RecipeError: If there is no such preset; names those that there are.
+        RecipeError: If there is no such preset; names the existing ones.
     """
     model, later = _named("model", name, PRESETS["models"]), _named("mode", mode, PRESETS["modes"])
     sizes = _named("precision", precision, _named("platform", platform, PRESETS["sizes"][model["sizes"]]))
@@ -88,13 +88,13 @@ def _named(option: str, name: str, presets: Mapping[str, Any]) -> Any:
 def convert_nvidia(
     source: Source, table: Table, given: Mapping[str, Any], *, processes: int | None, skipped: Iterable[str]
 ) -> Conversion:
-    """Convert what was read.
+    """Convert the options to a recipe.
 
     Args:
-        source: Where it came from.
+        source: The source of the conversion.
         table: The options of its program.
         given: Their values.
-        processes: Number of processes, where the command does not say, or in its place.
+        processes: Number of processes; overrides the command's.
         skipped: Names of options to leave out.
 
     Raises:
@@ -119,7 +119,7 @@ def convert_nvidia(
 
 
 def _passes(draft: Conversion) -> int:
-    """Micro-batches of a process in a step."""
+    """Return a process's micro-batches per step."""
     return max(1, int(draft["optimizer_batch_size"] // (draft["batch_size"] * draft.processes)))
 
 

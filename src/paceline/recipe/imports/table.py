@@ -1,6 +1,6 @@
-"""Options of another trainer: a table, and how words or a file of arguments set them.
+"""Options of another trainer: a table of them, and parsers for command words and files of arguments.
 
-A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of these says what becomes of it:
+A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of these says how it is converted:
 
     key: KEYS         the recipe's KEYS get its value, or its default
     if_changed: KEYS  the same, if its value is not the default
@@ -9,13 +9,13 @@ A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of th
     no_effect: WHY    has no equivalent and needs none
     unsupported: WHY  would change the result, and nothing here does that
 
-Further fields: `values` maps its values to ours, or to several keys with theirs, or to none; other values are
-unsupported, for the reason `instead`. `conversion` then names one of the importer's, which gives the same, and
-`otherwise` the importer's value for an option without one. `beside` are options that its keys come from too, where they
-are given, `also` are keys that it sets besides, and `note` is for the recipe's reader. `needs` and `unless` are
-conditions, without or with which it has no effect, on other options or on the keys of the rows above: `amp`,
-`schedule.name=step`, alternatives with `|`, several with blanks. `differs` says what is not identical here, `least` is
-the smallest number it takes, `bare` its value without a word.
+Further fields: `values` maps its values to Paceline's, to several keys with values, or to nothing; other values are
+unsupported, for the reason `instead`. `conversion` names a function of the importer that returns the same, and
+`otherwise` names the importer's value for an option without a value. `beside` lists other options that its keys also
+come from, if given; `also` lists additional keys that it sets; `note` is for the recipe's reader. `needs` and `unless`
+are conditions, without or with which it has no effect, on other options or on the keys of the rows above: `amp`,
+`schedule.name=step`, alternatives with `|`, several with blanks. `differs` describes what is not identical, `least` is
+the smallest allowed number, `bare` its value if given without one.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Option:
     Attributes:
         names: As typed, with dashes; a positional argument has none.
         kind: switch, int, float, text, text_or_bare, or several of them: ints, floats, texts, pairs (KEY=VALUE).
-        default: Value where it is not given.
-        fate: What becomes of it.
+        default: Value if it is not given.
+        fate: How it is converted.
         target: The recipe's key, or the reason.
     """
 
@@ -82,14 +82,14 @@ class Option:
 
     @property
     def is_positional(self) -> bool:
-        """Whether it is given by its place, without its name."""
+        """Whether it is positional, without a name."""
         return not self.shown.startswith("-")
 
     def ours(self, value: Any) -> Any:
-        """What `values`, if there are any, have for a value; texts may be in another case, or have underscores.
+        """Return the entry of `values`, if there are any, for a value; case and underscores are ignored in texts.
 
         Raises:
-            ValueError: If they have none.
+            ValueError: If there is no entry.
         """
         if self.values is None:
             return value
@@ -100,10 +100,10 @@ class Option:
         raise ValueError(self.instead or f"supported: {', '.join(str(each) for each in self.values if each)}")
 
     def read(self, word: str) -> Any:
-        """The value of one word.
+        """Parse the value of one word.
 
         Raises:
-            argparse.ArgumentTypeError: If it is not of the option's kind.
+            argparse.ArgumentTypeError: If it does not have the option's kind.
         """
         if "$" in word and self.fate != "no_effect":
             raise argparse.ArgumentTypeError(f"found {word}, but shell variables are not known here; write the value")
@@ -125,18 +125,18 @@ class Option:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse that reports to our caller, without a usage message or an exit."""
+    """An argparse parser that raises errors, without a usage message or an exit."""
 
     def error(self, message: str) -> NoReturn:
         raise RecipeError(f"{self.prog}: {message.removeprefix('argument ')}.")
 
 
 class Table:
-    """All options of a program.
+    """The options of a program.
 
     Args:
         program: Its name, for messages.
-        file: The table's file, in this folder unless it is a whole path.
+        file: The table's file, in this folder unless it is an absolute path.
         without: Keys of options to leave out.
     """
 
@@ -148,17 +148,17 @@ class Table:
         self._keys = {_plain(name): option.key for option in self.options.values() for name in option.names}
 
     def find(self, name: str) -> Option | None:
-        """The option of a name, with or without its dashes, or None."""
+        """Return the option of a name, with or without its dashes, or None."""
         key = self._keys.get(_plain(name))
         return None if key is None else self.options[key]
 
     def read_words(self, words: Sequence[str]) -> dict[str, Any]:
-        """The options that the words of a command set, by their keys. Read as argparse does.
+        """Return the options set by the words of a command, by key; parsed with argparse.
 
         Raises:
             RecipeError: Naming every word that is not an option, or the first value that does not fit.
         """
-        # With a usage of its own, argparse does not put one together from all the options.
+        # With an explicit usage, argparse does not build one from all the options.
         parser = _Parser(prog=self.program, usage="", add_help=False, argument_default=argparse.SUPPRESS)
         for option in self.options.values():
             settings: dict[str, Any] = {"nargs": "*" if option.kind in _SEVERAL else None, "type": option.read}
@@ -176,7 +176,7 @@ class Table:
         return dict(sorted(given.items(), key=lambda item: not self.options[item[0]].is_positional))
 
     def read_tree(self, tree: Mapping[str, Any], ignored: Iterable[str] = ()) -> dict[str, Any]:
-        """The options that a file of arguments sets to something else than their default, by their keys.
+        """Return the options that a file of arguments sets to values other than their default, by key.
 
         Args:
             tree: Keys and values.
@@ -188,7 +188,7 @@ class Table:
         known = {key: self.find(key) for key in map(str, tree) if key not in set(ignored)}
         self._refuse([key for key, option in known.items() if option is None])
         pairs = [(option, tree[key]) for key, option in known.items() if option is not None]
-        pairs.sort(key=lambda pair: pair[0].kind in _SEVERAL)  # which would take a positional argument after them
+        pairs.sort(key=lambda pair: pair[0].kind in _SEVERAL)  # otherwise it would consume a positional argument
         given = self.read_words([word for option, value in pairs for word in _as_words(option, value)])
         defaults = {key: self.options[key].default for key in given}
         return {
@@ -198,7 +198,7 @@ class Table:
         }
 
     def _refuse(self, words: Sequence[str]) -> None:
-        """Refuse what is not an option."""
+        """Refuse words that are not options."""
         if not words:
             return
         names = [name for option in self.options.values() for name in option.names]
@@ -215,10 +215,10 @@ class Table:
 
 
 def read_yaml(path: Path, option: str = "") -> Mapping[str, Any]:
-    """A file of names and values, which an option names.
+    """Read a file of names and values that an option names.
 
     Raises:
-        RecipeError: If it is not one.
+        RecipeError: If it is not such a file.
     """
     refuse_odd_kinds(path)
     said = f"{option} {path}".strip()
@@ -255,7 +255,7 @@ def _pair(word: str) -> tuple[str, Any]:
 
 
 def _as_words(option: Option, value: Any) -> list[str]:
-    """A value of a file of arguments, as one would type it."""
+    """Format a value of a file of arguments as a user would type it."""
     if option.kind == "switch":
         if not isinstance(value, bool):
             raise RecipeError(f"found {option.key}: {value!r}, but it takes true or false.")

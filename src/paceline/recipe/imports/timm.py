@@ -1,7 +1,7 @@
 """Recipes from command lines of timm's train.py.
 
-What train.py does where an option is not given counts as well: its defaults are not ours, so the recipe states them.
-What changes speed, place or records only is stated where it was given.
+Options that are not given count too: train.py's defaults differ from Paceline's, so the recipe states them. Options
+that only affect speed, paths or records are stated only if given.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from paceline.recipe.imports.table import Table, read_yaml
 from paceline.units import counted
 
 TIMM = Table("timm's train.py", "timm.yaml")
-# What args.yaml files hold beside options: what train.py worked out and kept there.
+# Entries of args.yaml files other than options: values that train.py derived and stored there.
 WRITTEN_BESIDE = ("distributed", "world_size", "rank", "prefetcher", "gpu", "opt_args", "local-rank", "cuda")
 _INTERPOLATIONS = ("bilinear", "bicubic")
 _DATASETS = {"": "image_folder", "image_folder": "image_folder", "folder": "image_folder", "cifar10": "cifar10"}
 _DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
 _OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
 _CLIPS = {"norm": "clip_norm", "value": "clip_value", "agc": "clip_adaptive"}
-_OWN_CLIP = 1.0  # timm's LAMB clips the whole gradient to this norm by itself
-_LONGEST = 20  # cycles of a schedule, and the factor on the length of each
-_MILESTONES = 1000  # falls of a schedule
+_OWN_CLIP = 1.0  # timm's LAMB clips the complete gradient to this norm by itself
+_LONGEST = 20  # cycles of a schedule, and the factor on each cycle's length
+_MILESTONES = 1000  # decay steps of a schedule
 
 
 @dataclass(frozen=True)
 class InputSettings:
-    """What a network of timm's says of its images, which train.py goes by; by default what it does without.
+    """Image settings of a timm network, which train.py uses; the defaults apply without them.
 
     Attributes:
         image_size: Height and width in pixels.
         interpolation: How images are resized.
-        crop: Share of the side that evaluation keeps.
+        crop: Fraction of the side that evaluation keeps.
         mean: Per-channel mean.
         std: Per-channel standard deviation.
     """
@@ -53,7 +53,7 @@ def read_timm(words: Sequence[str]) -> tuple[Source, dict[str, Any]]:
     """Read what the user gave: a file of arguments, a file with a command, or a command.
 
     Raises:
-        RecipeError: If it is none of these, or has what train.py does not know.
+        RecipeError: If it is none of these, or has options that train.py does not know.
     """
     scripts = ("train.py", "legacy_train.py")
     source = read_source(words, scripts, ("distributed_train.sh", "legacy_distributed_train.sh"))
@@ -72,13 +72,13 @@ def convert_timm(
     processes: int | None = None,
     skipped: Iterable[str] = (),
 ) -> Conversion:
-    """Convert what was read.
+    """Convert the options to a recipe.
 
     Args:
-        source: Where it came from.
+        source: The source of the conversion.
         given: The options.
-        settings: What the network says of its images.
-        processes: Number of processes, where the source does not say, or in its place.
+        settings: The network's image settings.
+        processes: Number of processes; overrides the source's.
         skipped: Names of options to leave out.
 
     Raises:
@@ -102,7 +102,7 @@ def convert_timm(
 
 
 def _epochs(draft: Conversion, count: float) -> str:
-    """A number of train.py's epochs, each of which shows part of the samples `--aug-repeats` times, in epochs here."""
+    """Convert train.py's epochs, each of which shows part of the samples `--aug-repeats` times, to Paceline's."""
     number = count / max(1, int(draft["aug_repeats"]))
     return f"{number:.10g} epoch{'s' * (number != 1)}"
 
@@ -161,7 +161,7 @@ def _mixed_epochs(draft: Conversion, last: int) -> Any:
 
 
 def _loss(draft: Conversion, is_asked: bool) -> str:
-    # train.py looks at --bce-loss only where targets are mixed or smoothed.
+    # train.py applies --bce-loss only if targets are mixed or smoothed.
     is_soft = draft["mixup"] > 0 or draft["cutmix"] > 0 or draft["smoothing"]
     return "bce" if is_asked and is_soft else "cross_entropy"
 
@@ -193,7 +193,7 @@ def _eps(draft: Conversion, asked: float) -> float:
 
 
 def _own_clip(draft: Conversion) -> float | None:
-    """The norm to which timm's LAMB clips the whole gradient by itself."""
+    """Return the norm to which timm's LAMB clips the complete gradient by itself."""
     is_lamb = draft.flat.get("optimizer.name") == "lamb"
     return draft["opt_kwargs"].get("max_grad_norm", _OWN_CLIP) if is_lamb else None
 
@@ -215,7 +215,7 @@ def _first_rate(draft: Conversion, first: float) -> Any:
     peak = draft.flat["optimizer.lr"]
     if first <= peak:
         return float(f"{first / peak:.12g}")
-    # Neither may have been given.
+    # Neither may be given.
     blamed = next((key for key in ("warmup_lr", "warmup_epochs", "lr") if key in draft.given), "lr_base")
     draft.refuse(blamed, f"the warm-up begins at {first:g}, above the peak {peak:g}")
     return {}
@@ -235,7 +235,7 @@ def _cycles(draft: Conversion, count: int) -> Any:
 
 
 def _duration(draft: Conversion, length: int) -> Any:
-    """The run's length, with its cycles and a warm-up before them; and the falls of `step` and `multistep` in it."""
+    """Return the run's length, with its cycles and a warm-up before them, and the milestones of step schedules."""
     is_step, lasts = draft.flat.get("schedule.name") == "step", length
     warmup = draft["warmup_epochs"] if "schedule.warmup" in draft.flat else 0
     sources = ["epochs"]
@@ -260,10 +260,10 @@ def _duration(draft: Conversion, length: int) -> Any:
 
 
 def _put_falls(draft: Conversion, begin: int, lasts: int) -> None:
-    """The falls of `step`, a period apart, or of `multistep`, at milestones; all after ``begin`` epochs."""
+    """Return the decay milestones of `step`, one per period, or of `multistep`; all after ``begin`` epochs."""
     every, by_step = draft["decay_epochs"], draft["sched_on_updates"]
     if str(draft["sched"]).lower() == "multistep":
-        # timm's falls come one epoch, or one update, before the milestone.
+        # timm decays one epoch, or one update, before the milestone.
         source, note = "decay_milestones", "" if by_step else "timm falls an epoch before"
         falls = [begin + end - (not by_step) for end in draft["decay_milestones"]]
     elif every <= 0:
@@ -273,7 +273,7 @@ def _put_falls(draft: Conversion, begin: int, lasts: int) -> None:
         draft.put("schedule.period", _epochs(draft, every), "decay_epochs")
         return
     else:
-        # train.py counts its falls from the start, and moves the rate where an epoch ends.
+        # train.py counts milestones from the start, and changes the rate at the end of an epoch.
         source, note = "decay_epochs", "where each fall is in effect, counted from the start"
         ends = [begin + every * number for number in range(1, min(_MILESTONES, math.floor(lasts / every)) + 1)]
         falls = ends if by_step else [math.ceil(end - 1e-9) for end in ends]
