@@ -1,4 +1,4 @@
-"""A recipe written to a new file, for `--apply`."""
+"""Write a recipe to a new file, for `--apply`."""
 
 from __future__ import annotations
 

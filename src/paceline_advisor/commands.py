@@ -103,7 +103,7 @@ _FEWEST_STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """How a range test is done.
+    """Return the settings of a range test.
 
     Raises:
         RecipeError: If the settings do not fit together.
@@ -169,11 +169,11 @@ class FindLr(Sweep):
 
     @property
     def sweep(self) -> Sweep:
-        """How the test is done."""
+        """The settings of the test."""
         return Sweep(**{each.name: getattr(self, each.name) for each in fields(Sweep)})
 
     def __post_init__(self) -> None:
-        if is_first_process():  # the only one that writes
+        if is_first_process():  # the only one that writes files
             check_new(self.apply)
         super().__post_init__()
 
@@ -386,7 +386,7 @@ class Doctor:
 
 
 def _names(key: str, section: type[Any]) -> Callable[[str], str]:
-    """Read a value of a recipe's key that has a few: an unknown one would only be a row without a figure."""
+    """Parse a value of a recipe's key with few choices: an unknown one would only be a row without a result."""
     known = get_args(get_type_hints(section)[key])
 
     def parse(word: str) -> str:
@@ -504,10 +504,10 @@ class BenchCompare:
 
 
 class _BenchGroup(click.Group):
-    """`bench RECIPE` measures, `bench compare A B` compares: the first word says which."""
+    """`bench RECIPE` measures, `bench compare A B` compares: the first word decides."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the name of the command in front that the words leave out."""
+        """Insert the name of the subcommand that the words leave out."""
         if not args or args[0] not in (*self.commands, "--help", "-h"):
             args = ["recipe", *args]
         elif args[0] in ("--help", "-h"):
@@ -516,7 +516,7 @@ class _BenchGroup(click.Group):
 
 
 def bench() -> click.Group:
-    """Return `bench` with its two commands."""
+    """Return `bench` with its two subcommands."""
     from paceline.cli.derive import click_command
 
     made = _BenchGroup("bench", help="Measure how fast a recipe trains or answers, and compare.")

@@ -1,4 +1,4 @@
-"""Runs started as commands, watched and disturbed from outside with every process that belongs to them."""
+"""Runs started as commands, observed and disturbed from outside, including all of their processes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Launch:
     """``paceline ARGUMENTS`` as a process with all its descendants, whichever parent or session they have (Linux).
 
     Args:
-        arguments: What follows ``paceline`` on the command line.
+        arguments: The command line after ``paceline``.
         log: Its output goes into ``<log>.out`` and ``<log>.err``; files, as a killed launch's orphans would keep a
             pipe open.
-        limit_seconds: What takes longer than this is ended.
+        limit_seconds: Time limit, after which it is killed.
         variables: Additional environment variables.
 
     Raises:
@@ -47,7 +47,7 @@ class Launch:
         self._limit = limit_seconds
         self._out, self._err = log.with_name(f"{log.name}.out"), log.with_name(f"{log.name}.err")
         self._group = ProcessGroup()
-        # A short name: sockets of loader processes lie in it, and the path of one has at most 108 bytes.
+        # A short name: it contains sockets of loader processes, whose paths are limited to 108 bytes.
         temporary = tempfile.mkdtemp(prefix="t", dir=log.parent)
         self.begun = time.monotonic()
         try:
@@ -65,12 +65,12 @@ class Launch:
 
     @property
     def out(self) -> str:
-        """What it has printed so far."""
+        """Its standard output so far."""
         return self._out.read_text(encoding="utf-8", errors="replace")
 
     @property
     def err(self) -> str:
-        """What it has said on standard error so far."""
+        """Its standard error so far."""
         return self._err.read_text(encoding="utf-8", errors="replace")
 
     def family(self) -> set[int]:
@@ -78,17 +78,17 @@ class Launch:
         return self._group.members()
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, in order; one process alone is rank 0."""
+        """Process ids of the ranks, in order; a single process is rank 0."""
         found: dict[int, int] = {}
         for pid in self.family():
             number = _variable(pid, "RANK")
-            # A rank's own children inherit its number: the rank is the one whose parent has none.
+            # A rank's children inherit its number: the rank is the process whose parent does not have it.
             if number is not None and _variable(_parent(pid), "RANK") is None:
                 found[int(number)] = pid
         return [found[rank] for rank in sorted(found)] or [self.process.pid]
 
     def workers(self) -> list[int]:
-        """Loader processes: copies of a rank that a rank has forked."""
+        """Loader processes: forks of a rank."""
         ranks = self.ranks()
         mine = [pid for pid in self.family() if _parent(pid) in ranks]
         return sorted(pid for pid in mine if _read(pid, "cmdline") == _read(_parent(pid), "cmdline"))
@@ -100,7 +100,7 @@ class Launch:
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """SIGKILL every process, as a power failure does."""
+        """Send SIGKILL to every process, like a power failure."""
         self._group.kill()
 
     def wait(self) -> int:
@@ -114,7 +114,7 @@ class Launch:
         return self.process.returncode
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Wait until something is so; False if the launch ended before.
+        """Wait until a condition holds; returns False if the launch ended first.
 
         Raises:
             OverdueError: If it takes too long.
@@ -128,7 +128,7 @@ class Launch:
         return True
 
     def wait_alone(self, limit_seconds: float) -> int:
-        """Wait until no process of it is left; ends those that stay longer and returns their number."""
+        """Wait until none of its processes is left; kills those that stay longer and returns their number."""
         deadline = time.monotonic() + limit_seconds
         while family := self.family():
             if time.monotonic() > deadline:
@@ -149,7 +149,7 @@ class Launch:
 
 
 def said(launch: Launch) -> str:
-    """What a launch said of its end, in one line."""
+    """Return the final message of a launch, in one line."""
     code = launch.process.poll()
     _, begins, told = f"\n{launch.err.strip()}".partition("\npaceline: ")
     if begins:
@@ -176,13 +176,13 @@ def check_can_watch() -> None:
 
 
 def check_alone(study: str) -> None:
-    """Find out whether this process may start launches.
+    """Check that this process may start launches.
 
     Args:
-        study: What wants to, for the message.
+        study: The study that starts them, for the message.
 
     Raises:
-        LaunchError: If this process is one of a launch's itself.
+        LaunchError: If this process is itself part of a launch.
     """
     source = read_launch(os.environ).source
     if source != "alone":
@@ -193,7 +193,7 @@ def check_alone(study: str) -> None:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step that a run directory has a record of, while the run goes on; 0 if there is none."""
+    """Return the last recorded step of a run directory, while the run continues; 0 without one."""
     try:
         lines = (run_dir / "events.jsonl").read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def _variable(pid: int, name: str) -> str | None:
-    """A variable a process was started with; None if it has none of that name, or is gone."""
+    """Return an environment variable of a process; None if it is unset, or the process is gone."""
     prefix, entries = f"{name}=".encode(), _read(pid, "environ").split(b"\0")
     return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None)
 
@@ -213,7 +213,7 @@ def _parent(pid: int) -> int:
 
 
 def _read(pid: int, name: str) -> bytes:
-    """What the system tells of a process; nothing if it is gone."""
+    """Return the system's status of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:

@@ -1,7 +1,7 @@
 """Training throughput over batch sizes, devices, precisions and back-ends.
 
-What cannot run is a row with the reason. Up to four of the combinations take turns, in the order of the table: those
-that follow one another there are compared fairly.
+A combination that cannot run is a row with the reason. Up to four combinations are interleaved, in table order, so that
+neighbouring rows are compared fairly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.world import World
 from paceline_advisor.bench.interleaved import Measured, Part, Variant, run_bursts
 from paceline_advisor.commands import Bench
 
-# Each waits with its data and its network in memory while another has its turn.
+# Each keeps its data and network in memory while it waits for its turn.
 _AT_ONCE = 4
 
 
@@ -36,10 +36,10 @@ class Cell:
 
     Attributes:
         device: As requested, like the others.
-        variant: A recipe with all of that; None if there is none.
-        refusal: Why there is none.
-        measured: What each launch found.
-        same: Other combinations that come to this one here, as ``auto`` does to what it stands for; measured once.
+        variant: A recipe with these settings; None if there is none.
+        refusal: Why there is no recipe.
+        measured: The result of each launch.
+        same: Other combinations that resolve to this one here, such as ``auto``; measured once.
     """
 
     device: str
@@ -54,12 +54,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The measurement, in words."""
+        """Describe the measurement in words."""
         return f"{self.device} {self.precision} {self.backend} batch {self.batch_size} {self.part}"
 
 
 def measure_grid(asked: Bench, say: Callable[[str], None]) -> tuple[LoadedRecipe, list[dict[str, Any]]]:
-    """Measure every combination; the recipe, and one row for each that is another run than those before it.
+    """Measure every combination; return the recipe, and one row per combination that is a distinct run.
 
     Raises:
         PacelineError: If the recipe itself is wrong, or this process may not start others.
@@ -91,7 +91,7 @@ def _cells(asked: Bench, recipe: Recipe) -> Iterator[Cell]:
         if asked.devices:
             changed["parallel.device"] = device
         if asked.batch_sizes:
-            # What is asked for is what a device is to hold, whatever the recipe's own was split into.
+            # The batch size is what a device is to process at once, whatever micro-batches the recipe used.
             changed |= {"batch.global_size": batch_size, "batch.micro_size": "auto", "batch.growth": None}
         if asked.precisions:
             changed["train.precision"] = precision
@@ -109,10 +109,10 @@ def _cells(asked: Bench, recipe: Recipe) -> Iterator[Cell]:
 
 
 def _once_each(cells: Sequence[Cell], asked: Bench) -> list[Cell]:
-    """The cells without those that come to the same run as another, which has their names."""
+    """Merge cells that resolve to the same run; the kept one lists the others' names."""
     choices = (asked.devices, asked.precisions, asked.backends)
     if not any(len(names) > 1 and "auto" in names for names in choices):
-        return list(cells)  # each says something else than the others
+        return list(cells)  # each has a different reason
     kept: dict[tuple[Any, ...], Cell] = {}
     for cell in cells:
         first = kept.setdefault(_comes_to(cell), cell)
@@ -122,7 +122,7 @@ def _once_each(cells: Sequence[Cell], asked: Bench) -> list[Cell]:
 
 
 def _comes_to(cell: Cell) -> tuple[Any, ...]:
-    """What a cell's ``auto`` values are here; itself where it cannot be planned, which the row will say."""
+    """Return a cell with its ``auto`` values resolved here; unchanged if it cannot be planned."""
     if cell.variant is None:
         return (cell.name,)
     recipe, processes = cell.variant.recipe, cell.variant.processes
@@ -137,7 +137,7 @@ def _comes_to(cell: Cell) -> tuple[Any, ...]:
 
 
 def _row(cell: Cell, processes: int) -> dict[str, Any]:
-    """One combination as it stands in the result."""
+    """Return a combination as it appears in the result."""
     good = [each for each in cell.measured if each.rounds]
     facts = dict(cell.measured[0].facts) if cell.measured else {}
     first = {
@@ -165,7 +165,7 @@ def _figures(good: list[Measured], facts: Mapping[str, Any]) -> dict[str, Any]:
     if not good:
         return {"samples_per_second": None, "times": []}
     times = [each.seconds_per_sample for each in good]
-    # What differs from launch to launch is seen only between them.
+    # Variation between launches shows only when launches are compared.
     rate = rate_interval([statistics.fmean(each) for each in times] if len(times) > 1 else times[0])
     steps = [seconds for each in good for seconds in each.step_seconds]
     peaks = [each.peak_memory_bytes for each in good if each.peak_memory_bytes is not None]

@@ -1,8 +1,8 @@
 """Step times of several recipes, measured in interleaved rounds, because a machine's speed drifts.
 
-Each variant is a separate run in its own processes, opened as by ``paceline train``: the same task, data,
-loader processes, optimizer and records. They take turns, a block of steps each, while the others wait; every second
-round in the other order. What slows the machine for a while slows all of them, and cancels in the ratios of a round.
+Each variant is a separate run in its own processes, opened as by ``paceline train``: the same task, data, loader
+processes, optimizer and records. They take turns, one block of steps each, while the others wait; every second round is
+in reverse order. A temporary slowdown of the machine affects all of them, and cancels in the ratios of a round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Part = Literal["together", "compute", "data"]
 PARTS: tuple[Part, ...] = ("together", "compute", "data")
 
-# Longer than anyone measures: the end of a run is no part of a step.
+# Longer than any measurement: the end of a run is not part of a step.
 _STEPS = 10_000_000
 _OPEN_SECONDS = 900.0
 _BLOCK_SECONDS = 600.0
@@ -45,7 +45,7 @@ _PATIENCE = TimeSpan(60, "minutes")
 _MOST_WARM_STEPS = 10_000
 _LOOK_SECONDS = 0.2
 _LEAVE_SECONDS = 10.0
-# The others of a world learn late that one has failed, and say then only that they miss it.
+# The other ranks of a world notice a failure late, and then only report that one is missing.
 _CAUSE_SECONDS = 1.0
 
 
@@ -54,10 +54,10 @@ class Variant:
     """One thing to measure.
 
     Attributes:
-        recipe: What is trained.
-        part: ``together``: training as it is. ``compute``: the first step's batches again and again, so that nothing
-            waits for data. ``data``: the stream of batches, with nothing done with them.
-        processes: How many train together on this machine.
+        recipe: The recipe to train.
+        part: ``together``: normal training. ``compute``: the first step's batches repeatedly, so that nothing waits for
+            data. ``data``: only the stream of batches, which are discarded.
+        processes: Number of processes that train together on this machine.
     """
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class Round:
     Attributes:
         steps: Optimizer steps.
         samples: Training samples they used, over all processes.
-        seconds: From the first one's begin to the last one's end on the device, on the process that took longest.
+        seconds: From the start of the first step to the end of the last on the device, on the slowest process.
         phases: Mean seconds per step in each phase of the step clock, on that process.
         joules: Energy that the devices of all processes used meanwhile; None if it cannot be read.
     """
@@ -91,18 +91,18 @@ class Round:
 
 @dataclass(kw_only=True)
 class Measured:
-    """What was measured of one variant.
+    """Measurements of one variant.
 
     Attributes:
-        variant: What it was.
-        facts: What its run said of itself: device, precision, batch sizes, back-end, loader processes, ...
+        variant: The variant.
+        facts: Facts reported by its run: device, precision, batch sizes, back-end, loader processes, ...
         rounds: Its blocks, in order. The n-th of each variant belongs to the same round.
-        warm_up_steps: Steps before the first round, and those that begin each turn; none of them is timed.
-        warm_up_seconds: How long those before the first round took.
-        peak_memory_bytes: The most that a process held on its device, or of main memory on a CPU, at any time.
-        trouble: Why there are no more rounds; empty if nothing went wrong.
+        warm_up_steps: Untimed steps before the first round and at the start of each turn.
+        warm_up_seconds: Duration of the steps before the first round.
+        peak_memory_bytes: Peak memory of a process on its device, or main memory on a CPU.
+        trouble: Why the rounds ended early; empty if nothing went wrong.
         out_of_memory: Whether memory ran out.
-        alone: Whether it was measured alone, because memory ran out with the others.
+        alone: Whether it was measured alone, because memory ran out next to the others.
     """
 
     variant: Variant
@@ -122,17 +122,17 @@ class Measured:
 
     @property
     def samples_per_second(self) -> list[float]:
-        """Over all processes, by round."""
+        """Samples per second over all processes, by round."""
         return [each.samples / each.seconds for each in self.rounds]
 
     @property
     def seconds_per_sample(self) -> list[float]:
-        """Likewise: what is compared, as an epoch's last step may be smaller than the others."""
+        """Seconds per sample over all processes, by round: compared, as an epoch's last step may be smaller."""
         return [each.seconds / each.samples for each in self.rounds]
 
     @property
     def data_wait_fraction(self) -> float | None:
-        """Share of the time that the slowest process waited for data, in [0, 1]; None without rounds."""
+        """Fraction of the time that the slowest process waited for data, in [0, 1]; None without rounds."""
         waited = sum(each.phases["data_wait"] * each.steps for each in self.rounds)
         return waited / sum(each.seconds for each in self.rounds) if self.rounds else None
 
@@ -145,14 +145,14 @@ class Measured:
 
     @property
     def joules_per_sample(self) -> float | None:
-        """Energy of the devices for each training sample; None if it cannot be read."""
+        """Energy of the devices per training sample; None if it cannot be read."""
         used = [each.joules for each in self.rounds]
         if not used or any(each is None for each in used):
             return None
         return sum(each or 0.0 for each in used) / sum(each.samples for each in self.rounds)
 
     def slower_than(self, other: Measured) -> Interval | None:
-        """Seconds per sample over the other's, round by round; None if they share no round."""
+        """Return seconds per sample relative to another variant, round by round; None if they share no round."""
         shared = min(len(self.rounds), len(other.rounds))
         if not shared or self.alone != other.alone:
             return None
@@ -167,17 +167,17 @@ def run_bursts(
     processes: int = 1,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Measured]:
-    """Measure variants that take turns; a variant that fails is reported, and the others go on.
+    """Measure interleaved variants; a failed variant is reported, and the others continue.
 
-    Nothing is written but in a temporary directory, which is gone afterwards, also after a kill. Before its blocks each
-    variant warms up for about as long as a block takes. Each turn begins with untimed steps that use up what loader
-    processes made ready while the variant waited.
+    Files are written only to a temporary directory, which is removed afterwards, even after a kill. Before its blocks
+    each variant warms up for about as long as a block takes. Each turn starts with untimed steps that use up the
+    batches that loader processes prepared while the variant waited.
 
     Args:
         variants: What to measure, by name; a plain recipe is trained unchanged by ``processes`` processes.
-        rounds: Turns of each variant, at least 1; four or more for an interval that says something.
-        block_seconds: About how long a turn is timed; a turn is one step at least.
-        processes: Of each variant that is given as a recipe.
+        rounds: Turns of each variant, at least 1; a useful interval needs four or more.
+        block_seconds: Approximate timed duration of a turn, which is at least one step.
+        processes: Number of processes of each variant given as a recipe.
         say: Receives progress messages.
 
     Returns:
@@ -213,15 +213,16 @@ class MemberError(Exception):
 
 
 class _Player:
-    """One variant that takes turns: its processes, and what they measured.
+    """One interleaved variant: its processes and their measurements.
 
-    What cannot be started, fails or gives no answer is noted as its trouble, and its processes are ended.
+    If it cannot be started, fails or does not respond, the reason is stored as its trouble, and its processes are
+    ended.
 
     Args:
-        variant: What is measured.
-        scratch: A folder of all variants, to be removed if this process cannot do it any more.
-        index: Among the variants.
-        block_seconds: About how long a turn is timed.
+        variant: The variant to measure.
+        scratch: A folder of all variants, which the child processes remove if this process cannot.
+        index: Index among the variants.
+        block_seconds: Approximate timed duration of a turn.
     """
 
     def __init__(self, variant: Variant, scratch: Path, index: int, block_seconds: float) -> None:
@@ -234,7 +235,7 @@ class _Player:
     def start(self) -> None:
         """Start its processes, which open the run."""
         folder, variant = self._folder, self.measured.variant
-        temporary = folder / "t"  # a short name: sockets of loader processes lie in it, whose paths have 108 bytes
+        temporary = folder / "t"  # a short name: socket paths are limited to 108 bytes
         meeting = folder / "m"
         for each in (folder, temporary, meeting):
             each.mkdir()
@@ -267,7 +268,7 @@ class _Player:
             self._ranks.append((child, mine))
 
     def attempt(self, act: Callable[[], None]) -> None:
-        """Do something unless the variant has failed."""
+        """Call a function unless the variant has failed."""
         if self.measured.trouble:
             return
         try:
@@ -277,11 +278,11 @@ class _Player:
             self.kill()
 
     def open(self) -> None:
-        """Wait until all its processes stand before their first step."""
+        """Wait until all its processes are ready for their first step."""
         self.measured.facts = self._answers(_OPEN_SECONDS)[0]
 
     def warm_up(self) -> None:
-        """Take the first steps, and find how many make a block."""
+        """Take the first steps, and determine how many make a block."""
         measured, steps = self.measured, 1
         while True:
             block = self._turn(0, steps)
@@ -289,7 +290,7 @@ class _Player:
             measured.warm_up_seconds += block.seconds
             if measured.warm_up_steps > WARMUP_STEPS and measured.warm_up_seconds >= self._block_seconds:
                 break
-            # The first steps are slow, and say little of how many there is time for.
+            # The first steps are slow, and say little about how many fit into a block.
             left = max(0.0, self._block_seconds - measured.warm_up_seconds) / block.step_seconds
             steps = WARMUP_STEPS if measured.warm_up_steps == 1 else max(1, min(int(left) + 1, _MOST_WARM_STEPS))
         self._steps = max(1, round(self._block_seconds / block.step_seconds))
@@ -297,7 +298,7 @@ class _Player:
     def play(self) -> None:
         """Take one turn."""
         facts, part = self.measured.facts, self.measured.variant.part
-        # Batches that may lie ready after a pause, and one for caches that others have filled.
+        # Batches that may be ready after a pause, and one to refill caches evicted by others.
         held = 1 if part == "compute" else int(facts["workers"] or 0) * int(facts["prefetch"]) + 1
         self.measured.rounds.append(self._turn(min(held, self._steps), self._steps))
 
@@ -316,13 +317,13 @@ class _Player:
 
     def _grant(self, lead: int, steps: int) -> None:
         for _, turns in self._ranks:
-            with contextlib.suppress(OSError):  # its end is told where its answer is waited for
+            with contextlib.suppress(OSError):  # its end is detected where its answer is awaited
                 turns.send({"lead": lead, "steps": steps})
 
     def _turn(self, lead: int, steps: int) -> Round:
-        """Take steps that are not timed, and then some that are; return what the slowest process measured."""
+        """Take untimed steps and then timed ones; return the measurement of the slowest process."""
         self._grant(lead, steps)
-        # What takes longer than this does not come back.
+        # A process that takes longer than this will not respond.
         answer = of_all(self._answers(_BLOCK_SECONDS + 20 * self._block_seconds))
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
         return Round(**answer)
@@ -346,7 +347,7 @@ class _Player:
         return [found[index] for index in range(len(self._ranks))]
 
     def _failure(self, found: Mapping[int, dict[str, Any]]) -> MemberError:
-        """The cause: want of memory before anything else, and what a process says before its mere end."""
+        """Return the cause: out of memory first, and a process's message before its mere exit."""
         deadline = time.monotonic() + (_CAUSE_SECONDS if len(self._ranks) > 1 else 0.0)
         said: list[dict[str, Any]] = [each for each in found.values() if "failed" in each]
         while time.monotonic() < deadline:
@@ -364,7 +365,7 @@ class _Player:
 
 
 def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
-    """What a process says, if it has said something."""
+    """Return the message of a process, if there is one."""
     with contextlib.suppress(EOFError, OSError):
         if turns.poll():
             found: dict[str, Any] = turns.recv()
@@ -408,7 +409,7 @@ def in_order(players: Sequence[T], number: int) -> Sequence[T]:
 
 
 def for_bursts(recipe: Recipe) -> Recipe:
-    """The recipe as it is measured: training alone, which neither ends nor stops for anything else."""
+    """Return the recipe to measure: training only, without stopping or pausing for anything else."""
     timeout = recipe.parallel.timeout
     return replace(
         recipe,
@@ -421,11 +422,11 @@ def for_bursts(recipe: Recipe) -> Recipe:
 
 
 def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One answer for a block of steps that several processes took, each of which measured itself."""
-    # A step is done when the last one has done it; where nothing is exchanged, as with `data`, they are not as fast.
+    """Combine the measurements of a block of steps that several processes took."""
+    # A step is done when the last process has finished it; without an exchange, as with `data`, their speeds differ.
     found = dict(max(answers, key=lambda each: float(each["seconds"])))
     peaks = [each["peak_memory_bytes"] for each in answers if each["peak_memory_bytes"] is not None]
-    # Processes on one machine's processors read one counter; those with a GPU each, as many.
+    # Processes on one machine's CPUs read one counter; processes with a GPU each read separate ones.
     used = {each["energy_counter"]: each["joules"] for each in answers}
     del found["energy_counter"]
     known = [each for each in used.values() if each is not None]

@@ -1,7 +1,7 @@
 """One process of a variant: opens the run as training does, and takes steps on request.
 
 ``python -m paceline_advisor.bench.interleaved_process ORDERS-AS-JSON``. Each message on its connection grants some
-steps, and is answered with what they took. It leaves when granted none.
+steps, and is answered with their measurement. The process ends when granted none.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Orders:
     """A process's settings.
 
     Attributes:
-        recipe: The recipe's file.
-        run_dir: Where the run writes.
-        scratch: What is to be removed if the parent is no longer there to do it.
+        recipe: The recipe file.
+        run_dir: The run directory.
+        scratch: Folder to remove if the parent has died.
         part: ``together``, ``compute`` or ``data``.
-        parent: The process that gives turns.
+        parent: The process that grants turns.
         turns: File descriptor of the connection to it.
     """
 
@@ -60,11 +60,11 @@ class Orders:
 
 
 class _Over(BaseException):
-    """The parent grants no more turns; no error, so that nothing takes it for one."""
+    """The parent grants no more turns; not an Exception, so that nothing catches it as one."""
 
 
 class _Turns(Display):
-    """Stands where the loop shows its progress: after each step, and so the place to time blocks and to wait."""
+    """Replaces the progress display: it is called after each step, and so can time blocks and wait for turns."""
 
     def __init__(self, run: Run, turns: Connection[Any, Any], *, repeats_first: bool) -> None:
         self._run, self._turns = run, turns
@@ -81,7 +81,7 @@ class _Turns(Display):
         try:
             granted = self._turns.recv()
         except (EOFError, OSError):
-            # The parent is no more: the thread that watches it takes everything away, and ends this process.
+            # The parent is gone: the thread that watches it removes everything, and ends this process.
             threading.Event().wait()
         self._lead, self._steps = granted["lead"], granted["steps"]
         if not self._steps:
@@ -90,17 +90,17 @@ class _Turns(Display):
             self._begin()
 
     def advance(self, step: int) -> None:
-        """Count a step; at the end of the turn report its result, and wait for the next."""
+        """Count a step; at the end of the turn, report the result and wait for the next turn."""
         if self._lead:
             self._lead -= 1
             if not self._lead:
-                # What settling and the energy counter take is no part of the first step.
+                # Time for settling and for the energy counter does not belong to the first step.
                 with self._run.clock.paused():
                     self._begin()
             return
         self._steps -= 1
         if not self._steps:
-            # The clock of the run goes on with the next turn.
+            # The run's clock continues with the next turn.
             with self._run.clock.paused():
                 self._turns.send(self._measured())
                 self.wait()
@@ -157,7 +157,7 @@ class _Turns(Display):
         )
 
     def _phase_seconds(self) -> dict[str, float]:
-        """Time in each phase since the first steps, which the clock leaves out as warm-up."""
+        """Return the time in each phase since the first steps, which the clock excludes as warm-up."""
         return dict(self._run.clock.state_dict()["rated_phase_seconds"])
 
     def _settle(self) -> None:
@@ -166,12 +166,12 @@ class _Turns(Display):
 
 
 class _Supply:
-    """The run's pipeline, which waits for the first turn; for ``compute`` it brings the first step's batches for ever.
+    """The run's pipeline, which waits for the first turn; for ``compute`` it repeats the first step's batches forever.
 
     Args:
-        pipeline: The run's.
+        pipeline: The run's pipeline.
         turns: Grants turns.
-        repeats_first: Whether to.
+        repeats_first: Whether to repeat the first step's batches.
     """
 
     def __init__(self, pipeline: Any, turns: _Turns, *, repeats_first: bool) -> None:
@@ -198,7 +198,7 @@ class _Supply:
 
 
 def _only_data(run: Run) -> None:
-    """The stream of batches, with nothing done with them."""
+    """Return the stream of batches, which are discarded."""
     batches = run.train_batches()
     run.clock.start()
     while True:
@@ -210,7 +210,7 @@ def _only_data(run: Run) -> None:
 
 
 def _leave_with(parent: int, scratch: Path) -> None:
-    """End with the parent, also if it is killed, and take what it can no longer remove away."""
+    """End with the parent, even if it is killed, and remove its files if it cannot."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
     _take_away(scratch)
@@ -218,7 +218,7 @@ def _leave_with(parent: int, scratch: Path) -> None:
 
 
 def _take_away(scratch: Path) -> None:
-    """Remove a folder into which the rest of this process, or another one that is about to leave, may still write."""
+    """Remove a folder that this process, or another one about to exit, may still write to."""
     for _ in range(_TRIES):
         shutil.rmtree(scratch, ignore_errors=True)
         if not scratch.exists():
@@ -230,7 +230,7 @@ def _take_turns(orders: Orders, connection: Connection[Any, Any]) -> None:
     begun = time.perf_counter()
     repeats_first = orders.part == "compute"
     with opened_run(load_recipe(orders.recipe), Options(run_dir=Path(orders.run_dir))) as run:
-        # Only now: what is forked beside a thread inherits its locks.
+        # Only now: a process forked next to a thread inherits its locks.
         threading.Thread(target=_leave_with, args=(orders.parent, Path(orders.scratch)), daemon=True).start()
         turns = _Turns(run, connection, repeats_first=repeats_first)
         run.pipeline = _Supply(run.pipeline, turns, repeats_first=repeats_first)
@@ -274,12 +274,12 @@ def main(words: list[str]) -> int:
 
 
 def command_line(orders: Orders) -> list[str]:
-    """How to start a process with these orders."""
+    """Return the command that starts a process with these settings."""
     return [sys.executable, "-P", "-m", "paceline_advisor.bench.interleaved_process", json.dumps(asdict(orders))]
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    # Loaders and process groups end each in its own time; nothing is left that would be worth waiting for.
+    # Loaders and process groups may end at any time; there is nothing left worth waiting for.
     os._exit(code)

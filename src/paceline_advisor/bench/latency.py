@@ -1,9 +1,9 @@
 """Latency and throughput of a trained network.
 
-A query is a batch of decoded images in main memory. The timing runs from there to the probabilities in main memory: the
-copy to the device, normalising, the forward pass and the copy back. It excludes reading and decoding files.
+A query is a batch of decoded images in main memory. The time from there to the probabilities in main memory includes
+the copy to the device, normalisation, the forward pass and the copy back. It excludes reading and decoding files.
 
-The scenarios are those of MLPerf Inference, but not run by its rules, which require at least ten minutes of each.
+The scenarios are those of MLPerf Inference, but not under its rules, which require at least ten minutes of each.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from paceline_advisor.commands import Bench
 
 _WARM_QUERIES = 10
 _WARM_SECONDS = 0.5
-# The 99th percentile of fewer is their largest.
+# The 99th percentile of fewer queries is their maximum.
 _FEWEST_QUERIES = 100
-# A slow network need not answer so many: it is given this many times the time of others.
+# A slow network may answer fewer: its time limit is this multiple of the usual time.
 _PATIENCE = 5
 _PARTS = 10
 _MULTI_STREAM = 8
@@ -53,11 +53,11 @@ Answer = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """A network that answers, on one device.
+    """A network that answers queries on one device.
 
     Attributes:
         answer: Probabilities of uint8 images, on the device.
-        shape: Of an image: channels, height, width.
+        shape: Shape of an image: channels, height, width.
     """
 
     answer: Answer
@@ -66,18 +66,18 @@ class _Subject:
     precision: str
 
     def query(self, images: torch.Tensor) -> None:
-        """Ask, and wait for the answer."""
+        """Run a query, and wait for the answer."""
         self.send(images).cpu()
 
     def send(self, images: torch.Tensor) -> torch.Tensor:
-        """Ask without waiting, where the device works by itself."""
+        """Run a query without waiting, if the device is asynchronous."""
         dtype = _AUTOCAST.get(self.precision)
         autocast = contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
         with torch.inference_mode(), autocast:
             return self.answer(images)
 
     def images(self, count: int) -> torch.Tensor:
-        """Noise: what a network computes takes as long on that as on anything."""
+        """Return random images: a network takes the same time for any input."""
         made = torch.randint(
             0, 256, (count, *self.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
         )
@@ -85,10 +85,10 @@ class _Subject:
 
 
 def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
-    """Measure latencies and throughput; the name of what was measured, its recipe, and one row for each.
+    """Measure latencies and throughput; return the name of the target, its recipe, and one row per measurement.
 
     Raises:
-        PacelineError: If the target cannot be used at all.
+        PacelineError: If the target cannot be used.
     """
     target = Path(asked.recipe)
     is_saved = target.exists() and _holds_weights(target)
@@ -108,7 +108,7 @@ def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Reci
             if precision not in ("auto", "fp32", *_AUTOCAST):
                 raise RecipeError(f"{precision}: inference is measured in fp32, bf16 or fp16.")
             device = choose_device(device_name, World())
-            # Auto as training resolves it.
+            # Resolve auto as training does.
             resolved = resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
             if is_saved:
                 predictor = load_predictor(target, weights=asked.weights, trust_code=is_code_trusted(), device=device)
@@ -132,7 +132,7 @@ def _holds_weights(target: Path) -> bool:
 
 
 def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int, int, int]]:
-    """A recipe's network with its first weights: they change no time."""
+    """Return a recipe's network with its initial weights, whose values do not affect the timing."""
     task = build_task(recipe)
     facts = task.data_facts(World()).description
     missing = [key for key in ("channels", "evaluation_size", "mean", "std") if key not in facts]
@@ -190,7 +190,7 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return _row(subject.device.type, subject.precision, scenario, size, trouble=reason[0])
     row = _row(subject.device.type, subject.precision, scenario, size)
-    # Queries that follow one another are alike: the interval is of means over parts.
+    # Consecutive queries are correlated: the interval is computed from means over parts.
     means = [part / size for part in part_means(times)]
     row |= {"samples_per_second": rate_interval(means).to_json(), "times": [means], "queries": len(times)}
     if scenario != "offline":
@@ -216,7 +216,7 @@ def _row(device: str, precision: str, scenario: str, size: int | None, *, troubl
 
 
 def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: float) -> list[float]:
-    """Seconds of each query, one after the other: for so long, and so many unless that takes far longer."""
+    """Return the seconds of consecutive queries, for a given time and, unless that takes far longer, number."""
     times: list[float] = []
     begun = last = time.perf_counter()
     while len(times) < 2 or last - begun < seconds or (len(times) < fewest and last - begun < _PATIENCE * seconds):
@@ -228,9 +228,9 @@ def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: floa
 
 
 def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:
-    """Mean seconds of a batch where all are there from the beginning and nobody waits for one of them, by part.
+    """Return the mean seconds per batch of each part, if all batches are available from the start.
 
-    And the batches of a part.
+    Also returns the number of batches in a part.
     """
     begun = time.perf_counter()
     subject.query(images)
@@ -238,7 +238,7 @@ def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[l
     times = []
     for _ in range(_PARTS):
         begun = time.perf_counter()
-        # Answers are fetched once at the end: the device never waits for the host in between.
+        # Answers are fetched once at the end, so that the device never waits for the host in between.
         kept = [subject.send(images) for _ in range(batches)]
         torch.stack(kept).cpu()
         times.append((time.perf_counter() - begun) / batches)

@@ -36,10 +36,10 @@ class BenchReport:
 
     Attributes:
         kind: ``throughput``, ``latency`` or ``time_to_target``.
-        name: Of the recipe, the run or the weights.
-        recipe: What it was made from.
+        name: Name of the recipe, the run or the weights.
+        recipe: The measured recipe.
         settings: How it was measured.
-        rows: One for each thing measured.
+        rows: One row per measurement.
         notes: Notes needed to read the figures.
         dawnbench: Writes DAWNBench's entries of runs to a target into a folder, and returns the files.
     """
@@ -54,7 +54,7 @@ class BenchReport:
 
     @property
     def measured_any(self) -> bool:
-        """Whether anything could be measured."""
+        """Whether anything was measured."""
         return any(row["times"] for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class BenchReport:
             "rows": list(self.rows),
             "notes": list(self.notes),
             "recipe": to_tree(self.recipe),
-            # A GPU is not woken by asking.
+            # Querying a GPU's name does not initialise it.
             "environment": capture_environment(
                 {
                     "torch": torch.__version__,
@@ -79,7 +79,7 @@ class BenchReport:
         }
 
     def __paceline__(self) -> Shown:
-        """Show a row for each thing measured, and how to read them."""
+        """Show a row per measurement, and how to read them."""
         header, rows = self.table()
         return Shown(
             title=f"{self.name}: {self.kind.replace('_', ' ')}",
@@ -88,13 +88,13 @@ class BenchReport:
         )
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Header and rows for people."""
+        """Return header and rows as text."""
         columns = _COLUMNS[self.kind]
         used = [name for name, show in columns.items() if name in _ALWAYS or any(show(row) for row in self.rows)]
         return tuple(used), [tuple(columns[name](row) for name in used) for row in self.rows]
 
     def markdown(self) -> str:
-        """All of it, for people."""
+        """Return the complete result as text."""
         header, rows = self.table()
         lines = [f"# {self.name}: {self.kind.replace('_', ' ')}", "", _bar(header), _bar(["---"] * len(header))]
         lines += [*map(_bar, rows), "", *(f"- {note}" for note in self.notes), ""]
@@ -108,7 +108,7 @@ class BenchReport:
         return "\n".join([*lines, ""])
 
     def write(self, folder: Path) -> list[Path]:
-        """Write ``benchmark.json``, ``.md`` and, where there is something to draw, ``.html``; the files written.
+        """Write ``benchmark.json``, ``.md`` and, with a chart, ``.html``; return the files.
 
         Raises:
             RunDirectoryError: If the folder cannot be written.
@@ -124,7 +124,7 @@ class BenchReport:
         return written if self.dawnbench is None else [*written, *self.dawnbench(folder)]
 
     def chart(self) -> Chart | None:
-        """Throughput over batch sizes; None without batch sizes."""
+        """Return a chart of throughput over batch sizes; None without batch sizes."""
         rows = [row for row in self.rows if row.get("samples_per_second") is not None and row.get("batch_size")]
         if not rows:
             return None
@@ -147,7 +147,7 @@ def bench(asked: Bench, log: Log) -> BenchReport:
     """Measure throughput, latency or the time to a target, for `paceline bench`.
 
     Raises:
-        PacelineError: If the recipe is wrong, or nothing can be measured here.
+        PacelineError: If the recipe is invalid, or nothing can be measured here.
     """
     dawnbench = None
     if asked.inference:
@@ -207,7 +207,7 @@ def compare_results(asked: BenchCompare, _: Log) -> Document:
 
 
 def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
-    """A line of (batch size, rate with its interval); an end of an interval that is not finite has no bar."""
+    """Return a line of (batch size, rate with its interval); a non-finite end of an interval has no bar."""
 
     def distance(rate: Mapping[str, float], end: str) -> float | None:
         found = abs(rate[end] - rate["middle"])
@@ -226,7 +226,7 @@ def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[
 
 
 def throughput_notes(rows: Sequence[Row]) -> list[str]:
-    """Notes for throughputs."""
+    """Return notes for throughputs."""
     warm = [row["warm_up_seconds"] for row in rows if row.get("warm_up_seconds") is not None]
     notes = [
         "together: training as it is; compute: the first step's batches again and again; data: the batches alone",
@@ -245,7 +245,7 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _worker_notes(rows: Sequence[Row]) -> list[str]:
-    """How many loader processes ``auto`` came to, and whether a run would take as many."""
+    """Describe how ``auto`` resolved the number of loader processes, and whether a run would use the same."""
     chosen = [
         row for row in rows if row.get("workers") and row.get("workers_asked") == "auto" and row["part"] != "compute"
     ]
@@ -260,7 +260,7 @@ def _worker_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def latency_notes(rows: Sequence[Row]) -> list[str]:
-    """Notes for latencies."""
+    """Return notes for latencies."""
     notes = [
         "a query is a batch of decoded images in main memory; timed until its probabilities are in main memory",
         "single stream: queries of one image, MLPerf reports 90 %; multi stream: of eight, 99 %",
@@ -272,7 +272,7 @@ def latency_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def target_notes(row: Row) -> list[str]:
-    """Notes for times to a target."""
+    """Return notes for times to a target."""
     notes = [
         "seconds are of training steps, from the first, by the step clock",
         "wall seconds are from the start of training, with evaluations and saving; neither includes opening the run",
@@ -298,7 +298,7 @@ def _bar(cells: Sequence[str]) -> str:
 
 
 def _interval(value: Mapping[str, Any] | None, digits: int = 1) -> str:
-    """Write a value with the ends of its interval; what nothing bounds is left open."""
+    """Format a value with the ends of its interval; an unbounded end is left open."""
     if value is None:
         return ""
     low, middle, high = (
@@ -317,7 +317,7 @@ def _text(key: str) -> Column:
 
 
 def _figure(*keys: str, scale: float = 1, form: str = ",.2f", unit: str = "") -> Column:
-    """Return a column of one figure, in a mapping within the row if there are two keys; empty where it is missing."""
+    """Return a column of one value, nested in the row if there are two keys; empty if it is missing."""
 
     def show(row: Row) -> str:
         value: Any = row

@@ -1,10 +1,9 @@
 """Training time until a metric is reached, with its uncertainty and cost.
 
-Real runs, one after the other, each with its own seed, until the first evaluation that meets the target. The seconds
-are
-those of the run's step clock: every training step from the first, with warm-up, waiting for data and what compiling
-falls into a step; without opening the run, evaluations and saving. The wall clock from the start of training, which
-includes those, is reported too.
+Complete runs, one after the other, each with a different seed, until the first evaluation that meets the target. The
+seconds are those of the run's step clock: every training step from the first, including warm-up, waiting for data and
+compilation within a step, but not opening the run, evaluations and saving. The wall clock from the start of training,
+which includes those, is reported too.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read ``top1_accuracy=94``.
+        """Parse ``top1_accuracy=94``.
 
         Raises:
-            RecipeError: If it is nothing like that.
+            RecipeError: If it does not have this form.
         """
         match = re.fullmatch(r"([A-Za-z_]\w*)=([-+.\deE]+)", text.strip())
         try:
@@ -65,10 +64,10 @@ class Target:
         raise RecipeError(f"--to {text}: a target must be METRIC=VALUE, for example top1_accuracy=94.")
 
     def of(self, recipe: Recipe) -> Target:
-        """The target with the direction that the recipe's task gives the metric. Opens the data, which some depend on.
+        """Return the target with the direction of the metric in the recipe's task; some tasks open the data for it.
 
         Raises:
-            PacelineError: If its task has no such metric, no run can get there, or its data cannot be opened.
+            PacelineError: If its task has no such metric, no run can reach the target, or its data cannot be opened.
         """
         task = build_task(recipe)
         task.data_facts(World())
@@ -78,7 +77,7 @@ class Target:
         return replace(self, less_is_better=not found.higher_is_better)
 
     def is_met(self, value: float | None) -> bool:
-        """Whether a value is as good; what is no number, and is recorded as none, is not."""
+        """Whether a value meets the target; nan, which is recorded as none, does not."""
         return value == self.value or self.is_better(value, self.value)
 
     def is_better(self, value: float | None, other: float | None) -> bool:
@@ -93,12 +92,12 @@ class TargetRun:
     """One run.
 
     Attributes:
-        seed: The recipe's ``seed`` in it.
+        seed: The run's ``seed``.
         reached: Whether it met the target.
-        train_seconds: Until then, or until its end.
+        train_seconds: Training time until then, or until its end.
         wall_seconds: From the start of training until then.
-        evaluations: (epoch, training seconds, metrics) of the weights that did best each time.
-        hardware: What it ran on, in words.
+        evaluations: (epoch, training seconds, metrics) of the best weights in each evaluation.
+        hardware: Description of the hardware.
         trouble: Why it failed; empty if it did not.
     """
 
@@ -112,11 +111,11 @@ class TargetRun:
 
 
 def run_to_target(asked: Bench, say: Log) -> tuple[LoadedRecipe, Target, list[TargetRun]]:
-    """Train until the target of ``bench --to``, once for each seed.
+    """Train until the target of ``bench --to`` is met, once for each seed.
 
     Raises:
-        PacelineError: If the recipe is wrong, never evaluates, or does not know the metric.
-        TrainingError: If no run could be made at all.
+        PacelineError: If the recipe is invalid, never evaluates, or lacks the metric.
+        TrainingError: If no run succeeded.
     """
     target = Target.parse(asked.to or "")
     check_alone("bench --to")
@@ -139,12 +138,12 @@ def run_to_target(asked: Bench, say: Log) -> tuple[LoadedRecipe, Target, list[Ta
 
 
 def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, processes: int = 1) -> TargetRun:
-    """Train until the target, in its own processes.
+    """Train until the target is met, in separate processes.
 
     Args:
         target: When to stop.
         loaded: The recipe.
-        folder: A new folder, made here; what it holds is no longer needed afterwards.
+        folder: A new folder, created here; its content is not needed afterwards.
         index: Added to the recipe's seed.
         processes: Ranks of the run.
     """
@@ -155,7 +154,7 @@ def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, p
     run_dir = folder / "run"
     arguments = ["train", str(recipe), f"seed={run.seed}", "train.until=null", "--run-dir", str(run_dir)]
     arguments += ["--processes", str(processes)]
-    # It stops if this process is killed.
+    # The run stops if this process is killed.
     followed = {LAUNCHER_VARIABLE: str(os.getpid())}
     with Launch(arguments, folder / "launch", limit_seconds=_LIMIT_SECONDS, variables=followed) as launch:
         while launch.process.poll() is None and not (run.reached or run.trouble):
@@ -176,7 +175,7 @@ def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, p
 
 
 def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
-    """Read on in the run's events; what follows the target counts no more."""
+    """Read new events of the run; those after the target are ignored."""
     events = run_dir / "events.jsonl"
     if not events.is_file() or run.reached:
         return
@@ -192,7 +191,7 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
             run.trouble = f"--to {target.metric}: not measured; there is {', '.join(known)}"
             return
         run.train_seconds, run.wall_seconds = event["train_seconds"], event["time"] - begun
-        # Of two sets of weights, the better one.
+        # Of two sets of weights, use the better one.
         before = found.get(event["step"])
         if before is None or target.is_better(event[target.metric], before[target.metric]):
             found[event["step"]] = event
@@ -203,13 +202,13 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
 
 
 def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> dict[str, Any]:
-    """A result row from runs."""
-    # A run that failed counts as one that was watched for so long, and as long as any if it did not get anywhere:
-    # leaving it out would praise what fails.
+    """Return a result row for runs."""
+    # A failed run counts as one observed for that long, and as long as any other if it made no progress: leaving it out
+    # would reward failures.
     reached = [run.reached for run in runs]
 
     def time_of(seconds: Sequence[float]) -> TimeToEvent:
-        longest = max(seconds) or 1.0  # none got anywhere, and it does not matter how late
+        longest = max(seconds) or 1.0  # none reached the target, so the times do not matter
         return time_to_event([each or longest for each in seconds], reached)
 
     trained = time_of([run.train_seconds for run in runs])
@@ -244,7 +243,7 @@ def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | Non
             for run in runs
         ],
         "trouble": trouble or (f"{missed} of {len(runs)} missed the target" if missed else None),
-        # A comparison of times asks that all have got there.
+        # Comparing times requires that all runs reached the target.
         "times": [] if missed else [[run.train_seconds for run in runs]],
         "mean_seconds": None if missed else statistics.fmean(run.train_seconds for run in runs),
     }
@@ -253,7 +252,7 @@ def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | Non
 def write_dawnbench(
     folder: Path, *, loaded: LoadedRecipe, target: Target, runs: Sequence[TargetRun], price: float | None = None
 ) -> list[Path]:
-    """Write each run that got there as an entry of DAWNBench's: a JSON file and a TSV of its progress.
+    """Write each run that reached the target as a DAWNBench entry: a JSON file and a TSV of its progress.
 
     ``author``, ``authorEmail`` and ``codeURL`` are left for the user to fill in. The hours are those of the step clock.
 

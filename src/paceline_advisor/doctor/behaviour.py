@@ -1,8 +1,8 @@
-"""The user's task in one small micro-batch, watched on the CPU on a copy that is thrown away.
+"""Observe the user's task in one small micro-batch, on the CPU and on a temporary copy.
 
-Calls of the user's code are looked at in Python, one by one: values read back, tensors made on the host, debugging,
-loaders. On the CPU a value costs nothing, but the call that asks for it is the same. What torch's own code does inside
-such a call is not seen.
+Calls of the user's code are inspected in Python, one by one: values read back, tensors created on the host, debugging,
+loaders. On the CPU reading a value costs nothing, but the call is the same. Operations inside torch's own code are not
+visible.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from paceline_advisor.prove.runs import bare
 
 
 def _folders(package: str) -> list[str]:
-    """Where an installed package lies, which is not imported for it."""
+    """Return the folder of an installed package, without importing it."""
     found = find_spec(package)
     return list(found.submodule_search_locations or ()) if found is not None else []
 
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = tuple(f"{Path(paceline.__file__).parent}{each}{os.sep}" for each in ("", "_advisor", "_course"))
-# Its detectors wait for what they find, which none of their users could change.
+# Its detectors wait for their detections, which no user can change.
 _TORCHVISION = tuple(f"{folder}{os.sep}" for folder in _folders("torchvision"))
 _GRADCHECK = str(Path("torch", "autograd", "gradcheck.py"))
 
-# What a value is needed for on the host; each waits until the device has come so far.
+# Functions that need a value on the host; each waits until the device has computed it.
 _READS = {
     "item": ".item()",
     "__bool__": "Python asks whether a tensor is true",
@@ -78,7 +78,7 @@ _READS = {
     "equal": "torch.equal",
     "allclose": "torch.allclose",
     "is_nonzero": "is_nonzero",
-    # Their results are as long as the values say.
+    # Functions whose results have a length that depends on the values.
     "nonzero": "nonzero",
     "argwhere": "argwhere",
     "masked_select": "masked_select",
@@ -107,7 +107,7 @@ _VIEWS = _words(
 )
 _MOVES = ("to", "cpu", "cuda")
 _MARK = "_paceline_lies_on"
-_LARGE = 1024  # numbers per sample: what is smaller costs a launch, which the whole step is full of
+_LARGE = 1024  # numbers per sample: a smaller operation costs a launch, and a step has many of those anyway
 
 
 @dataclass(kw_only=True)
@@ -116,10 +116,10 @@ class Calls:
 
     Attributes:
         reads: Device values that the host read.
-        made: Tensors that were made on the host, in vain or to be copied.
-        pointwise: Longest rows of operations on single numbers, one after the other, by file, line and function.
-        debugging: Debugging aids that were on, and where that was noticed; by name.
-        states: Settings of torch that it left otherwise than they were, and where.
+        made: Tensors that were created on the host, needlessly or to be copied.
+        pointwise: Longest sequences of pointwise operations, by file, line and function.
+        debugging: Enabled debugging aids, and where that was noticed, by name.
+        states: torch settings that it changed, and where.
         has_gradient_in_evaluation: Whether scores came with a graph for gradients.
     """
 
@@ -132,23 +132,23 @@ class Calls:
 
 
 class CallWatcher(TorchFunctionMode):
-    """Records calls while active, and changes none, except that requests for a GPU get the CPU.
+    """Records calls while active, without changing them, except that requests for a GPU get the CPU.
 
     Args:
         on_device: Tensors that will be on the device: weights, buffers, the batch.
-        samples: In the batch.
+        samples: Samples in the batch.
     """
 
     def __init__(self, on_device: Iterable[Tensor], samples: int) -> None:
         super().__init__()
         self.calls = Calls()
         self._samples = samples
-        self._row: tuple[str, str] = ("", "")  # file and function of the row of pointwise calls under way
+        self._row: tuple[str, str] = ("", "")  # file and function of the current sequence of pointwise calls
         self._row_begins, self._row_length = 0, 0
         _mark(list(on_device), "device")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note one call and make it."""
+        """Record one call and run it."""
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -169,7 +169,7 @@ class CallWatcher(TorchFunctionMode):
         else:
             result = func(*map(_without_gpu, args), **{key: _without_gpu(each) for key, each in kwargs.items()})
         if name in _MOVES and args and result is args[0]:
-            result = result.view_as(result)  # there it would be another tensor
+            result = result.view_as(result)  # on a GPU it would be another tensor
         _mark(result, _whither(name, args, kwargs, lies))
         self._note_pointwise(name, result, frame, place)
         return result
@@ -200,7 +200,7 @@ class CallWatcher(TorchFunctionMode):
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """The line outside torch that a call came from; None if it is one of Paceline's or torchvision's own."""
+    """Return the line outside torch that a call came from; None if it is in Paceline or torchvision."""
     found = _outside_torch(frame)
     if found is None or found.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
         return None
@@ -220,7 +220,7 @@ def _files(frame: FrameType | None) -> Iterator[str]:
 
 
 def _read(name: str, args: Any, kwargs: Any) -> str:
-    """What a call reads from its tensors, in words; empty if nothing."""
+    """Describe what a call reads from its tensors; empty for nothing."""
     if name in _READS:
         return _READS[name]
     if name == "to" and _is_to_host(args, kwargs):
@@ -240,7 +240,7 @@ def _read(name: str, args: Any, kwargs: Any) -> str:
 
 
 def _made(name: str, args: Any, kwargs: Any, lies: str) -> str:
-    """What a call makes on the host, in vain or to be copied, in words; empty if nothing."""
+    """Describe what a call creates on the host, needlessly or to be copied; empty for nothing."""
     if name in ("to", "cuda") and lies == "host" and not _is_to_host(args, kwargs) and _moves(name, args, kwargs):
         return f"a tensor of the host copied by .{name}()"
     if name == "where" and lies == "device" and any(_lies(each) == "host" for each in _tensors(args)):
@@ -260,7 +260,7 @@ def _has_mask(index: Any) -> bool:
 
 
 def _is_scalar(name: str, args: Any) -> bool:
-    """Whether a tensor is made of one number, which goes with a kernel's arguments."""
+    """Whether a tensor is created from a single number, which is passed with a kernel's arguments."""
     return name in _FROM_PYTHON and len(args) > 0 and isinstance(args[0], bool | int | float)
 
 
@@ -269,26 +269,26 @@ def _is_to_host(args: Any, kwargs: Any) -> bool:
 
 
 def _means_host(device: Any) -> bool:
-    """Whether a device is the host; of a ``torch.device`` nobody knows here, where the run's own is the CPU."""
+    """Whether a device is the host; for a ``torch.device`` this is unknown here, where the run's device is the CPU."""
     return isinstance(device, str) and device == "cpu"
 
 
 def _moves(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call may change the device, and not the numbers alone."""
+    """Whether a call may change the device, not just the dtype."""
     named = (*args[1:], *kwargs.values())
     return name == "cuda" or any(isinstance(each, str | torch.device | Tensor) for each in named)
 
 
 def _without_gpu(value: Any) -> Any:
-    """The same, but the CPU where a GPU is asked for: this look is on the CPU."""
+    """Return the same arguments, with the CPU in place of a GPU: this inspection runs on the CPU."""
     is_gpu = isinstance(value, str | torch.device) and str(value).partition(":")[0] in ("cuda", "xpu", "mps")
     return "cpu" if is_gpu else value
 
 
 def _whence(args: Any, kwargs: Any) -> str:
-    """Where a call's tensors lie: ``device`` if one does, else ``made`` or ``host``; empty if there is none.
+    """Return where a call's tensors are: ``device`` if one is there, else ``made`` or ``host``; empty without tensors.
 
-    Of those ``made`` on the host it was told already when they were.
+    Tensors ``made`` on the host were already recorded when they were created.
     """
     found = [_lies(each) for each in _tensors((args, tuple(kwargs.values())))]
     return next((place for place in ("device", "made", "host") if place in found), "")
@@ -308,7 +308,7 @@ def _whither(name: str, args: Any, kwargs: Any, lies: str) -> str:
 
 
 def _lies(tensor: Tensor) -> str:
-    # What nothing is known of came from C++ code with a gradient, or from numpy without.
+    # Unknown tensors came from C++ code with a gradient, or from numpy without one.
     return getattr(tensor, _MARK, "device" if tensor.requires_grad else "host")
 
 
@@ -325,11 +325,11 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
 
 def _mark(value: Any, lies: str) -> None:
     for each in _tensors(value):
-        setattr(each, _MARK, lies)  # an attribute of Python's own, which goes with the tensor
+        setattr(each, _MARK, lies)  # an attribute in Python, which stays with the tensor
 
 
 def own_files(recipe: Recipe, task: Task, network: nn.Module) -> list[str]:
-    """The files of the user's code: those that the recipe names, and those of its task's and network's classes."""
+    """Return the files of the user's code: those that the recipe names, and those of its task and network."""
     modules = {reference.partition(":")[0] for reference in named_code(recipe)}
     kinds = [*type(task).__mro__, *(type(each) for each in network.modules())]
     modules |= {kind.__module__ for kind in kinds}
@@ -340,7 +340,7 @@ def own_files(recipe: Recipe, task: Task, network: nn.Module) -> list[str]:
 
 
 def find_line(files: Iterable[str], pattern: str) -> Place | None:
-    """The first line that holds this."""
+    """Return the first line that contains this text."""
     for file in files:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
@@ -354,11 +354,11 @@ class Loader:
     """A DataLoader created by the user's code.
 
     Attributes:
-        place: Where.
-        workers: Its processes.
-        pinned: Whether its batches come in page-locked memory.
-        persistent: Whether its processes stay from one epoch to the next.
-        drops_last: Whether it leaves out what does not fill a batch.
+        place: Where it was created.
+        workers: Number of its worker processes.
+        pinned: Whether its batches are in page-locked memory.
+        persistent: Whether its workers persist from one epoch to the next.
+        drops_last: Whether it drops the last incomplete batch.
     """
 
     place: Place
@@ -400,11 +400,11 @@ def watching_loaders() -> Iterator[list[Loader]]:
 def untouched() -> Iterator[None]:
     """Restore, at the end, all process state that examining a task may change.
 
-    Inside, cuDNN is set as a run on a GPU sets it, so that it shows when code of the user's own sets it otherwise.
+    Inside, cuDNN has the settings of a run on a GPU, so that changes by custom code are detected.
     """
     with contextlib.ExitStack() as held:
         held.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of code that is only looked at
+        warnings.simplefilter("ignore")  # for code that is only inspected
         held.enter_context(restore_globals())
         held.enter_context(torch.enable_grad())
         held.enter_context(affinity_restored())
@@ -412,25 +412,25 @@ def untouched() -> Iterator[None]:
         yield
 
 
-# BatchNorm needs more than one; odd, so that no size of the network is taken for that of the batch.
+# BatchNorm needs more than one; odd, so that the batch size differs from the network's sizes.
 _SAMPLES = 3
-# Pixels of pictures with objects: what code does with them does not hang on how large they are shown, and a full
-# step of a large detector takes minutes on a CPU.
+# Pixels of pictures with objects: the behaviour of code does not depend on the image size, and a full step of a large
+# detector takes minutes on a CPU.
 _SHORT_SIDE, _LONG_SIDE = 128, 256
 _AUTOTUNE = {"cudnn.benchmark": False, "cudnn.enabled": False, "cudnn.deterministic": True}
 
 
 def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
-    """Send a few samples of the recipe's own data through its own task, forward and backward, and look.
+    """Send a few samples of the recipe's data through its task, forward and backward, and record the calls.
 
-    To be called within :func:`~paceline_advisor.doctor.behaviour.untouched`.
+    Call this within :func:`~paceline_advisor.doctor.behaviour.untouched`.
 
     Raises:
         PacelineError: If the recipe cannot be run.
     """
     task = build_task(small(recipe, channels_last=channels_last))
     if isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline:
-        # Paceline's own loader processes are nothing to look at; those of the user's are.
+        # Paceline's own loader processes need no inspection; the user's do.
         reads_files = recipe.data.backend in ("auto", "pytorch")
         task = build_task(replace(task.recipe, data=replace(task.recipe.data, workers=0 if reads_files else "auto")))
     prepared = prepare(task.recipe, task, World())
@@ -440,7 +440,7 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
 
 
 def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
-    """The recipe for one small micro-batch on the CPU."""
+    """Return the recipe for one small micro-batch on the CPU."""
     left = bare(recipe)
     return replace(
         left,
@@ -476,12 +476,12 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
 
     def step() -> None:
         with watcher:
-            # Not loss.backward(): within a watched call, the code of gradients would not be seen.
+            # Not loss.backward(): inside an observed call, gradient code would not be visible.
             torch.autograd.backward([task.loss(network, batch)])
 
     with watcher:
         task.loss(network, batch)
-    watcher.calls = Calls()  # what is made once and kept is no fault
+    watcher.calls = Calls()  # creating something once and keeping it is fine
     anatomy = look_at(network, batch, step)
     network.zero_grad(set_to_none=True)
     calls, files = watcher.calls, own_files(prepared.recipe, task, network)
@@ -491,7 +491,7 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
     if "anomaly" in calls.debugging:
         place = find_line(files, r"\bdetect_anomaly\(|\bset_detect_anomaly\(")
         calls.debugging["anomaly"] = place or calls.debugging["anomaly"]
-    # The settings of cuDNN that are not as `untouched` set them.
+    # cuDNN settings that differ from those set by `untouched`.
     calls.states = {
         f"torch.backends.{name}={value}": find_line(files, rf"\b{name}\s*=[^=]")
         for name, value in _AUTOTUNE.items()
@@ -502,7 +502,7 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
 
 @torch.no_grad()
 def _scores_with_gradient(task: Task, network: nn.Module, batch: Batch) -> bool:
-    """Whether a task turns gradients on where the trainer has turned them off."""
+    """Whether a task enables gradients where the trainer has disabled them."""
     network.eval()
     try:
         scores = task.score(task.evaluated(network), batch)

@@ -41,10 +41,10 @@ class Advice:
     """What to change.
 
     Attributes:
-        words: In words.
-        overrides: In the recipe, by dotted key; empty where only code can be changed.
-        keeps: What of the training stays as it was: all of it (``same``), all but the last bits of its numbers
-            (``rounding``), or not what is trained (``training``).
+        words: Description.
+        overrides: Recipe changes by dotted key; empty if only code can be changed.
+        keeps: How the training is affected: not at all (``same``), only in rounding (``rounding``), or the training
+            itself changes (``training``).
     """
 
     words: str
@@ -54,13 +54,13 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What a change was measured to be worth: samples per second with it, over those without.
+    """Measured gain of a change: samples per second with it, relative to without.
 
     Attributes:
         middle: The ratio.
         low: Lower end of the interval in which another such measurement lies, 95 times of 100.
         high: Upper end.
-        rounds: Bursts of each, in turns.
+        rounds: Number of interleaved measurements of each.
     """
 
     middle: float
@@ -83,17 +83,17 @@ class Finding:
     """A finding about a run.
 
     Attributes:
-        name: What it is called, in the guide too.
+        name: Its name, also in the guide.
         severity: How bad it is.
         evidence: The value found, in a sentence.
-        why: Why that is bad, in a sentence.
+        why: Why this is a problem, in a sentence.
         source: The source. advice: What to change.
-        expected: What that is worth by rule of thumb, in words.
+        expected: Expected gain by rule of thumb, in words.
         speedup: The same as a range of factors, for the order of findings.
         places: Lines of code.
         layers: Modules of the network.
-        predicted: Whether it is said of a device that is not here.
-        gain: What was measured, if it was.
+        predicted: Whether it applies to a device that is not present.
+        gain: The measured gain, if any.
     """
 
     name: str
@@ -111,14 +111,14 @@ class Finding:
 
     @property
     def counts(self) -> bool:
-        """Whether a run with it is not healthy: it was neither perhaps meant, nor measured to cost nothing."""
+        """Whether a run with it is unhealthy: it is neither possibly intended, nor measured to cost nothing."""
         if self.severity == "slows" and self.gain is not None:
             return self.gain.is_certain
         return self.severity != "notice"
 
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Order, worst first: breaking, then measured gains, then expected gains; no gain comes last."""
+    """Order, worst first: breaking findings, then by measured gain, then by expected gain; no gain comes last."""
 
     def rank(finding: Finding) -> tuple[float, ...]:
         expected = finding.speedup[0] * finding.speedup[1]

@@ -1,4 +1,4 @@
-"""Proposed changes: whether they can be planned, what each gains when measured, and the recipe with them."""
+"""Proposed changes: whether they can be planned, their measured gains, and the recipe with them applied."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from paceline_advisor.doctor.findings import Finding, Gain, ranked
 from paceline_advisor.doctor.study import Diagnosis, Improved, examine
 from paceline_advisor.doctor.subject import choose_target
 
-# What a strategy refuses, it refuses with several processes only, and a recipe is written for more than one machine.
+# Errors of a strategy only occur with several processes, and a recipe is written for more than one machine.
 _SEVERAL = (2, 4, 8)
 
 
 def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """A recipe with overrides on top.
+    """Return a recipe with overrides applied.
 
     Raises:
-        RecipeError: If they do not go together.
+        RecipeError: If they are incompatible.
     """
     return stored_recipe(to_tree(recipe), "the improved recipe", overrides)
 
@@ -41,18 +41,18 @@ def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 class Plans:
     """Plans of an examined recipe with changes.
 
-    They are made for the device that it was examined for, with as many processes, and with each number of several with
-    which the recipe can be planned as it is.
+    They are made for the examined device and number of processes, and for every number of several processes with which
+    the unchanged recipe can be planned.
     """
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         self._recipe, self._machine, here = diagnosis.loaded.recipe, diagnosis.machine, diagnosis.processes
-        # What is said of the recipe as it is too is no reason against a change.
+        # Objections that also apply to the unchanged recipe do not count against a change.
         self._as_it_is = self._refusal({}, [here])
         self._processes = [here, *(each for each in _SEVERAL if each != here and not self._refusal({}, [each]))]
 
     def refusal(self, overrides: Mapping[str, Any]) -> str:
-        """Why a plan refuses the recipe with these changes, or ignores one of them; empty if it accepts them."""
+        """Return why a plan refuses the recipe with these changes, or ignores one of them; empty if it accepts them."""
         found = self._refusal(overrides, self._processes)
         return "" if found == self._as_it_is else found
 
@@ -74,13 +74,14 @@ class Plans:
 
 
 _NOW = "now"
-# Bursts do not evaluate: a gain there would be none, and say nothing. Nor would one of several processes in one.
+# Interleaved measurements do not evaluate, so they cannot show a gain there; nor can a single process show one of
+# several.
 _NOT_IN_BURSTS = frozenset({"evaluation_often"})
 _OF_SEVERAL = frozenset({"unused_parameter_search", "affinity"})
 
 
 def diagnose(asked: Doctor, log: Log) -> Diagnosis:
-    """Examine a recipe or a run, and as asked measure each change and write the recipe with those to make.
+    """Examine a recipe or a run; optionally measure each change and write the improved recipe.
 
     Raises:
         PacelineError: If the recipe cannot be planned for that device, or the file cannot be written.
@@ -90,7 +91,7 @@ def diagnose(asked: Doctor, log: Log) -> Diagnosis:
             raise RecipeError(
                 f"--measure measures on this machine's device, not on '{asked.device}'; leave one of them out."
             )
-        asked = replace(asked, device=None)  # the run as it would be here
+        asked = replace(asked, device=None)  # the run as it would be on this machine
     diagnosis = examine(asked, log)
     if asked.measure:
         diagnosis = measure(diagnosis, log, rounds=asked.rounds)
@@ -100,7 +101,7 @@ def diagnose(asked: Doctor, log: Log) -> Diagnosis:
 
 
 def runs_here(device: str, recipe: Recipe) -> bool:
-    """Whether a named device is the one that a run would take."""
+    """Whether a named device is the one that a run would use."""
     here, named = choose_target(None, recipe), choose_target(device, recipe)
     return (here.machine.device, here.device) == (named.machine.device, named.device)
 
@@ -108,16 +109,16 @@ def runs_here(device: str, recipe: Recipe) -> bool:
 def measure(
     diagnosis: Diagnosis, tell: Callable[[str], None], *, rounds: int = 8, block_seconds: float = 2.0
 ) -> Diagnosis:
-    """Measure every finding's change of the recipe, each by itself, and order the findings by what they gained.
+    """Measure every finding's change of the recipe separately, and order the findings by gain.
 
     Args:
-        diagnosis: What was found.
+        diagnosis: The diagnosis.
         tell: Receives progress messages.
         rounds: Turns of each variant.
-        block_seconds: About how long a turn is.
+        block_seconds: Approximate duration of a turn.
 
     Raises:
-        TrainingError: If the recipe cannot be run here as it is.
+        TrainingError: If the unchanged recipe cannot be run here.
     """
     left_out = _NOT_IN_BURSTS if diagnosis.processes > 1 else _NOT_IN_BURSTS | _OF_SEVERAL
     changes = {each.name: each.advice.overrides for each in diagnosis.findings if each.name not in left_out}
@@ -147,10 +148,10 @@ def measure(
 
 
 def gain_of(now: Measured, changed: Measured) -> Gain | None:
-    """Samples per second with a change over those without; None if the two share no round.
+    """Return samples per second with a change relative to without; None if the two share no round.
 
-    The interval is that of another measurement of as many rounds: it varies as this one did, so that their difference
-    has twice the variance that this one's mean has (on the scale of logarithms, as of ratios).
+    The interval predicts another measurement with the same number of rounds. Both vary equally, so their difference has
+    twice the variance of this one's mean (on a logarithmic scale, as for ratios).
     """
     ratio = now.slower_than(changed)
     if ratio is None:
@@ -160,7 +161,7 @@ def gain_of(now: Measured, changed: Measured) -> Gain | None:
 
 
 def worthwhile(findings: tuple[Finding, ...], *, measured: bool) -> tuple[Finding, ...]:
-    """The findings whose change of the recipe trains the same thing; of measured ones, those that are sure to gain."""
+    """Return findings whose change keeps the training the same; of measured ones, only those sure to gain."""
     return tuple(
         each
         for each in findings
@@ -171,12 +172,12 @@ def worthwhile(findings: tuple[Finding, ...], *, measured: bool) -> tuple[Findin
 
 
 def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Improved:
-    """Write the recipe with every change that trains the same thing and that its plan takes, beside those before it.
+    """Write the recipe with every change that keeps the training the same and that its plan accepts.
 
     Args:
-        path: A new file; nothing is written if nothing is to be changed.
-        diagnosis: What was found.
-        measured: Whether only changes are made that were measured to gain.
+        path: A new file; nothing is written without changes.
+        diagnosis: The diagnosis.
+        measured: Whether to apply only changes with a measured gain.
 
     Raises:
         RecipeError: If the file cannot be written.

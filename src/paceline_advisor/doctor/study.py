@@ -1,4 +1,4 @@
-"""The doctor: every check of a recipe that needs no run, and its findings in order."""
+"""The doctor: run every check of a recipe that needs no training run, and order the findings."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _MOST_PLACES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Improved:
-    """The recipe that was written, or not.
+    """The outcome of writing an improved recipe.
 
     Attributes:
         path: The requested file; None if none.
-        met: The findings whose change was made; if there are none, nothing was written.
-        left_out: Those whose change was not, by name, with the reason.
-        lines: What of the recipe changed: ``- key=before`` and ``+ key=now``.
+        met: The findings whose change was applied; if there are none, nothing was written.
+        left_out: Findings whose change was not applied, by name, with the reason.
+        lines: Changes of the recipe: ``- key=before`` and ``+ key=now``.
         why_not: Why nothing was written.
     """
 
@@ -59,7 +59,7 @@ class Improved:
     why_not: str = ""
 
     def told(self) -> Iterator[str]:
-        """Yield its lines for people."""
+        """Yield its lines as text."""
         if self.path is None:
             return
         yield from (f"not changed: {name}: {why}" for name, why in self.left_out.items())
@@ -72,23 +72,23 @@ class Improved:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was found.
+    """Result of the doctor.
 
     Attributes:
-        recipe: What was asked for.
-        overrides: Likewise.
-        device: What it was judged for.
-        is_here: Whether that is in this machine.
-        precision: In which numbers the run would compute.
+        recipe: The requested recipe.
+        overrides: The requested overrides.
+        device: The device it was checked for.
+        is_here: Whether that device is in this machine.
+        precision: Precision of the run.
         global_batch: Samples of a step.
-        processes: How many would share it.
-        findings: The worst first.
-        checks: How many things were looked for.
-        check_seconds: How long that took by itself.
-        seconds: How long everything took.
+        processes: Number of processes that share it.
+        findings: The findings, worst first.
+        checks: Number of checks.
+        check_seconds: Time taken by the checks only.
+        seconds: Total time.
         unseen: What could not be checked, and why.
         loaded: The recipe.
-        machine: What a plan must know of that device.
+        machine: The device's facts for a plan.
         improved: The recipe with the changes, if requested.
     """
 
@@ -110,7 +110,7 @@ class Diagnosis:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing was found but what may be meant, or was measured to cost nothing."""
+        """Whether all findings may be intended, or were measured to cost nothing."""
         return not any(finding.counts for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -148,27 +148,27 @@ def _shown(finding: Finding) -> Iterator[str]:
     """Yield the lines of a finding, in rich's markup."""
     name = f"[{_COLOURS[finding.severity]}]{finding.severity:<6}[/]  [bold]{finding.name}[/]"
     yield f"{name}: {escape(finding.evidence)}"
-    # Evidence names the first places itself.
+    # Evidence already names the first places.
     for place in [each for each in finding.places[:_MOST_PLACES] if str(each) not in finding.evidence]:
         yield escape(f"        at {place}")
     yield escape(f"        {finding.why} ({finding.source})")
     yield escape(f"        change: {finding.advice.words}{_KEPT[finding.advice.keeps]}")
     if finding.gain is None:
-        # What is said of sizes says itself that it is a prediction.
+        # Findings about sizes already say that they are predictions.
         label = "" if finding.expected.startswith("predicted: ") else "expected, not measured: "
         yield escape(f"        {label}{finding.expected}")
     else:
-        label = "measured: " if finding.gain.is_certain else ""  # no gain says itself that it was measured
+        label = "measured: " if finding.gain.is_certain else ""  # no gain already says that it was measured
         yield escape(f"        {label}{finding.gain}; expected: {finding.expected}")
 
 
 def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
-    """Look for everything in :data:`~paceline_advisor.doctor.subject.CHECKS`.
+    """Run every check in :data:`~paceline_advisor.doctor.subject.CHECKS`.
 
     Nothing is trained or written, and the state of this process is unchanged afterwards.
 
     Args:
-        asked: What to look at.
+        asked: The command's options.
         tell: Receives progress lines.
 
     Raises:
@@ -178,20 +178,20 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
     loaded = load_recipe(asked.recipe, asked.overrides)
     recipe, assumed = with_stand_in_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
-    # Unless they are given, as few processes as the recipe's strategy takes.
+    # By default, as few processes as the recipe's strategy allows.
     count = asked.processes or (2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1)
     world = World(world_size=count, local_world_size=count)
     target = choose_target(asked.device, recipe, processes=world.world_size)
     with untouched(), watching_loaders() as loaders:
-        # Before a network is built of shapes: torch mixes up what is set for the process within.
+        # Before a network is built on fake tensors: torch mixes up process settings changed inside.
         for name in named_code(recipe):
-            with contextlib.suppress(PacelineError):  # said where it is needed
+            with contextlib.suppress(PacelineError):  # reported where it is needed
                 load_reference(name, PacelineError)
         plan, anatomy, why = _anatomy(recipe, target, world, tell)
         lack = lack_of_room(recipe, target, world) if anatomy is not None else None
         tell("looking at the code")
         seen, calls, trouble = _behaviour(recipe, plan)
-        environment = dict(os.environ)  # with what code of the user's own has set
+        environment = dict(os.environ)  # with settings changed by custom code
     if anatomy is None and seen is None:
         unseen["network"] = why
     if trouble:
@@ -233,12 +233,12 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
 def _anatomy(
     recipe: Recipe, target: Target, world: World, tell: Callable[[str], None]
 ) -> tuple[Plan, Anatomy | None, str]:
-    """The plan and the network, on fake tensors; where the network or its loss needs numbers, why it was not seen."""
+    """Return the plan and the network on fake tensors, or, if the network or its loss needs real values, why not."""
     plan: Plan | None = None
     try:
         with fake_step(recipe, machine=target.machine, processes=world.world_size) as step:
             plan = step.plan
-            tell("looking at the network")  # not before the recipe and its data have been found good
+            tell("looking at the network")  # not before the recipe and its data have been validated
             return plan, look_at(step.network, step.batch, lambda: step.backward(step.forward())), ""
     except PacelineError as error:
         if plan is None:

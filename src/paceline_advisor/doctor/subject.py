@@ -27,18 +27,18 @@ from paceline_advisor.doctor.findings import TUNING, Advice, Finding, Keeps, Pla
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import trace_steps, without_collection
 
-# What sizes must divide by for matrix units to take them as they are, and for the best tiles of an A100 and later.
+# Divisors of sizes that matrix units require, and that give the best tiles on an A100 and later.
 _UNITS = {"tf32": (4, 32), "fp16": (8, 64), "bf16": (8, 64), "fp8": (16, 128)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A device that a run is judged for.
+    """A device that a run is checked for.
 
     Attributes:
         machine: Its facts for the plan.
-        device: Its maker's figures; None where there are none.
-        is_here: Whether it is in this machine; else all that is said of it is a prediction.
+        device: The vendor's specifications; None if unknown.
+        is_here: Whether it is in this machine; otherwise all findings about it are predictions.
     """
 
     machine: MachineFacts
@@ -47,48 +47,48 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """Torch's word for it."""
+        """Torch's name for the device type."""
         return self.machine.device
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the host waits for it when it asks for a value."""
+        """Whether the host has to wait for it when reading a value."""
         return self.kind != "cpu"
 
     @property
     def cores(self) -> str:
-        """How many cores it has for its processes, in words."""
+        """Describe how many cores it has for its processes."""
         owner = "this machine has" if self.is_here else "a machine with this device is taken to have"
         return f"{owner} {self.machine.cores} cores"
 
     def has(self, precision: str) -> bool:
-        """Whether it multiplies such numbers faster than fp32."""
+        """Whether it multiplies in this precision faster than in fp32."""
         if self.device is not None:
             return self.device.peak(precision) is not None
         return precision == "bf16" and self.machine.fast_bf16
 
     def multiples(self, precision: str) -> tuple[int, int] | None:
-        """What sizes of matrices should divide by: at least, and ideally; None where no such rule is known."""
+        """Divisors for the sizes of matrices: required, and ideal; None without a known rule."""
         if self.device is None or not self.device.title.startswith("NVIDIA") or not self.has(precision):
             return None
         return _UNITS.get(precision)
 
     def ridge(self, precision: str) -> float | None:
-        """FLOPs for each byte of memory traffic below which memory is the limit; None if it is not known."""
+        """FLOPs per byte of memory traffic below which memory is the limit; None if unknown."""
         peak = None if self.device is None else self.device.peak(precision)
         return None if peak is None or self.device is None else ridge_point(peak, self.device.bytes_per_second)
 
 
 def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Target:
-    """The device named, or the one that a run would take here.
+    """Return the named device, or the one that a run would use here.
 
     Args:
         name: Its short name; None for the one here.
-        recipe: The run's.
-        processes: How many share the machine, each with such a device of its own unless that is the CPU.
+        recipe: The run's recipe.
+        processes: Number of processes on the machine, each with its own device unless that is the CPU.
 
     Raises:
-        RecipeError: If there is none of this name, or the recipe's is not here.
+        RecipeError: If the name is unknown, or the recipe's device is not here.
     """
     if name is None:
         found = choose_device(recipe.parallel.device, World())
@@ -111,10 +111,10 @@ class Lack:
     """A step that does not fit.
 
     Attributes:
-        memory: Bytes that the device has.
-        largest: Samples of a micro-batch that would fit, some more per cent might; 0 if not even one.
-        divisor: The most of these that divide a process's share of the step.
-        normalises: Whether the network takes statistics over a micro-batch, so that a smaller one trains otherwise.
+        memory: Memory of the device in bytes.
+        largest: Largest micro-batch that would fit, in samples (possibly a few percent more); 0 if not even one.
+        divisor: The largest such size that divides a process's share of the step.
+        normalises: Whether the network takes statistics over a micro-batch, so that a smaller one changes training.
     """
 
     memory: int
@@ -124,14 +124,14 @@ class Lack:
 
 
 def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
-    """What a step lacks; None where it fits, the target is no GPU of known memory, or nothing could be found out."""
+    """Return what a step lacks; None if it fits, if the target is not a GPU of known memory, or if this is unknown."""
     machine, memory = target.machine, target.machine.memory_bytes
     if target.kind != "cuda" or memory is None:
         return None
-    # With the evaluation, unless code of the user's own cannot do that on tensors without content.
+    # Include evaluation, unless custom code cannot run it on fake tensors.
     for scores in (True, False):
         trial = fake_step(recipe, machine=machine, processes=world.world_size, scores=scores)
-        # Whatever code of the user's own raises, other looks tell of it.
+        # Whatever custom code raises, other checks report it.
         with contextlib.suppress(Exception), without_collection(), trial as step:
             allocator, _ = allocator_settings(os.environ)
             job = Job(step, trace_steps(step), machine, ways=max(2, world.world_size), allocator=allocator)
@@ -149,19 +149,19 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A run that could be, as far as it is known without running it.
+    """A planned run, as far as it is known without running it.
 
     Attributes:
-        recipe: What was asked.
-        plan: What that comes to on the target.
-        target: Which device it is judged for.
-        anatomy: What its network is made of; empty where that could not be seen.
-        calls: What the user's code did in a micro-batch; empty where none could be had.
-        loaders: DataLoaders that the user's code made.
+        recipe: The recipe.
+        plan: Its plan on the target.
+        target: The device it is checked for.
+        anatomy: Properties of its network; empty if that could not be observed.
+        calls: Calls of the user's code in a micro-batch; empty if it could not be run.
+        loaders: DataLoaders that the user's code created.
         environment: Environment variables of this process.
         sockets: NUMA nodes of this machine whose cores this process may use.
-        run: Events of a run directory, where one was named.
-        lack: The memory that a step lacks on the target; None if it fits, or that is not known.
+        run: Events of a run directory, if one was given.
+        lack: The memory that a step lacks on the target; None if it fits, or if that is unknown.
     """
 
     recipe: Recipe
@@ -177,7 +177,7 @@ class Subject:
 
     @property
     def products(self) -> str:
-        """In which numbers matrices are multiplied: the plan's, and of fp32 ones ``tf32`` where it is allowed."""
+        """Precision of matrix products: the plan's, or ``tf32`` for fp32 products where it is allowed."""
         if self.plan.precision != "fp32":
             return self.plan.precision
         asked = self.plan.float32_matmul
@@ -196,20 +196,20 @@ class Subject:
         return self.anatomy.layers
 
     def share(self, which: Callable[[Layer], bool]) -> float:
-        """What share of the FLOPs some layers have."""
+        """Return the fraction of the FLOPs of some layers."""
         total = sum(layer.flops for layer in self.layers)
         return sum(layer.flops for layer in self.layers if which(layer)) / total if total else 0.0
 
     @property
     def flops_per_layer(self) -> float:
-        """FLOPs of one layer's forward pass of a micro-batch, on average."""
+        """Return the mean FLOPs of one layer's forward pass of a micro-batch."""
         total = sum(layer.flops for layer in self.layers) * self.plan.micro_batch_size
         return total / max(1, sum(layer.calls for layer in self.layers))
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a check has found in a run; what is not None is said in place of the check's own.
+    """What a check found in a run; values other than None replace the check's defaults.
 
     Attributes:
         evidence: The value found, in a sentence.
@@ -232,7 +232,7 @@ class Found:
     layers: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> Found:
-        """Return it with changes."""
+        """Return a copy with changes."""
         return replace(self, **changes)
 
 
@@ -250,7 +250,7 @@ def check(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
 ) -> Callable[[Callable[[Subject], Found | Iterable[Found] | None]], Check]:
-    """Declare a check: its name is the finding's, and the rest is what a finding says unless it is given otherwise.
+    """Declare a check with the name of its finding, and the finding's defaults.
 
     ``others`` are ``keeps``, ``speedup`` and ``predicted``. See :class:`~paceline_advisor.doctor.findings.Finding`.
     """
@@ -277,6 +277,6 @@ def _finding(says: dict[str, Any], source: str, found: Found) -> Finding:
 
 
 def named(names: tuple[str, ...] | list[str], most: int = 4) -> str:
-    """Some names and how many more there are."""
+    """List some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"

@@ -40,9 +40,9 @@ class Fault:
     """One way in which a run is disturbed.
 
     Attributes:
-        name: How ``--only`` calls it.
-        does: What is done, one line.
-        perform: Disturbs a run of that name and recovers it; raises SkippedError where it cannot.
+        name: Its name for ``--only``.
+        does: What it does, in one line.
+        perform: Disturbs a run of that name and recovers it; raises SkippedError if it cannot.
     """
 
     name: str
@@ -91,7 +91,7 @@ def _kill_worker(ground: Ground, name: str) -> Disturbed:
 
 
 def _kill_in_save(ground: Ground, name: str) -> Disturbed:
-    """The moment is short: a kill that comes after it is tried once more."""
+    """The time window is short: a kill that comes too late is retried once."""
 
     def strike(launch: Launch, run_dir: Path) -> None:
         launch.wait_until(lambda: _being_saved(run_dir))
@@ -141,7 +141,7 @@ def _stopped(strike: Strike, ground: Ground, name: str) -> Disturbed:
 
 
 def _lived(strike: Strike, ground: Ground, name: str) -> Disturbed:
-    """A disturbance that the run must get over by itself."""
+    """A disturbance that the run must survive by itself."""
     times: list[float] = []
     steps: list[int] = []
 
@@ -212,7 +212,7 @@ def _disk_full(ground: Ground, name: str) -> Disturbed:
         for each in ("filler", "rest"):
             (found.run_dir / each).unlink(missing_ok=True)
         ground.recover(found)
-        # What is mounted there goes; what is to be compared stays.
+        # The mount disappears; files to be compared remain.
         kept = found.run_dir.with_name(f"{name}-kept")
         shutil.copytree(found.run_dir, kept)
         found.run_dir = kept
@@ -240,7 +240,7 @@ def _read_only(ground: Ground, name: str) -> Disturbed:
             folder.chmod(0o555)
             cleanup.callback(folder.chmod, 0o755)
             return
-        # Root may write whatever the modes say.
+        # Root may write regardless of file modes.
         cleanup.enter_context(_mounted(["--bind", str(folder)], folder))
         _mount(["-o", "remount,bind,ro", str(folder)], busy_seconds=_BUSY_SECONDS)
 
@@ -276,7 +276,7 @@ def _mounted(arguments: list[str], where: Path) -> Iterator[None]:
 
 
 def _mount(arguments: list[str], *, busy_seconds: float = 0.0) -> None:
-    """Mount; what is busy, because a file in it is being written, is tried again for a while."""
+    """Mount; retry for a while if a file in it is being written."""
     if shutil.which("mount") is None:
         raise SkippedError("there is no mount command here")
     end = time.monotonic() + busy_seconds
@@ -292,7 +292,7 @@ def _mount(arguments: list[str], *, busy_seconds: float = 0.0) -> None:
 
 
 def _spoilt(spoil: Callable[[Path], None], ground: Ground, name: str) -> Disturbed:
-    """Spoil the largest file of the newest checkpoint, which must be set aside."""
+    """Corrupt the largest file of the newest checkpoint, which must be set aside."""
     found = ground.killed(name)
     steps = CheckpointStore(found.run_dir / "checkpoints").steps()
     if len(steps) < 2:
@@ -322,7 +322,7 @@ def _lose_manifest(file: Path) -> None:
 
 
 def _no_checkpoints(ground: Ground, name: str) -> Disturbed:
-    """To begin again would cost everything: it must be refused, and leave the records as they are."""
+    """Check that starting over, which would lose everything, is refused and leaves the records unchanged."""
     found = ground.killed(name)
     checkpoints, events = found.run_dir / "checkpoints", found.run_dir / "events.jsonl"
     before = events.read_bytes()
@@ -346,7 +346,7 @@ def _foreign(ground: Ground, name: str) -> Disturbed:
 
 
 def _cut_events(ground: Ground, name: str) -> Disturbed:
-    """The run goes on without the lost records, and says so; everything else must be there."""
+    """Check that the run continues without the lost records and reports it; everything else must be there."""
     found = ground.killed(name)
     events = found.run_dir / "events.jsonl"
     whole = events.read_bytes()
@@ -368,7 +368,7 @@ def _torn(where: str, ground: Ground, name: str) -> Disturbed:
     path = found.run_dir / where
     if path.is_dir():
         path = max(path.iterdir(), key=lambda each: each.stat().st_size)
-        part = path.read_bytes()[:20]  # less than a record's head
+        part = path.read_bytes()[:20]  # less than a record's header
     else:
         line = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
         part = line[: len(line) // 2]
@@ -382,7 +382,7 @@ def _torn(where: str, ground: Ground, name: str) -> Disturbed:
 
 
 def _with_images(spoil: Callable[[Path], None], says: Sequence[str], ground: Ground, name: str) -> Disturbed:
-    """Other images than before must be refused, and must leave no trace in the run."""
+    """Check that changed images are refused, and leave no trace in the run."""
     data = load_recipe(ground.recipe, ground.overrides).recipe.data
     if data.dataset != "image_folder" or data.path is None:
         raise SkippedError("this recipe reads no folder of images")
@@ -397,7 +397,7 @@ def _with_images(spoil: Callable[[Path], None], says: Sequence[str], ground: Gro
 
 
 def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
-    """Make a folder of links to the images, but of copies of its last training class; returns the copies."""
+    """Create a folder of links to the images, with copies for its last training class; returns the copies."""
     source = images
     target.mkdir()
     for name in ("train", None) if (images / "train").is_dir() else (None,):
@@ -417,7 +417,7 @@ def _blank(image: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------- otherwise again
 
-# The real clock is everyone's on this machine, and is never touched: the run's own Python is told another time.
+# The real clock is shared by the machine and never changed: only the run's own Python sees another time.
 _EARLIER = f"""
 import time
 _now = time.time
@@ -465,7 +465,7 @@ def _refused(ground: Ground, found: Disturbed, *says: str, again: Again | None =
 
 
 def _expect(found: Disturbed, *codes: int, words: Sequence[str] = ()) -> None:
-    """Object if the disturbed launch ended with another exit code, or its message has none of some words."""
+    """Add an objection if the disturbed launch had another exit code, or its message contains none of some words."""
     if found.exit_code not in codes:
         wanted = " or ".join(str(code) for code in codes)
         found.objections.append(f"exit code {found.exit_code}, but it should be {wanted}")

@@ -20,7 +20,7 @@ from paceline_advisor.launches import Launch, OverdueError, last_step, said
 
 _COMPARED = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
 _ATTEMPTS = 3
-# Ranks whose launcher is gone end after their step; a save and an evaluation may be under way.
+# Ranks whose launcher is gone end after their step; a save and an evaluation may be in progress.
 _ALONE_SECONDS = 60.0
 
 
@@ -30,7 +30,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Again:
-    """How the run is started again: as before, unless told otherwise."""
+    """How the run is started again; by default as before."""
 
     processes: int | None = None
     overrides: tuple[str, ...] = ()
@@ -43,12 +43,12 @@ class Disturbed:
 
     Attributes:
         run_dir: The run.
-        step: The last step it had a record of when it ended, or was disturbed if it went on.
-        exit_code: Of the disturbed launch; negative after a signal.
-        message: What it said of it, one line.
-        objections: What was wrong.
-        seconds_to_recover: Until it was at ``step`` again; None before.
-        steps_again: Steps that were done a second time; None before.
+        step: The last recorded step when it ended, or when it was disturbed if it continued.
+        exit_code: Exit code of the disturbed launch; negative after a signal.
+        message: Its message, in one line.
+        objections: The problems found.
+        seconds_to_recover: Time until it reached ``step`` again; None before.
+        steps_again: Steps that were repeated; None before.
     """
 
     run_dir: Path
@@ -62,16 +62,16 @@ class Disturbed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """Where runs of one recipe are disturbed.
+    """Settings for disturbed runs of one recipe.
 
     Attributes:
-        recipe: What ``paceline train`` is given.
-        overrides: Its overrides, those that shorten the run included.
+        recipe: The argument of ``paceline train``.
+        overrides: Its overrides, including those that shorten the run.
         processes: Ranks of each launch.
         steps: Length of the run.
         every: Steps between two checkpoints.
-        scratch: Where everything is written.
-        limit_seconds: What a launch may take.
+        scratch: Folder for all files.
+        limit_seconds: Time limit of a launch.
     """
 
     recipe: str
@@ -88,7 +88,7 @@ class Ground:
         return self.scratch / "undisturbed"
 
     def begin(self, run_dir: Path, again: Again | None = None) -> Launch:
-        """Start the command; in the same directory it is the same command again."""
+        """Start the command; in the same directory, it is identical each time."""
         again = again or Again()
         processes = again.processes or self.processes
         arguments = ["train", self.recipe, *self.overrides, *again.overrides, "--run-dir", str(run_dir)]
@@ -97,12 +97,12 @@ class Ground:
         return Launch(arguments, log, limit_seconds=self.limit_seconds, variables=again.variables)
 
     def check(self) -> None:
-        """Have the run planned, so that a mistake in the recipe or its data is reported before anything is trained.
+        """Plan the run, so that a mistake in the recipe or its data is reported before anything is trained.
 
         Raises:
-            PacelineError: If it is refused, as the run would be.
+            PacelineError: If the plan is refused, as the run would be.
         """
-        # In a process of its own: a plan may take hold of a device that the runs are to have for themselves.
+        # In a separate process: a plan may occupy a device that the runs need exclusively.
         arguments = ["train", self.recipe, *self.overrides, "--processes", str(self.processes), "--plan-only"]
         with Launch(arguments, self.scratch / "plan", limit_seconds=self.limit_seconds) as launch:
             try:
@@ -115,10 +115,10 @@ class Ground:
                 raise TrainingError(f"the run cannot be planned (exit code {code}): {said(launch)}")
 
     def train_undisturbed(self, run_dir: Path) -> None:
-        """Train without a disturbance.
+        """Train undisturbed.
 
         Raises:
-            PacelineError: If that is refused; there is nothing to compare with then.
+            PacelineError: If the run is refused; there is then nothing to compare with.
             TrainingError: If it fails.
         """
         with self.begin(run_dir) as launch:
@@ -143,15 +143,15 @@ class Ground:
         """Start a run, inject the fault at a given progress, and wait for all its processes to end.
 
         Args:
-            name: Of the run.
-            strike: What is done to it; it may wait for something more.
-            at: When, as a fraction of the steps.
-            make: Makes the run directory.
-            survives: Whether the run goes on to its end, so that its end says nothing of when it was struck.
+            name: Name of the run.
+            strike: Injects the fault; it may wait for another condition.
+            at: Time of the fault, as a fraction of the steps.
+            make: Creates the run directory.
+            survives: Whether the run continues to its end, so that its end does not show when the fault occurred.
             again: How it is started, if not as usual.
 
         Raises:
-            SkippedError: If the run was over too soon, several times.
+            SkippedError: If the run ended too early several times.
         """
         for attempt in range(_ATTEMPTS):
             run_dir = self.scratch / (name if not attempt else f"{name}-{attempt + 1}")
@@ -164,7 +164,7 @@ class Ground:
                 struck_at = last_step(run_dir)
                 code = launch.wait()
                 left = launch.wait_alone(_ALONE_SECONDS)
-                # A signal takes effect a few steps later; what came nearer to the end tells nothing.
+                # A signal takes effect a few steps later; one too close to the end shows nothing.
                 if there and (code or survives or struck_at <= self.steps - max(4, self.every)):
                     found = Disturbed(run_dir=run_dir, step=last_step(run_dir), exit_code=code, message=said(launch))
                     if left:
@@ -175,7 +175,7 @@ class Ground:
         raise SkippedError(f"the run ended before the fault, {_ATTEMPTS} times; give more --steps")
 
     def killed(self, name: str) -> Disturbed:
-        """A copy of a run that was killed at two thirds, to be spoiled."""
+        """Return a copy of a run that was killed after two thirds of its steps, to be corrupted."""
         source = self.scratch / "killed"
         if not source.exists():
             self.disturb("killed-first", lambda launch, _: launch.kill(), at=2 / 3)
@@ -188,7 +188,7 @@ class Ground:
         )
 
     def recover(self, found: Disturbed, again: Again | None = None) -> None:
-        """Run the same command again, to the end; note how long it took and what was done twice."""
+        """Run the same command again, to the end; record how long it took and what was repeated."""
         before = resumes(found.run_dir)
         with self.begin(found.run_dir, again) as launch:
             launch.wait_until(lambda: len(resumes(found.run_dir)) > len(before))
@@ -201,7 +201,7 @@ class Ground:
         found.steps_again = max(0, found.step - (after[-1] if len(after) > len(before) else 0))
 
     def lost(self, run_dir: Path) -> list[str]:
-        """Differences of a recovered run from the undisturbed one; empty if there are none."""
+        """Return differences of a recovered run from the undisturbed one; empty if there are none."""
         wanted = RunDirectory(self.undisturbed)
         found = RunDirectory(run_dir)
         if not found.summary.is_file():
@@ -217,7 +217,7 @@ class Ground:
 
 
 def resumes(run_dir: Path) -> list[int]:
-    """The steps a run resumed from, in order."""
+    """Return the steps that a run resumed from, in order."""
     events = run_dir / "events.jsonl"
     if not events.exists():
         return []
@@ -229,7 +229,7 @@ def _records(events: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def audit_objections(run_dir: Path) -> list[str]:
-    """The audit's objections; by its command, as a user would ask for it."""
+    """Return the audit's objections, from the command that a user would run."""
     command = [sys.executable, "-P", "-m", "paceline", "audit", str(run_dir), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1) or not done.stdout:

@@ -37,15 +37,15 @@ class Trial:
 
     Attributes:
         fault: Its name.
-        does: What was done.
+        does: What it does.
         result: ``pass``, ``FAIL`` or ``skipped``.
         reason: Why it failed or was skipped.
         exit_code: Of the disturbed launch; None if it was skipped.
         message: What the disturbed launch said.
-        step: Where the run stood when it was disturbed.
-        steps_again: Steps done a second time.
-        seconds_to_recover: From the same command again until the run stood there once more.
-        lost: What differs from the undisturbed run at the end.
+        step: The run's step when it was disturbed.
+        steps_again: Steps that were repeated.
+        seconds_to_recover: Time from running the same command again until the run reached that step again.
+        lost: Differences from the undisturbed run at the end.
     """
 
     fault: str
@@ -108,10 +108,10 @@ class DrillReport:
 
 
 def drill(asked: Drill, tell: Callable[[str], None]) -> DrillReport:
-    """Train undisturbed, then once more with each fault, and compare.
+    """Train undisturbed, then once with each fault, and compare.
 
     Args:
-        asked: What to drill.
+        asked: The command's options.
         tell: Receives progress lines.
 
     Raises:
@@ -162,7 +162,7 @@ def drill(asked: Drill, tell: Callable[[str], None]) -> DrillReport:
 
 
 def shortened(asked: Drill) -> tuple[str, ...]:
-    """The overrides that make a short run of a recipe, with all that can be lost in it.
+    """Return overrides for a short run of a recipe that uses every feature whose state could be lost.
 
     Raises:
         RecipeError: If the recipe cannot be read, or the run would be too short to be disturbed.

@@ -1,12 +1,12 @@
-"""The law of steps to a target over batch sizes: its fit, its knee, and their intervals.
+"""The law of steps to a target as a function of batch size: its fit, its knee, and their intervals.
 
-One law in three spellings. With S steps and E = B S examples to a target,
+There is one law in three forms. With S steps and E = B S examples to a target,
 
     (S / S_min - 1) (E / E_min - 1) = 1,   S = S_min (1 + B_crit / B),   E = E_min (1 + B / B_crit),
 
-where B_crit = E_min / S_min: the third is the law of epochs against the batch, epochs = epochs_min (1 + B / B_crit).
-It is fitted to logarithms, since a run takes a few percent more or fewer steps wherever it stands. A run that was ended
-before it got there says that it takes longer, and is counted so.
+where B_crit = E_min / S_min: the third is the law of epochs against the batch, epochs = epochs_min (1 + B / B_crit). It
+is fitted to logarithms, since the number of steps varies by a few percent at any batch size. A run that ended before it
+reached the target is a censored observation: it takes at least that many steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.metrics.intervals import Interval
 
 Floats = NDArray[np.float64]
 
-# The knee is looked for so many times below the smallest and above the largest batch; beyond that, data cannot tell it
-# from none.
+# The knee is searched up to this factor below the smallest and above the largest batch; beyond that, data cannot
+# distinguish it from no knee.
 _BEYOND = 1000.0
 _GRID = 121
 FEWEST_BATCHES = 3
@@ -41,8 +41,8 @@ class SweepPoint:
 
     Attributes:
         batch: Samples in a step.
-        steps: Optimizer steps to the target, or until it was ended.
-        reached: Whether it got there.
+        steps: Optimizer steps to the target, or until the run ended.
+        reached: Whether it reached the target.
     """
 
     batch: float
@@ -55,12 +55,12 @@ class BatchLaw:
     """The law, fitted.
 
     Attributes:
-        fewest_steps: S_min; its interval, as the next one's, is of the law made linear around the fit.
+        fewest_steps: S_min; its interval, like the next one, comes from the law linearised around the fit.
         fewest_examples: E_min.
-        critical_batch: The knee, with a profile likelihood's interval; ``low`` is 0, or ``high`` infinite, where the
-            batches that were tried do not bound it, and ``middle`` too where the likeliest is that there is none.
+        critical_batch: The knee, with a profile-likelihood interval. ``low`` is 0, or ``high`` infinite, if the tested
+            batches do not bound it, and so is ``middle`` if a law without a knee is the most likely.
         spread: Standard deviation of the logarithm of a run's steps around the law: 0.1 is 10 %.
-        worst: The largest share by which the runs of one batch are off the law, on average.
+        worst: The largest mean relative deviation of one batch's runs from the law.
     """
 
     fewest_steps: Interval
@@ -70,13 +70,13 @@ class BatchLaw:
     worst: float
 
     def steps(self, batch: float) -> float:
-        """Steps to the target with a batch."""
+        """Return the steps to the target with a batch."""
         if math.isinf(self.critical_batch.middle):
-            return self.fewest_examples.middle / batch  # no knee: what is left of the law
+            return self.fewest_examples.middle / batch  # without a knee, the law simplifies
         return self.fewest_steps.middle * steps_ratio(self.critical_batch.middle, batch)
 
     def examples(self, batch: float) -> float:
-        """Samples to the target with a batch."""
+        """Return the samples to the target with a batch."""
         return batch * self.steps(batch)
 
     def to_json(self) -> dict[str, object]:
@@ -92,7 +92,7 @@ class BatchLaw:
 
 
 def why_no_law(points: Sequence[SweepPoint]) -> str:
-    """Why a law cannot be fitted to runs; empty if it can."""
+    """Return why a law cannot be fitted to runs; empty if it can."""
     batches = {each.batch for each in points if each.reached}
     runs = sum(each.reached for each in points)
     if len(batches) < FEWEST_BATCHES:
@@ -134,7 +134,7 @@ def fit_batch_law(points: Sequence[SweepPoint], *, confidence: float = 0.95) -> 
 
 
 class _Fit:
-    """The likelihood of runs, for one knee after another; the other two numbers are the best for it."""
+    """The likelihood of runs as a function of the knee, with the other two parameters optimised."""
 
     def __init__(self, points: Sequence[SweepPoint], confidence: float) -> None:
         reached = np.array([each.reached for each in points])
@@ -147,7 +147,7 @@ class _Fit:
         self._bounds = (math.log(batches.min() / _BEYOND), math.log(batches.max() * _BEYOND))
 
     def at(self, knee: float) -> tuple[float, float, float]:
-        """Minus the log-likelihood at a logarithm of the knee, the best logarithm of S_min for it, and the spread."""
+        """Return, at a logarithm of the knee, minus the log-likelihood, the best logarithm of S_min, and the spread."""
         shape = np.logaddexp(0, knee - np.log(self._batches))
         rest = self._logs - shape
         mean = float(rest.mean())
@@ -160,7 +160,7 @@ class _Fit:
             at, logarithm = (float(each) for each in given)
             width = math.exp(logarithm)
             normal = float((((rest - at) / width) ** 2).sum()) / 2 + self.count * logarithm
-            # The chance to take longer than it was watched.
+            # The probability to take longer than observed.
             return normal - float(log_ndtr((at - ended) / width).sum())
 
         found = minimize(cost, np.array([mean, math.log(spread)]), method="Nelder-Mead", options={"xatol": 1e-6})
@@ -170,7 +170,7 @@ class _Fit:
         return spread * math.sqrt(self.count / (self.count - 2))
 
     def knee(self) -> tuple[float, Interval]:
-        """The logarithm of the likeliest knee, and the knee with its interval."""
+        """Return the logarithm of the most likely knee, and the knee with its interval."""
         grid = np.linspace(*self._bounds, _GRID)
         costs = np.array([self.at(float(each))[0] for each in grid])
         index = int(costs.argmin())
@@ -179,7 +179,7 @@ class _Fit:
             near = (float(grid[index - 1]), float(grid[index + 1]))
             found = minimize_scalar(lambda knee: self.at(knee)[0], bounds=near, method="bounded")
             best, least = float(found.x), float(found.fun)
-        # Least squares' own F test; with ended runs the same allowance for few runs.
+        # The F test of least squares; with censored runs, the same correction for few runs.
         allowed = least + self.count / 2 * math.log1p(self._quantile**2 / (self.count - 2))
 
         def beyond(knee: float) -> float:
@@ -192,7 +192,7 @@ class _Fit:
         return best, Interval(middle, *ends, self.count)
 
     def half_widths(self, knee: float, spread: float) -> tuple[float, float]:
-        """Of the intervals of the logarithms of S_min and E_min."""
+        """Return the half-widths of the intervals of the logarithms of S_min and E_min."""
         slope = math.exp(knee) / (math.exp(knee) + self._batches)
         jacobian = np.stack([np.ones_like(slope), slope], axis=1)
         information = jacobian.T @ jacobian
@@ -203,14 +203,14 @@ class _Fit:
         return self._quantile * math.sqrt(of_steps), self._quantile * math.sqrt(of_examples)
 
     def worst(self, knee: float, mean: float) -> float:
-        """The largest share by which the runs of one batch are off, on average."""
+        """Return the largest mean relative deviation of one batch's runs."""
         off = self._logs - mean - np.logaddexp(0, knee - np.log(self._batches))
         means = [float(off[self._batches == batch].mean()) for batch in np.unique(self._batches)]
         return max(abs(math.expm1(each)) for each in means)
 
 
 def _crossing(beyond: Callable[[float], float], best: float, outwards: Floats) -> float | None:
-    """Where a likelihood falls below what is allowed, on one side; None where it does not."""
+    """Return where a likelihood falls below a threshold, on one side; None if it does not."""
     inside = best
     for each in outwards.tolist():
         if beyond(each) > 0:
@@ -220,6 +220,6 @@ def _crossing(beyond: Callable[[float], float], best: float, outwards: Floats) -
 
 
 def _around(logarithm: float, half: float, count: int, confidence: float) -> Interval:
-    # Too wide for a float where the batches say nothing of one of the two.
+    # Too wide for a float if the batches do not determine one of the two.
     high = math.inf if logarithm + half > _LARGEST_LOGARITHM else math.exp(logarithm + half)
     return Interval(math.exp(logarithm), math.exp(logarithm - half), high, count, confidence)

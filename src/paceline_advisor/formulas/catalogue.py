@@ -1,7 +1,7 @@
-"""The catalogue of formulas, and their computation from words typed.
+"""The catalogue of formulas, and their computation from typed arguments.
 
-Every public function of this room whose docstring names its source and whose arguments are plain numbers or words is
-offered by its name; a new one needs no entry anywhere.
+Every public function of this package whose docstring names its source and whose arguments are plain numbers or words is
+available by name; a new one needs no registration.
 """
 
 from __future__ import annotations
@@ -27,21 +27,50 @@ from paceline.pages.shown import Shown
 from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
-# What an argument of these names counts is at least one; no formula means anything else by them.
-# fmt: off
+# Arguments with these names are counts of at least one; no formula uses the names otherwise.
 _COUNTS = frozenset(
     {
-        "batch", "global_batch_size", "micro_batch_size", "micro_batch", "accumulation_steps",
-        "reference_batch", "small_batch", "large_batch", "devices", "processes", "nodes",
-        "devices_per_node", "machines", "tensor_parallel", "multiprocessors", "tiles_at_once", "tile_m",
-        "tile_n", "kernel", "stride", "dilation", "groups",
+        "batch",
+        "global_batch_size",
+        "micro_batch_size",
+        "micro_batch",
+        "accumulation_steps",
+        "reference_batch",
+        "small_batch",
+        "large_batch",
+        "devices",
+        "processes",
+        "nodes",
+        "devices_per_node",
+        "machines",
+        "tensor_parallel",
+        "multiprocessors",
+        "tiles_at_once",
+        "tile_m",
+        "tile_n",
+        "kernel",
+        "stride",
+        "dilation",
+        "groups",
     }
 )
-# Amounts: of these there may be nothing, but not less.
+# Amounts, which may be zero but not negative.
 _AMOUNTS = frozenset(
     {
-        "parameters", "tokens", "samples", "epochs", "layers", "heads", "hidden", "sequence", "vocabulary",
-        "flops", "states", "m", "n", "k",
+        "parameters",
+        "tokens",
+        "samples",
+        "epochs",
+        "layers",
+        "heads",
+        "hidden",
+        "sequence",
+        "vocabulary",
+        "flops",
+        "states",
+        "m",
+        "n",
+        "k",
     }
 )
 # fmt: on
@@ -51,15 +80,15 @@ _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """One function of this room.
+    """One function of this package.
 
     Attributes:
-        name: What it is called by.
+        name: Its name.
         topic: Its file.
         summary: What it computes, in a sentence.
-        source: Where it comes from.
+        source: Its publication.
         needs: Arguments that must be given.
-        defaults: The others.
+        defaults: Defaults of the other arguments.
         function: The function itself.
     """
 
@@ -72,7 +101,7 @@ class Formula:
     function: Callable[..., Any]
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the function, as JSON values."""
+        """Return everything but the function, as JSON values."""
         return {
             "formula": self.name,
             "topic": self.topic,
@@ -89,7 +118,8 @@ class Formula:
             typed: ``name=value`` words; several values of one argument are separated by commas.
 
         Raises:
-            PacelineError: If an argument is missing, unknown or no value of its kind, or there is no value for them.
+            PacelineError: If an argument is missing, unknown or of the wrong kind, or if the formula is undefined for
+                them.
         """
         given = self._read(typed)
         missing = [name for name in self.needs if name not in given]
@@ -129,11 +159,11 @@ class Formula:
 
 @dataclass(frozen=True)
 class LookedUp:
-    """What `paceline formulas` prints.
+    """The output of `paceline formulas`.
 
     Attributes:
         known: All formulas, or the one named.
-        used: The arguments of the one computed; None if none was.
+        used: The arguments of the computed formula; None if none was computed.
         value: Its value.
     """
 
@@ -142,14 +172,14 @@ class LookedUp:
     value: Any = None
 
     def to_json(self) -> Mapping[str, Any] | Sequence[Any]:
-        """Return a list of all formulas, or the one named, with its value if it was computed."""
+        """Return a list of all formulas, or the named one, with its value if it was computed."""
         if len(self.known) > 1:
             return [each.describe() for each in self.known]
         computed = {} if self.used is None else {"arguments": self.used, "value": self.value}
         return {**self.known[0].describe(), **computed}
 
     def __paceline__(self) -> Shown:
-        """Show all formulas by topic, or what one is, or its value."""
+        """Show all formulas by topic, or the description or value of one."""
         first = self.known[0]
         if self.used is not None:
             given = ", ".join(f"{key}={_written(each)}" for key, each in self.used.items())
@@ -170,7 +200,7 @@ def look_up(asked: Formulas, _: Log) -> LookedUp:
     """List all formulas, describe one, or compute it.
 
     Raises:
-        PacelineError: If there is no such formula, or it has no value for the arguments.
+        PacelineError: If there is no such formula, or it is undefined for the arguments.
     """
     if asked.name is None:
         return LookedUp(tuple(formulas().values()))
@@ -185,7 +215,7 @@ def _written(value: Any) -> str:
         case bool() | str():
             return str(value).lower()
         case float():
-            # An interval may have an open end.
+            # An interval may be unbounded at one end.
             return f"{value:.6g}" if not 1e15 <= abs(value) < math.inf or value != int(value) else f"{value:.6e}"
         case list() | tuple():
             return f"({', '.join(map(_written, value))})"
@@ -195,12 +225,12 @@ def _written(value: Any) -> str:
 
 
 def formulas() -> dict[str, Formula]:
-    """All formulas by name, file by file, in the order in which they stand there."""
+    """Return all formulas by name, in the order of files and definitions."""
     return {each.name: each for module in modules() for each in _formulas_of(module)}
 
 
 def modules() -> list[ModuleType]:
-    """Return the modules that hold formulas; those that training itself needs are the trainer's."""
+    """Return the modules with formulas; those that training itself needs are in the trainer."""
     here = paceline_advisor.formulas
     topics = [each.name for each in pkgutil.iter_modules(here.__path__) if each.name != "catalogue"]
     own = [importlib.import_module(f"{here.__name__}.{topic}") for topic in topics]
@@ -208,10 +238,10 @@ def modules() -> list[ModuleType]:
 
 
 def find_formula(name: str) -> Formula:
-    """The formula of this name; dashes stand for underscores, and its file may be named before a dot.
+    """Return the formula of this name; dashes count as underscores, and the file name may precede it with a dot.
 
     Raises:
-        PacelineError: If there is none.
+        PacelineError: If there is no such formula.
     """
     known = formulas()
     topic, _, plain = name.replace("-", "_").rpartition(".")
@@ -256,10 +286,10 @@ def _is_plain(hint: Any) -> bool:
 
 
 def _value(name: str, text: str, hint: Any) -> Any:
-    """Read a value of one kind.
+    """Parse a value of one kind.
 
     Raises:
-        PacelineError: If it is none.
+        PacelineError: If it is not of that kind.
     """
     if typing.get_origin(hint) is Sequence:
         kind = typing.get_args(hint)[0]
@@ -277,10 +307,10 @@ def _value(name: str, text: str, hint: Any) -> Any:
 
 
 def _number(name: str, text: str, kind: type) -> int | float:
-    """Read a number.
+    """Parse a number.
 
     Raises:
-        PacelineError: If it is none, not finite, or none that an argument of this name can have.
+        PacelineError: If it is not a number, not finite, or not allowed for an argument of this name.
     """
     wanted = "number" if kind is float else "whole number"
     try:

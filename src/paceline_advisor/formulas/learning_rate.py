@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# No mean of some losses in a row that is lower than those before by so many standard errors: it has not fallen.
+# If no mean of a few consecutive losses is this many standard errors below the previous ones, the loss has not
+# decreased.
 _SURE = 3.5
 _FEWEST = 5
 _FASTAI = "fastai, callback.schedule"
@@ -19,14 +20,14 @@ _SLIDE_CHANGE = 0.005
 
 @dataclass(frozen=True)
 class Rule:
-    """How a learning rate is read off the curve.
+    """A rule that reads a learning rate from the curve.
 
     Attributes:
         words: The rule in one sentence.
-        source: Who proposed it.
-        choose: From rates and losses, one for each point that counts, to the rate; raises ValueError with the reason if
-            there is no such point.
-        smooth: Whether it looks at the smoothed losses, or at the losses themselves.
+        source: Its publication.
+        choose: Returns the rate, given rates and losses of all valid points; raises ValueError with the reason if there
+            is no such point.
+        smooth: Whether it uses the smoothed losses instead of the raw losses.
     """
 
     words: str
@@ -40,10 +41,10 @@ class Suggestion:
     """One rule's suggestion.
 
     Attributes:
-        lr: The learning rate; None where the curve has no such point.
-        why_not: The reason then.
+        lr: The learning rate; None if the curve has no such point.
+        why_not: The reason if there is none.
         rule: The rule in one sentence.
-        source: Who proposed it.
+        source: Its publication.
     """
 
     lr: float | None
@@ -53,7 +54,7 @@ class Suggestion:
 
 
 def smoothed(losses: Sequence[float], smoothing: float) -> list[float]:
-    """The exponential average of the losses up to each, corrected for its beginning at zero (Kingma and Ba 2014).
+    """Return the exponential moving average of the losses, with bias correction (Kingma and Ba 2014).
 
     Args:
         losses: One for each step.
@@ -67,9 +68,9 @@ def smoothed(losses: Sequence[float], smoothing: float) -> list[float]:
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The middle of the longest valley: of the longest sequence of points, each lower than the one before.
+    """Return the middle of the longest valley: the longest sequence of points, each lower than the one before.
 
-    As fastai counts it, the valley begins as many points before its end as the sequence has.
+    As in fastai, the valley starts as many points before its end as the sequence has.
 
     Raises:
         ValueError: If there are no two such points.
@@ -87,10 +88,10 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The rate where the loss falls fastest over the logarithm of the rate.
+    """Return the rate where the loss falls fastest over the logarithm of the rate.
 
     Raises:
-        ValueError: If it falls nowhere.
+        ValueError: If it never falls.
     """
     slopes = np.diff(losses) / np.diff(np.log(rates))
     if not slopes.size or slopes.min() >= 0:
@@ -99,15 +100,15 @@ def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """A tenth of the rate with the lowest loss."""
+    """Return a tenth of the rate with the lowest loss."""
     return rates[int(np.argmin(losses))] / 10
 
 
 def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Where a window of 15 points that slides down from the highest rate first has the same slope at both ends.
+    """Return where a 15-point window, sliding down from the highest rate, first has equal slopes at both ends.
 
     Raises:
-        ValueError: If there are not enough points, or none where it has.
+        ValueError: If there are too few points, or no such point.
     """
     if len(losses) <= _SLIDE_POINTS + 1:
         raise ValueError(f"it needs more than {_SLIDE_POINTS + 1} points, but {len(losses)} are usable")
@@ -124,10 +125,10 @@ def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def trough(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The middle of the tenth of the points in a row whose mean loss is lowest.
+    """Return the middle of the consecutive tenth of the points with the lowest mean loss.
 
-    An average over the past has its minimum later than the loss has, by as much as it smooths; a mean to both sides of
-    a point has it in the same place.
+    The minimum of a causal average lags behind that of the loss, by the amount of smoothing; a centred mean has it in
+    the same place.
     """
     width = max(_FEWEST, len(losses) // 10)
     means = np.convolve(losses, np.ones(width), mode="valid")
@@ -150,7 +151,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 MEDIAN = "median"
-# Of the rules whose place is that of the fall, not of the flat part before it, nor of the rise after it.
+# The rules whose point is on the descent, not on the flat part before it or the rise after it.
 _OF_MEDIAN = ("trough", "steepest", "minimum")
 NAMES = (MEDIAN, *RULES)
 
@@ -158,13 +159,13 @@ NAMES = (MEDIAN, *RULES)
 def suggest(
     rates: Sequence[float], losses: Sequence[float], *, smoothing: float, steps: int | None = None
 ) -> dict[str, Suggestion]:
-    """Every rule's suggestion for a range test.
+    """Return every rule's suggestion for a range test.
 
     Args:
         rates: Learning rate of each step, ascending.
         losses: Loss of each step before its update; all finite.
-        smoothing: Weight of the past in the average that the rules see, in [0, 1).
-        steps: Steps that the test was to have, if it was ended early; a tenth of them is left out at the beginning.
+        smoothing: Weight of the past in the average that the rules use, in [0, 1).
+        steps: Planned steps of the test, if it ended early; a tenth of them is left out at the beginning.
     """
     curve = smoothed(losses, smoothing)
     first, last = (len(losses) if steps is None else steps) // 10, len(losses) - _LEFT_OUT_AT_END
@@ -198,7 +199,7 @@ def _suggested(rule: Rule, rates: Sequence[float], losses: Sequence[float], why_
 
 
 def _why_none(losses: Sequence[float], first: int, last: int) -> str:
-    """Why nothing can be said of a curve, or an empty string."""
+    """Return why a curve is unusable, or an empty string."""
     if last - first < _FEWEST:
         return f"the test ended after {len(losses)} steps: its first rates are already too high"
     window = max(_FEWEST, len(losses) // 10)
@@ -208,7 +209,7 @@ def _why_none(losses: Sequence[float], first: int, last: int) -> str:
         return f"{len(losses)} steps are too few to tell a fall of the loss from its noise"
     begins = ends - window
     falls = sums[begins] / begins - (sums[ends] - sums[begins]) / window
-    # Of neighbours, since the fall itself is none of the noise.
+    # Measured between neighbours, so that the descent itself does not count as noise.
     squares = np.cumsum(np.square(np.diff(losses))) / np.arange(1, len(losses)) / 2
     errors = np.sqrt(squares[ends - 2] * (1 / window + 1 / begins))
     if (falls <= _SURE * errors).all():

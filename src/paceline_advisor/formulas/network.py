@@ -1,7 +1,7 @@
 """Rules about a network: a transformer's activations and FLOPs, tiles of its products, memory and loss barriers.
 
-Activations are by Korthikanti et al., FLOPs and their utilisation by the papers' counts. ``t`` is the size of tensor
-parallelism, ``recompute`` what is computed again in the backward pass instead of kept.
+Activations follow Korthikanti et al., FLOPs and their utilisation follow the papers' counts. ``t`` is the size of
+tensor parallelism, ``recompute`` the activations that are recomputed in the backward pass instead of kept.
 """
 
 from __future__ import annotations
@@ -198,33 +198,34 @@ def training_days(
     return (8 if recompute else 6) * parameters * tokens / (devices * flops_per_second) / 86400
 
 
-# Thread-block tiles that cuBLAS has, the most efficient first, as the guide lists them.
+# Thread-block tiles of cuBLAS, the most efficient first, as listed in the guide.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 
-# What a tile costs beside its products, per row and column: a small one reads more for what it computes. It makes the
-# smallest a quarter less efficient than the largest: an assumption, for the guide shows the effect and gives no law.
+# Overhead of a tile besides its products, per row and column: a small tile reads more relative to its computation. This
+# makes the smallest a quarter less efficient than the largest. That is an assumption, because the guide shows the
+# effect but gives no law.
 _EDGE = 16
 
-# Sizes tried to each side: 512 columns in steps of 8 are two of the widest tiles, and waves come round sooner.
+# Sizes tried on each side: 512 columns in steps of 8 cover two of the widest tiles, and more than one wave.
 _MOST_TRIED = 64
 
-# A tile's sum is worth sharing out among multiprocessors if each gets so many terms at least.
+# A tile's sum is worth splitting among multiprocessors if each gets at least this many terms.
 _LEAST_TERMS = 512
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut, and what that wastes.
+    """How a product is tiled, and the resulting waste.
 
     Attributes:
         tile: Rows and columns of a tile.
         tiles: Tiles of the product.
         splits: Multiprocessors that share one tile's sum.
-        waves: Rounds in which they are worked off.
-        tile_waste: Share of the computed elements that are thrown away, in [0, 1).
-        wave_waste: Share of the multiprocessors' time that stands idle, in [0, 1).
-        waste: Both together.
-        slowdown: Time beside that of tiles of the most efficient size without any waste, at least 1.
+        waves: Rounds in which the tiles are processed.
+        tile_waste: Fraction of the computed elements that are discarded, in [0, 1).
+        wave_waste: Fraction of the multiprocessors' time that is idle, in [0, 1).
+        waste: Both combined.
+        slowdown: Time relative to tiles of the most efficient size without waste, at least 1.
     """
 
     tile: tuple[int, int]
@@ -335,7 +336,7 @@ def _tiling(sizes: tuple[int, int, int, int], tile: tuple[int, int], multiproces
 
 
 def _cost(tile: tuple[int, int]) -> float:
-    """Of one element of a tile."""
+    """Time of one element of a tile."""
     return 1 + _EDGE * (1 / tile[0] + 1 / tile[1])
 
 
@@ -487,5 +488,5 @@ def loss_barrier(shares: Sequence[float], losses: Sequence[float]) -> float:
     if 0 not in at or 1 not in at:
         raise ValueError("both networks (0 and 1) must be among the shares")
     rises = [loss - ((1 - share) * at[0] + share * at[1]) for share, loss in at.items() if 0 <= share <= 1]
-    # The largest of numbers and NaN would be whichever stands first.
+    # The maximum of numbers and NaN depends on their order.
     return math.nan if any(math.isnan(rise) for rise in rises) else max(rises)

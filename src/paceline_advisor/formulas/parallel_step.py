@@ -1,13 +1,11 @@
 """Time of a step on several devices, given the time of one.
 
-The step of one device comes from a measurement. What the others add is worked out here, each cause by itself:
+The step of one device is measured. The cost of additional devices is computed here, separately for each cause:
 
-* *communication* that no computing hides, and what it takes from computing while it is hidden;
-* *host* work that is done for each parameter tensor while the device waits for it;
-* *waiting* for whichever device is slowest in this step;
-* *data*: a node's processor cores supply only so many samples;
-* *launching*: a host issues only so many kernels, however small they are;
-* *cores*: processes without accelerators share the machine's.
+* *communication* that does not overlap with computing, and the slowdown of computing where it does; * *host* work that
+is done for each parameter tensor while the device waits for it; * *waiting* for whichever device is slowest in this
+step; * *data*: a node's processor cores supply only so many samples; * *launching*: a host issues only so many kernels,
+however small they are; * *cores*: processes without accelerators share the machine's.
 
 The constants below are the same for every network, machine and size, and none of them was fitted to the rate of several
 GPUs: docs/decisions/0039 says where each comes from, and how well published rates are met.
@@ -30,11 +28,11 @@ BUCKET_CAP_MB = 25
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a backward pass produces at some time.
+    """A message of a backward pass, with the time at which it is ready.
 
     Attributes:
-        size_bytes: Of the gradient, as it is sent.
-        ready: Share of the backward pass that is over by then, in (0, 1].
+        size_bytes: Size of the gradient, as it is sent.
+        ready: Fraction of the backward pass that is done by then, in (0, 1].
     """
 
     size_bytes: float
@@ -43,12 +41,12 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP gathers at once: one block's weights.
+    """A unit that FSDP gathers at once: one block's weights.
 
     Attributes:
-        weight_bytes: Of its weights, as they are gathered.
-        gradient_bytes: Of their gradients, as they are reduced.
-        share: Its share of a pass's computing.
+        weight_bytes: Size of its weights, as they are gathered.
+        gradient_bytes: Size of their gradients, as they are reduced.
+        share: Its fraction of a pass's computation.
     """
 
     weight_bytes: float
@@ -61,9 +59,9 @@ class Timeline:
     """Time that communication adds to a step.
 
     Attributes:
-        busy_seconds: Time in which messages were under way.
+        busy_seconds: Time in which messages were in flight.
         exposed_seconds: Time in which computing had to wait for them.
-        stretched_seconds: Time by which computing took longer while they were under way.
+        stretched_seconds: Time by which computing slowed down while they were in flight.
     """
 
     busy_seconds: float
@@ -91,10 +89,10 @@ def buckets(gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float 
 
 
 class _Streams:
-    """A clock with computing and messages side by side.
+    """A clock for overlapping computation and messages.
 
     Args:
-        taken: Share of the device's computing that messages under way take from it, in [0, 1).
+        taken: Fraction of the device's compute that messages in flight use, in [0, 1).
     """
 
     def __init__(self, taken: float) -> None:
@@ -108,7 +106,7 @@ class _Streams:
         self.stretched += more
 
     def send(self, seconds: float) -> float:
-        """Queue a message that is ready now; when it will have arrived."""
+        """Queue a message that is ready now; return when it will have arrived."""
         self.sent = max(self.now, self.sent) + seconds
         self.busy += seconds
         return self.sent
@@ -148,10 +146,10 @@ def reduce_behind(
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What FSDP's messages hide behind.
+    """The passes that FSDP's messages overlap with.
 
     Attributes:
-        forward_seconds: Of the pass without communication.
+        forward_seconds: Duration of the pass without communication.
         backward_seconds: Likewise.
         regathered: Whether weights are freed after the forward pass and gathered again for the backward pass.
     """
@@ -205,7 +203,7 @@ def _gathered_pass(
 Cause = Literal["computing", "communication", "host", "waiting", "data", "launching", "cores"]
 Strategy = Literal["ddp", "fsdp"]
 Compiled = Literal["no", "fused", "graphs"]
-_GRAPHS = 2  # a forward and a backward one
+_GRAPHS = 2  # one forward and one backward
 
 BACKWARD_SHARE = 2 / 3
 """Of a step's computing: the backward pass has two products for each of the forward's (with respect to inputs and to
@@ -242,17 +240,17 @@ class Launches:
 
     Attributes:
         eager: Operator by operator; 0 if unknown.
-        products: Of these, products: a compiler leaves each of them a kernel of its own.
+        products: Matrix products among them: a compiler leaves each of these a separate kernel.
     """
 
     eager: int = 0
     products: int = 0
 
     def share(self, compiled: Compiled) -> float:
-        """What is left of the time of launching them all, in [0, 1].
+        """Return the remaining fraction of the time to launch them all, in [0, 1].
 
-        A compiler fuses what lies between two products into one kernel, at the most; a recorded graph of a pass is
-        launched as a whole. Nothing is taken off where the operators are not known.
+        At best, a compiler fuses everything between two products into one kernel; a recorded graph of a pass is
+        launched as a whole. Unknown operators give no reduction.
         """
         if compiled == "no" or not self.eager:
             return 1.0
@@ -262,10 +260,11 @@ class Launches:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What of a network decides how it scales.
+    """The properties of a network that determine how it scales.
 
     Attributes:
-        gradients: Of its parameter tensors in the order in which a backward pass produces them, as they are sent.
+        gradients: Gradients of its parameter tensors in the order in which a backward pass produces them, as they are
+            sent.
         units: Its blocks in the order of the forward pass, for FSDP.
     """
 
@@ -283,11 +282,11 @@ class OneDevice:
     """The measurement of one device.
 
     Attributes:
-        seconds: Of one step of ``samples`` samples.
-        samples: In that step.
-        doubt: Relative error of ``seconds``, to both sides.
+        seconds: Duration of one step of ``samples`` samples.
+        samples: Samples in that step.
+        doubt: Relative error of ``seconds``, in both directions.
         spread: Standard deviation of a step, relative to it.
-        is_bound: Whether ``seconds`` is what the device cannot do better than, and no measurement.
+        is_bound: Whether ``seconds`` is a lower bound instead of a measurement.
     """
 
     seconds: float
@@ -302,13 +301,13 @@ class Host:
     """Host properties.
 
     Attributes:
-        waits: How often in a step the host waits for the device before it goes on.
-        seconds_per_tensor: What DDP adds to its work for one parameter tensor.
-        seconds_per_sample: Time of one core for reading and varying a sample; 0 if that is done before.
+        waits: How often the host waits for the device in a step.
+        seconds_per_tensor: Additional work of DDP per parameter tensor.
+        seconds_per_sample: Time of one core to read and augment a sample; 0 if that is done beforehand.
         loaders_per_device: Loader processes of each device; None for as many as there are cores.
         cores_per_device: Physical cores for each device; None if unknown.
-        shares_cores: The devices are these cores: processes compute on them.
-        threads: Of each process that computes on cores.
+        shares_cores: Whether the devices are these cores: processes compute on them.
+        threads: Threads of each process that computes on cores.
     """
 
     waits: int = 0
@@ -320,7 +319,7 @@ class Host:
     threads: int = 1
 
     def supply_per_second(self, devices: int, per_node: int) -> float | None:
-        """Samples that the loaders of all nodes hand out; None for as many as are asked for."""
+        """Samples that the loaders of all nodes supply; None without a limit."""
         if not self.seconds_per_sample or self.cores_per_device is None:
             return None
         local = min(devices, per_node)
@@ -331,7 +330,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the devices share a step.
+    """How the devices divide a step.
 
     Attributes:
         strategy: ``ddp`` or ``fsdp``.
@@ -339,9 +338,9 @@ class ParallelConfig:
         passes: Passes of each device in a step; gradients are reduced in the last one, or with ``fsdp`` in each.
         bucket_bytes: Size of DDP's buckets.
         units_per_device: Multiprocessors of a device; None if unknown.
-        regathered: FSDP gathers weights for the backward pass again.
-        taken: Share of computing that a message under way takes; None to work it out from the multiprocessors.
-        launched: What compiling leaves of the time that launching kernels takes, in [0, 1].
+        regathered: Whether FSDP gathers weights again for the backward pass.
+        taken: Fraction of compute that a message in flight uses; None to derive it from the multiprocessors.
+        launched: Remaining fraction of the launch time after compilation, in [0, 1].
     """
 
     strategy: Strategy
@@ -360,13 +359,13 @@ class Prediction:
 
     Attributes:
         devices: Their number.
-        samples: In the step.
-        seconds: Of the step.
-        low_seconds: Of the step if everything that is added costs less than thought.
-        high_seconds: Of the step if it costs more.
+        samples: Samples in the step.
+        seconds: Duration of the step.
+        low_seconds: Duration if all added costs are lower than expected.
+        high_seconds: Duration if they are higher.
         parts: Seconds by cause; they sum up to the step.
-        limit: The largest cause other than computing; ``computing`` if nothing costs more than a hundredth.
-        single_rate: Samples per second of one device, as it was measured.
+        limit: The largest cause other than computing; ``computing`` if no other cause exceeds a hundredth.
+        single_rate: Measured samples per second of one device.
     """
 
     devices: int
@@ -385,7 +384,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Rate over that of as many single devices."""
+        """Rate relative to that many single devices."""
         return self.rate / (self.single_rate * self.devices)
 
 
@@ -399,12 +398,12 @@ def slowest_of(devices: int) -> float:
 
 
 def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: ParallelConfig) -> Prediction:
-    """The step of ``fabric.devices`` devices."""
+    """Return the step of ``fabric.devices`` devices."""
     middle = _step(network, one, fabric, host, way, doubt=1.0)
     low = _step(network, _off(one, 1 / (1 + one.doubt)), fabric, host, way, doubt=1 / DOUBT)
     high = _step(network, _off(one, 1 + one.doubt), fabric, host, way, doubt=DOUBT)
     seconds = sum(middle.values())
-    # No range goes beyond what a device cannot do better than.
+    # The range never exceeds what the device can do at best.
     floor = one.seconds * way.micro_batch / one.samples * way.passes if one.is_bound else 0.0
     beyond = 1 + (MODEL_DOUBT if fabric.devices > 1 else 0.0)
     causes = {cause: each for cause, each in middle.items() if cause != "computing"}
@@ -426,10 +425,10 @@ def _off(one: OneDevice, factor: float) -> OneDevice:
 
 
 def _computing(network: Network, one: OneDevice, host: Host, way: ParallelConfig) -> tuple[float, float]:
-    """Seconds of one pass on one device, and what of them is waiting for kernels to be launched."""
+    """Return the seconds of one pass on one device, and how much of them is launch overhead."""
     seconds = one.seconds * way.micro_batch / one.samples
     if host.shares_cores or (one.samples == way.micro_batch and not one.is_bound):
-        return seconds, 0.0  # it was measured so
+        return seconds, 0.0  # it is part of the measurement
     floor = LAUNCH_SECONDS * network.tensors * way.launched
     return max(seconds, floor), max(0.0, floor - seconds)
 
@@ -441,7 +440,7 @@ def _step(
     single, launching = _computing(network, one, host, way)
     pass_seconds, crowded = single, 0.0
     if host.shares_cores and host.cores_per_device is not None:
-        # More threads than cores take turns.
+        # With more threads than cores, threads wait for one another.
         local = min(devices, fabric.per_node)
         crowded = single * max(0.0, local * host.threads / (host.cores_per_device * fabric.per_node) - 1)
     parts: dict[Cause, float] = {

@@ -195,10 +195,10 @@ class Fabric:
     """Devices in nodes, every node with as many.
 
     Attributes:
-        devices: All of them.
-        per_node: Those of one node; all of them if there is one node.
-        within_bytes_per_second: Between a node's devices, for each.
-        within_latency_seconds: Of one message there.
+        devices: Number of devices.
+        per_node: Devices per node; all of them for a single node.
+        within_bytes_per_second: Bandwidth between a node's devices, for each.
+        within_latency_seconds: Latency of one message.
         network_bytes_per_second: Between nodes, for a whole node.
         network_latency_seconds: Of one message there.
         algorithm: One of :data:`ALL_REDUCES`; None for whichever is fastest for a message, as NCCL chooses.
@@ -214,7 +214,7 @@ class Fabric:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, the last one perhaps not full."""
+        """Number of nodes; the last one may be partly filled."""
         return -(-self.devices // self.per_node)
 
     def all_reduce_seconds(self, message_bytes: float) -> float:

@@ -31,8 +31,8 @@ class Curve:
     """Metrics along a line.
 
     Attributes:
-        positions: Where, in lengths of the direction.
-        values: Each metric at these positions; not finite where the loss was not.
+        positions: Positions, in units of the direction's length.
+        values: Each metric at these positions; not finite where the loss is not.
     """
 
     positions: tuple[float, ...]
@@ -56,11 +56,11 @@ class Surface:
 
 @dataclass(frozen=True)
 class Job:
-    """Work that processes share.
+    """Work that is divided among processes.
 
     Attributes:
         parts: Each is done by one process, and returns plain numbers.
-        assemble: Makes the result of what the parts return, in order.
+        assemble: Combines the parts' return values, in order.
     """
 
     parts: Sequence[Callable[[], Any]]
@@ -93,7 +93,7 @@ def surface(x: Sequence[float], y: Sequence[float], measure: Callable[[float, fl
 
 
 def moved(subject: Subject, weights: Tensor, axes: Sequence[Tensor], on: Split) -> Callable[..., dict[str, float]]:
-    """Return what measures at a point that is given by its distances along the axes, [size] each."""
+    """Return a function of a point, given by its distances along the axes, [size] each."""
 
     def measure(*distances: float) -> dict[str, float]:
         point = weights.clone()
@@ -105,9 +105,9 @@ def moved(subject: Subject, weights: Tensor, axes: Sequence[Tensor], on: Split) 
 
 
 def share_out(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, Any]:
-    """Do jobs together. Collective: every rank must call this, with the same jobs.
+    """Run jobs together. Collective: every rank must call this, with the same jobs.
 
-    Rank r does every world-size-th part, from the r-th on. An error for the user on one rank is raised on all.
+    Rank r runs every world-size-th part, starting with the r-th. A PacelineError on one rank is raised on all.
 
     Returns:
         Each job's result, by name.
@@ -128,7 +128,7 @@ _HALF = 2.0**-33
 
 
 def random_numbers(seed: int, number: int, count: int) -> Numbers:
-    """Return numbers in (0, 1): the ``number``-th vector of a seed."""
+    """Return numbers in (0, 1): vector ``number`` of a seed."""
     blocks = np.arange(-(-count // _PER_BLOCK), dtype=np.int64)
     return uniforms(seed, number, blocks, _PER_BLOCK).reshape(-1)[:count] + _HALF
 
@@ -141,8 +141,8 @@ def normal_vector(seed: int, number: int, like: Tensor) -> Tensor:
 def filter_normalised(direction: Tensor, weights: Tensor, shapes: Mapping[str, torch.Size]) -> Tensor:
     """Give each filter of a direction the norm of the weights' filter.
 
-    A filter is what makes one output: an index of the first axis. Parameters of one axis (biases, and the scale and
-    shift of norms) do not move, as in the authors' plots (``xignore=biasbn`` in their code).
+    A filter produces one output: an index of the first axis. One-dimensional parameters (biases, and the scale and
+    shift of norms) are not changed, as in the authors' plots (``xignore=biasbn`` in their code).
 
     Args:
         direction: Any direction, [size].
@@ -170,8 +170,8 @@ class Plane:
 
     Attributes:
         axes: Two orthogonal unit vectors, [size] each.
-        coordinates: Where each checkpoint is in it, the last one at (0, 0).
-        explained: The share of the squared distances from the last weights that lies along each axis.
+        coordinates: Position of each checkpoint, with the last one at (0, 0).
+        explained: Fraction of the squared distances from the last weights along each axis.
     """
 
     axes: tuple[Tensor, Tensor]
@@ -186,14 +186,14 @@ def principal_plane(weights: Sequence[Tensor]) -> Plane:
     """Return the plane of a run's weights, at least three, in the order in which they were saved.
 
     Raises:
-        ValueError: If nothing moved.
+        ValueError: If the weights never changed.
 
     Source:
         Li et al., Visualizing the Loss Landscape of Neural Nets, arXiv:1712.09913, section 7.2.
     """
     last = weights[-1]
     moves = torch.stack([each - last for each in weights[:-1]])
-    # As many rows as checkpoints: their products are a small matrix, whatever the network's size.
+    # One row per checkpoint: their products are a small matrix, whatever the network's size.
     gram = np.zeros((len(moves), len(moves)))
     for part in torch.split(moves, _AT_A_TIME, dim=1):
         exact = part.cpu().double()
@@ -206,7 +206,7 @@ def principal_plane(weights: Sequence[Tensor]) -> Plane:
     axes = []
     for square, shares in zip(squares[:-3:-1], vectors.T[:-3:-1], strict=True):
         mixed = torch.from_numpy(shares.copy()).to(moves) @ moves
-        # A run along a straight line has no second axis: what is left over are rounding errors.
+        # A straight trajectory has no second axis: only rounding errors remain.
         axes.append(mixed / float(np.sqrt(square)) if square > 0 else torch.zeros_like(mixed))
     x, y = ((vectors[:, -each] * np.sqrt(squares[-each])).tolist() for each in (1, 2))
     return Plane(
@@ -221,7 +221,7 @@ def principal_plane(weights: Sequence[Tensor]) -> Plane:
 Start = Literal["weights", "random"]
 STARTS: tuple[Start, ...] = ("weights", "random")
 
-# Beyond the numbers of a surface's directions.
+# Vector numbers above those used for a surface's directions.
 _START_NUMBER, _SUBSPACE_NUMBER = 1000, 2000
 
 
@@ -230,9 +230,9 @@ class Ascent:
     """One search for the largest loss in a box.
 
     Attributes:
-        start: Where it began.
-        largest_loss: The largest loss it saw; infinite if one was not finite.
-        iterations: Of L-BFGS-B.
+        start: Its starting point.
+        largest_loss: The largest loss found; infinite if one was not finite.
+        iterations: Iterations of L-BFGS-B.
         gradients: Losses and gradients computed.
     """
 
@@ -247,11 +247,11 @@ class Sharpness:
     """Keskar's measure.
 
     Attributes:
-        epsilon: Half the width of the box that is searched, for a weight of 0; it is wider for larger ones.
-        percent: By how much the loss can rise, in percent of one plus the loss.
-        loss: At the weights.
+        epsilon: Half the width of the search box for a weight of 0; it is wider for larger weights.
+        percent: How much the loss can rise, in percent of one plus the loss.
+        loss: Loss at the weights.
         ascents: The searches; the best one counts.
-        subspace: Dimensions of the random subspace that the search kept to; None for all of them.
+        subspace: Dimensions of the random subspace of the search; None for the full space.
     """
 
     epsilon: float
@@ -274,13 +274,13 @@ def climb(
 ) -> Ascent:
     """Search the box around the weights, [size], for the largest loss of a split, from one start.
 
-    The search's own numbers are in [-1, 1]. ``seed`` keys the random start and the subspace.
+    The search variables are in [-1, 1]. ``seed`` keys the random start and the subspace.
     """
     if subspace is None:
         half, basis = epsilon * (weights.abs() + 1), None
     else:
         basis = torch.stack([normal_vector(seed, _SUBSPACE_NUMBER + each, weights) for each in range(subspace)], dim=1)
-        # The pseudo-inverse times the weights; random columns are far from dependent.
+        # The pseudo-inverse times the weights; random columns are almost never linearly dependent.
         half = epsilon * (torch.linalg.solve(basis.T @ basis, basis.T @ weights).abs() + 1)
     seen: list[float] = []
 
@@ -309,7 +309,7 @@ def climb(
             jac=True,
             method="L-BFGS-B",
             bounds=Bounds(-np.ones(dimensions), np.ones(dimensions)),
-            # It stops when its iterations are done, or nothing rises any more: the scale of a loss says nothing.
+            # It stops after its iterations, or when the loss no longer rises: the scale of a loss is arbitrary.
             options={"maxiter": iterations, "maxfun": 20 * (iterations + 1), "ftol": 0.0, "gtol": 0.0},
         )
     except FloatingPointError:
@@ -319,7 +319,7 @@ def climb(
 
 def sharpness(loss: float, ascents: Sequence[Ascent], epsilon: float, subspace: int | None = None) -> Sharpness:
     """Return the sharpness from searches of one box."""
-    # The weights are a point of the box themselves.
+    # The weights themselves are a point of the box.
     largest = max(loss, *(each.largest_loss for each in ascents))
     percent = keskar_sharpness(largest, loss) if math.isfinite(loss) else math.nan
     return Sharpness(epsilon=epsilon, percent=percent, loss=loss, ascents=tuple(ascents), subspace=subspace)
@@ -335,12 +335,12 @@ class Eigenvalue:
     """The largest eigenvalue of a Hessian.
 
     Attributes:
-        value: The eigenvalue; NaN where the loss is not finite.
-        residual: Length of ``H v - value * v`` for its unit vector v, from one more product, as a share of the value:
-            an eigenvalue lies within that distance.
+        value: The eigenvalue; NaN if the loss is not finite.
+        residual: Norm of ``H v - value * v`` for its unit vector v, from one more product, relative to the value: an
+            eigenvalue is within that distance.
         tolerance: The requested residual.
         products: Hessian-vector products taken.
-        converged: Whether the residual is as small as that.
+        converged: Whether the residual is within the tolerance.
         lowest: The lowest eigenvalue seen: above 0 only in a bowl; an upper bound, not converged.
     """
 
@@ -358,10 +358,10 @@ def top_eigenvalue(
     """Return the algebraically largest eigenvalue of a symmetric operator.
 
     Args:
-        apply: Multiplies a vector by it.
+        apply: Multiplies a vector by the operator.
         start: Any vector that is not orthogonal to the eigenvector; a random one.
-        tolerance: Largest residual, as a share of the eigenvalue.
-        most: Most products; one more measures the residual.
+        tolerance: Largest residual, relative to the eigenvalue.
+        most: Maximum number of products; one more measures the residual.
 
     Source:
         Golub and Van Loan, Matrix Computations, 10.1, with full reorthogonalisation.

@@ -19,18 +19,18 @@ _NORMS = {
     "stored": "BatchNorm has the statistics that were stored with the weights",
     "none": "There is no BatchNorm",
 }
-# Colours by the logarithm where the largest loss is so many times the smallest: else one corner outshines all.
+# Colour by the logarithm if the largest loss is this many times the smallest: otherwise one corner dominates.
 _WIDE = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """A run's path, in the plane that holds most of it.
+    """A run's path, in the plane that captures most of it.
 
     Attributes:
-        steps: Of the checkpoints, in order.
-        coordinates: Where each is in the plane, the last at (0, 0); in the weights' own lengths.
-        explained: Share of the squared distances from the last weights that lies along each axis.
+        steps: Steps of the checkpoints, in order.
+        coordinates: Position of each in the plane, with the last at (0, 0), in units of the weights.
+        explained: Fraction of the squared distances from the last weights along each axis.
         surface: The loss on the plane.
     """
 
@@ -45,20 +45,20 @@ class RunLandscape:
     """One run.
 
     Attributes:
-        run: What was named.
+        run: The named target.
         path: The weights.
         weights: ``model`` or ``ema``.
-        steps: Optimizer steps behind them.
-        parameters: Numbers among them.
+        steps: Optimizer steps of the weights.
+        parameters: Number of parameters.
         batch_size: Samples per step.
         peak_lr: Peak learning rate.
-        results: By split, each metric as evaluation has it (with stored statistics).
-        gap: What the task is judged by (accuracy in points, say) on the training samples less that on the validation
-            samples; the metric is ``gap_metric``. None where that is the loss.
+        results: By split, each metric as in evaluation (with stored statistics).
+        gap: The headline metric (such as accuracy, in points) on the training samples minus that on the validation
+            samples; the metric is ``gap_metric``. None if that is the loss.
         gap_metric: The task's headline.
         curve: Along the first random direction.
         surface: Along the first two.
-        trajectory: If there was one to draw.
+        trajectory: The trajectory, if available.
         sharpness: One for each epsilon.
         curvature: The largest eigenvalue of the Hessian.
     """
@@ -82,11 +82,11 @@ class RunLandscape:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The straight way from the first run's weights (0) to the second's (1).
+    """The straight line from the first run's weights (0) to the second's (1).
 
     Attributes:
-        curves: By split.
-        barrier: How far the loss rises above the line between the two losses, by split; NaN where one is not finite.
+        curves: Curves by split.
+        barrier: How far the loss rises above the line between the two losses, by split; NaN if one is not finite.
     """
 
     curves: Mapping[str, Curve]
@@ -108,13 +108,13 @@ class LandscapeReport:
     """The whole result.
 
     Attributes:
-        split: Whose loss the curves, surfaces, sharpness and curvature are of.
-        samples: Samples of each split.
-        batch_norm: Where BatchNorm's statistics came from: ``recomputed``, ``stored``, or ``none``.
-        seed: Of directions, starts and samples.
-        runs: One for each.
-        line: Between two runs.
-        notes: Further notes.
+        split: The split whose loss is used for curves, surfaces, sharpness and curvature.
+        samples: Number of samples of each split.
+        batch_norm: Source of BatchNorm's statistics: ``recomputed``, ``stored``, or ``none``.
+        seed: Seed of directions, starts and samples.
+        runs: The result of each run.
+        line: The line between two runs.
+        notes: Additional notes.
     """
 
     split: str
@@ -130,9 +130,9 @@ class LandscapeReport:
         return asdict(self)
 
     def __paceline__(self) -> Shown:
-        """Show all runs side by side, what was found of each, and the way between two; on the page, with charts."""
+        """Show all runs side by side, the results of each, and the line between two; on the page, with charts."""
         names = [str(run.run) for run in self.runs]
-        # What tells the table's losses from those of the curves.
+        # Distinguishes the table's losses from those of the curves.
         stored = "; losses and accuracies with BatchNorm's stored statistics" * (self.batch_norm == "recomputed")
         columns, rows = comparison(self)
         blocks: list[Block | str] = [
@@ -152,7 +152,7 @@ class LandscapeReport:
 
 
 def not_finite(where: str, *parts: Curve | Surface | None) -> Iterator[str]:
-    """Yield how many points of some curves and surfaces have a loss that is not finite, if any."""
+    """Yield how many points of curves and surfaces have a non-finite loss, if any."""
     losses = [np.array(next(iter(part.values.values())), dtype=float) for part in parts if part is not None]
     odd = sum(int((~np.isfinite(each)).sum()) for each in losses)
     if odd:
@@ -161,7 +161,7 @@ def not_finite(where: str, *parts: Curve | Surface | None) -> Iterator[str]:
 
 
 def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Return a table of all runs: training, results and sharpness; what was not computed is missing."""
+    """Return a table of all runs: training, results and sharpness, without values that were not computed."""
     first = report.runs[0]
     metric, loss = first.gap_metric, next(iter(first.results["train"]))
     is_share = metric is not None and metric.endswith("accuracy")
@@ -191,7 +191,7 @@ def _short(value: float) -> str:
 
 
 def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
-    """Yield what was found of one run, and its charts."""
+    """Yield the results of one run, and its charts."""
     if run.curve is not None:
         name, values = next(iter(run.curve.values.items()))
         shown = range(0, len(values), max(1, (len(values) - 1) // 10))
@@ -235,7 +235,7 @@ def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
 def _curve_charts(curves: Mapping[str, Curve], where: str) -> Iterator[Chart]:
     some = next(iter(curves.values()))
     loss, *others = some.values
-    # The loss and the first accuracy: a second one tells nothing else.
+    # The loss and the first accuracy: a second accuracy adds nothing.
     for name in (loss, *[other for other in others if other.endswith("accuracy")][:1]):
         titled = f"{name} (%)" if name.endswith("accuracy") else name
         yield Chart(
@@ -274,7 +274,7 @@ def _turned(surface: Surface, title: str, axes: tuple[str, str]) -> Chart:
 
 
 def _height(surface: Surface) -> tuple[Sequence[Sequence[float | None]], str]:
-    """Return the loss, or its logarithm where it spans too much, and its name; None where it is not finite."""
+    """Return the loss, or its logarithm if the range is too large, and its name; None where it is not finite."""
     name, rows = next(iter(surface.values.items()))
     losses = np.array(rows)
     finite = losses[np.isfinite(losses)]

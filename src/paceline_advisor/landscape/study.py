@@ -32,12 +32,12 @@ from paceline_advisor.landscape.subject import (
     read_trajectory,
 )
 
-# Half as much again on each side of two networks, as Goodfellow et al. look beyond them.
+# Half the distance beyond each of the two networks, as in Goodfellow et al.
 _LINE = (-0.5, 1.5)
-# Of a trajectory's width, on each side of it.
+# Margin on each side, as a fraction of the trajectory's width.
 _MARGIN = 0.25
 _EIGENVECTOR_NUMBER = 3000
-# A process that has done its part waits for the others.
+# A process that has finished its part waits for the others.
 _PATIENCE_SECONDS = 7 * 24 * 3600
 _SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -46,7 +46,7 @@ def explore(request: Landscape, _: Log) -> LandscapeReport:
     """Measure the landscape of runs, whose directories are only read. Collective: every rank must call this.
 
     Raises:
-        PacelineError: If a target, the overrides or the data are not usable, or a requested measurement is not
+        PacelineError: If a target, the overrides or the data are unusable, or a requested measurement is not
         possible.
     """
     launch = read_launch(os.environ)
@@ -111,7 +111,7 @@ def _look_at(run: Opened, request: Landscape, collectives: Collectives, notes: l
 
 
 def _jobs(run: Opened, weights: Tensor, request: Landscape, notes: list[str]) -> Iterator[tuple[str, Job]]:
-    """Yield what is to be done of a run, the longest first, so that the processes end together."""
+    """Yield the jobs of a run, longest first, so that the processes end together."""
     subject, asks, split = run.subject, request.asks_for, request.split
     if asks("curvature"):
         yield "curvature", Job([partial(_curvature, run, weights, request)], lambda found: found[0])
@@ -137,7 +137,7 @@ def _jobs(run: Opened, weights: Tensor, request: Landscape, notes: list[str]) ->
 
 
 def _curvature(run: Opened, weights: Tensor, request: Landscape) -> tuple[Any, ...]:
-    """Return the largest eigenvalue; None and why, where it was not asked for by name and there is none."""
+    """Return the largest eigenvalue, or None with the reason if it was not requested by name and is unavailable."""
     start = normal_vector(request.seed, _EIGENVECTOR_NUMBER, weights)
     apply = run.subject.curvature(weights, request.split)
     try:
@@ -149,7 +149,7 @@ def _curvature(run: Opened, weights: Tensor, request: Landscape) -> tuple[Any, .
 
 
 def _trajectory(run: Opened, weights: Tensor, request: Landscape, notes: list[str]) -> Job | None:
-    """Measure on the plane of a run's checkpoints; without one that was not asked for by name, note why."""
+    """Measure on the plane of a run's checkpoints; if it was not requested by name and is unavailable, note why."""
     try:
         steps, saved = read_trajectory(run)
         plane = measures.principal_plane(saved)
@@ -192,7 +192,7 @@ def _line(runs: list[Opened], request: Landscape, collectives: Collectives, note
     my_norms, their_norms = (run.subject.statistics() for run in runs)
 
     def measure(on: Split, share: float) -> dict[str, float]:
-        """Measure at a share of the way, with the statistics of BatchNorm mixed likewise."""
+        """Measure at a fraction of the line, with BatchNorm's statistics interpolated likewise."""
         subject.move_to(mine, torch.lerp(my_norms, their_norms, share))
         try:
             return subject.measure(torch.lerp(mine, theirs, share), on)
@@ -206,7 +206,7 @@ def _line(runs: list[Opened], request: Landscape, collectives: Collectives, note
 
 
 def _gaps(runs: Sequence[RunLandscape], line: Line | None) -> Iterator[str]:
-    """Yield what is missing in curves and surfaces, and eigenvalues that did not converge."""
+    """Yield notes on missing values in curves and surfaces, and on eigenvalues that did not converge."""
     for run in runs:
         trajectory = None if run.trajectory is None else run.trajectory.surface
         yield from not_finite(str(run.run), run.curve, run.surface, trajectory)

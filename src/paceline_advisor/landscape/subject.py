@@ -1,7 +1,7 @@
 """The loss of a run as a function of its weights.
 
 The weights of a network are one flat vector here, in the order of its named parameters. Everything is computed in the
-numbers the weights are kept in, float32 mostly, on samples that are the same at every point; dropout is off.
+dtype of the weights, usually float32, on the same samples at every point; dropout is off.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from paceline.trainer.evaluate_target import EvaluationRequest, scoring_recipe, 
 from paceline.world import World
 from paceline_advisor.commands import Landscape
 
-# Checkpoints that a trajectory needs.
+# Minimum number of checkpoints for a trajectory.
 _LEAST = 3
-# Samples in a batch; with recomputed statistics, those that are normalised together.
+# Samples per batch; with recomputed statistics, these are normalised together.
 _BATCH = 256
 
 BatchNormUse = Literal["recomputed", "stored"]
@@ -48,14 +48,14 @@ Split = Literal["train", "validation"]
 
 
 class Subject:
-    """A network that belongs to the study alone, with the samples it is tried on.
+    """A network used only by the study, with its samples.
 
     Args:
-        task: Says what the loss and the accuracies of a batch are.
-        network: The network, on its device; its weights are moved about.
+        task: Computes the loss and the accuracies of a batch.
+        network: The network, on its device; its weights are changed.
         samples: Batches of each split, on the device.
-        batch_norm: Where BatchNorm's statistics come from: ``recomputed`` from each batch, as in training, or
-            ``stored`` with the weights, as in evaluation.
+        batch_norm: Source of BatchNorm's statistics: ``recomputed`` from each batch, as in training, or ``stored`` with
+            the weights, as in evaluation.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class Subject:
         self._parameters = list(self._named.values())
         self._statistics = [each for each in network.buffers() if each.is_floating_point()]
         norms = [each for each in network.modules() if isinstance(each, _BatchNorm)]
-        # One without statistics of its own normalises by the batch anyway; one over processes cannot be alone.
+        # A norm without running statistics always normalises by the batch; one across processes cannot run alone.
         self._norms = [each for each in norms if each.track_running_stats and not isinstance(each, nn.SyncBatchNorm)]
         self.device = self._parameters[0].device
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether it makes a difference where the statistics come from."""
+        """Whether the source of the statistics makes a difference."""
         return bool(self._norms)
 
     @property
     def size(self) -> int:
-        """Numbers among the weights."""
+        """Number of parameters."""
         return sum(each.numel() for each in self._parameters)
 
     @property
@@ -113,7 +113,7 @@ class Subject:
 
     @torch.no_grad()
     def move_to(self, point: Tensor, statistics: Tensor | None = None) -> None:
-        """Give the network the weights at a point, and other statistics if there are some."""
+        """Set the network's weights to a point, and optionally other statistics."""
         for each, part in _parts(point, self._parameters):
             each.copy_(part)
         if statistics is not None:
@@ -121,12 +121,12 @@ class Subject:
                 each.copy_(part)
 
     def measure(self, point: Tensor, on: Split, *, batch_norm: BatchNormUse | None = None) -> dict[str, float]:
-        """Every metric of the task at a point, over all samples of a split; not finite where the loss is not.
+        """Every metric of the task at a point, over all samples of a split; not finite if the loss is not.
 
         Args:
             point: The weights, [size].
             on: The split.
-            batch_norm: Where statistics come from, if not as everywhere else.
+            batch_norm: Source of the statistics, if not the default.
         """
         self.move_to(point)
         sums, collectors = Accumulator(self.task.metrics, self.device), self.task.collectors()
@@ -152,7 +152,7 @@ class Subject:
         return total, gradient
 
     def curvature(self, point: Tensor, on: Split) -> Callable[[Tensor], Tensor]:
-        """What multiplies a vector, [size], by the Hessian of the mean loss at a point."""
+        """Return a function that multiplies a vector, [size], by the Hessian of the mean loss at a point."""
 
         def apply(vector: Tensor) -> Tensor:
             self.move_to(point)
@@ -178,12 +178,12 @@ class Subject:
         along = torch.zeros((), dtype=vector.dtype, device=self.device)
         for each, part in _parts(vector, gradients):
             along = along + (each * part).sum()
-        if not along.requires_grad:  # the loss is a line
+        if not along.requires_grad:  # the loss is linear
             return torch.zeros_like(vector)
         return _flat(torch.autograd.grad(along, self._parameters, materialize_grads=True))
 
     def _losses(self, on: Split) -> Iterator[Tensor]:
-        """Each batch's share of the mean loss over the split."""
+        """Return each batch's weight in the mean loss over the split."""
         metric, number = self.task.metrics[0], self._number(on)
         name = metric.summed
         exact = torch.float32 if self.device.type == "mps" else torch.float64
@@ -197,7 +197,7 @@ class Subject:
             yield share
 
     def _number(self, on: Split) -> float:
-        """What the loss of a split is divided by: its samples, or what the task's metric says, tokens say."""
+        """Return the divisor of a split's loss: its samples, or the unit of the task's metric, such as tokens."""
         per = self.task.metrics[0].per
         if per is None:
             return self.count(on)
@@ -210,7 +210,7 @@ class Subject:
     @contextlib.contextmanager
     def _norms_in(self, use: BatchNormUse) -> Iterator[None]:
         for norm in self._norms:
-            # With these two, a batch is normalised by its own statistics and leaves no trace in the stored ones.
+            # With these two settings, a batch is normalised by its own statistics and does not change the stored ones.
             norm.training, norm.track_running_stats = use == "recomputed", use == "stored"
         try:
             yield
@@ -235,12 +235,12 @@ class NoSecondDerivativeError(PacelineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """One run that is looked at.
+    """One run under study.
 
     Attributes:
-        target: What was named.
+        target: The named target.
         saved: Its weights.
-        recipe: What it was trained with.
+        recipe: The recipe it was trained with.
         subject: Its network on its samples.
     """
 
@@ -251,7 +251,7 @@ class Opened:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that the weights have behind them."""
+        """Optimizer steps of the weights."""
         return int(self.saved.metadata.get("step", 0))
 
 
@@ -283,15 +283,15 @@ def open_run(target: Path, ask: Landscape, world: World) -> Opened:
 
 
 def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
-    """The steps and the weights of a run's checkpoints, in order; those that are damaged are left out.
+    """Yield the steps and weights of a run's checkpoints, in order, without damaged ones.
 
     Raises:
-        CheckpointError: If there are too few.
+        CheckpointError: If there are too few checkpoints.
     """
     store, network, like = CheckpointStore(opened.target / "checkpoints"), opened.subject.network, opened.subject.here()
     steps: list[int] = []
     weights: list[Tensor] = []
-    # Up to the weights that are looked at, which may be the best and not the newest.
+    # Up to the weights under study, which may be the best and not the newest.
     for step in (each for each in store.steps() if each <= opened.steps):
         try:
             saved = read_weights(store.path(step), opened.saved.weights)
@@ -316,7 +316,7 @@ def check_alike(first: Opened, second: Opened) -> None:
     """Check that two networks can be connected by a line.
 
     Raises:
-        PacelineError: If their weights are not of the same names and shapes.
+        PacelineError: If their weights differ in names or shapes.
     """
     mine, theirs = first.subject.shapes, second.subject.shapes
     if mine == theirs and len(first.subject.statistics()) == len(second.subject.statistics()):
@@ -343,12 +343,12 @@ def _samples(
     for split, source in sources.items():
         count = len(source) if ask.samples is None else min(ask.samples, len(source))
         some = SubsetSource(source, np.sort(epoch_order(ask.seed, 0, len(source))[:count]))
-        # Training images are shown as held-out ones are: not varied, and the same at every point.
+        # Training images are preprocessed like validation images: without augmentation, and the same at every point.
         shown = build_task(recipe)
         assert isinstance(shown, ImageTask)
         shown.dataset = replace(dataset, validation=some if count < len(source) else source)
         shown.data_facts(world)
-        # Batches as alike as can be: with recomputed statistics, the last must not be one of two samples.
+        # Batches of nearly equal size: with recomputed statistics, the last batch must not have only two samples.
         size = -(-count // max(1, -(-count // _BATCH)))
         with _pipeline(shown, placement, training=False) as pipeline:
             found[split] = _whole(pipeline.evaluation_batches(size, World()), None)
@@ -358,7 +358,7 @@ def _samples(
 def _first_samples(
     task: Task, recipe: Recipe, placement: Placement, ask: Landscape, world: World
 ) -> dict[Split, tuple[Batch, ...]]:
-    """Of a task of the user's own: what it trains on first, and what it evaluates first."""
+    """For a custom task: its first training samples, and its first evaluation samples."""
     facts = task.data_facts(world)
     size = min(_BATCH, facts.train_samples)
     geometry = StepGeometry(
@@ -379,10 +379,10 @@ def _pipeline(task: Task, placement: Placement, *, training: bool) -> Iterator[P
 
 
 def _whole(batches: Iterator[Batch], most: int | None) -> tuple[Batch, ...]:
-    """Whole batches until there are so many samples.
+    """Collect complete batches until there are enough samples.
 
     Raises:
-        DataError: If there is none.
+        DataError: If there are no samples.
     """
     found: list[Batch] = []
     for batch in batches:

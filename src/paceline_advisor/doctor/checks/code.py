@@ -1,4 +1,4 @@
-"""Checks of the user's code: what makes the device wait, and how samples are loaded."""
+"""Checks of the user's code: host-device synchronisation, and how samples are loaded."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def host_tensors(subject: Subject) -> Found | None:
 def _counted(
     subject: Subject, what: str, counts: Counter[tuple[str, int, str]], why_on_cpu: str, on_cpu: tuple[float, float]
 ) -> Found | None:
-    """Say how often calls were seen, and where first; they cost little on a CPU."""
+    """Describe how often calls were observed, and where first; they cost little on a CPU."""
     if not counts:
         return None
     places = tuple(Place(file, line, kind, count) for (file, line, kind), count in counts.most_common())
@@ -111,7 +111,7 @@ def debug_environment(subject: Subject) -> Iterator[Found]:
     speedup=(1.02, 1.5),
 )
 def unfused_pointwise(subject: Subject) -> Found | None:
-    """Rows of operations on single numbers, each of which goes through memory."""
+    """Sequences of operations on single numbers, each of which reads and writes memory."""
     places = tuple(
         Place(file, line, f"{length} operations in a row, {function}")
         for (file, line, function), length in subject.calls.pointwise.items()
@@ -133,7 +133,7 @@ def unfused_pointwise(subject: Subject) -> Found | None:
     speedup=(1.0, 1.1),
 )
 def gradient_in_evaluation(subject: Subject) -> Found | None:
-    """Scores that keep a graph."""
+    """Scores that keep an autograd graph."""
     if not subject.calls.has_gradient_in_evaluation:
         return None
     return Found("what `score` returns has a gradient, although the trainer disables gradients")
@@ -146,7 +146,7 @@ def gradient_in_evaluation(subject: Subject) -> Found | None:
     speedup=(1.0, 3.0),
 )
 def no_workers(subject: Subject) -> Found | None:
-    """Samples are read by the process that trains, although other cores could."""
+    """Samples are read by the training process, although other cores are free."""
     data, alone = subject.plan.data, [each for each in subject.loaders if each.workers == 0]
     reads_itself = data.get("backend") == "pytorch" and data.get("workers") == 0
     if subject.target.machine.cores < 2 or not (alone or reads_itself):

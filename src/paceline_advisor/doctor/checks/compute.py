@@ -1,4 +1,4 @@
-"""Checks of arithmetic: precision, memory format, kernels, and the sizes of the network's layers."""
+"""Checks of computation: precision, memory format, kernels, and the sizes of the network's layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from paceline_advisor.doctor.findings import (
 from paceline_advisor.doctor.subject import Found, Subject, check, named
 from paceline_advisor.formulas.parallel_step import KERNEL_SECONDS
 
-# On a CPU, a layer of fewer FLOPs takes about as long as what changing its numbers or starting threads costs.
+# On a CPU, a layer with fewer FLOPs takes about as long as converting its dtype or starting threads.
 _SMALL_ON_CPU = 1e8
-# On a GPU, a change of numbers that gains less than that costs as much in casts.
+# On a GPU, a smaller gain than this is lost to the casts of another precision.
 _WORTH_IT = 1.1
 _MUCH = 0.05
 _MOST = 0.5
@@ -39,7 +39,7 @@ _COMPUTE_BOUND = {"batch": 128, "hidden": 256}
     speedup=(1.5, 3.0),
 )
 def precision(subject: Subject) -> Found | None:
-    """Matrices are multiplied in fp32, although the device has units for 16 bits."""
+    """Matrices are multiplied in fp32, although the device has matrix units for 16 bits."""
     plan, target = subject.plan, subject.target
     faster = next((each for each in ("bf16", "fp16") if target.has(each)), None)
     if plan.precision != "fp32" or faster is None or _too_small(subject):
@@ -65,9 +65,9 @@ def precision(subject: Subject) -> Found | None:
 
 
 def _most_gained(subject: Subject, faster: str) -> float:
-    """How many times as fast the forward pass of the layers can be in other numbers; infinite if unknown.
+    """Return the possible speedup of the layers' forward pass in another precision; infinite if unknown.
 
-    A layer takes the time of its arithmetic, of its memory traffic, or of launching it, whichever is most.
+    A layer takes the longest of its compute time, its memory traffic and its launch.
     """
     device, slower = subject.target.device, subject.products
     if device is None or not subject.layers:
@@ -111,7 +111,7 @@ def slow_precision(subject: Subject) -> Found | None:
     speedup=(1.05, 1.5),
 )
 def channels_last(subject: Subject) -> Found | None:
-    """Convolutions with the channel as the slowest axis but one."""
+    """Convolutions in channels-first memory format."""
     if subject.plan.channels_last or subject.target.kind not in ("cpu", "cuda", "xpu"):
         return None
     share = subject.share(lambda layer: layer.kind == "convolution")
@@ -129,7 +129,7 @@ def channels_last(subject: Subject) -> Found | None:
     speedup=(1.05, 1.4),
 )
 def layout_lost(subject: Subject) -> Found | None:
-    """The batch is channels-last, and something in the network lays it out anew."""
+    """The batch is channels-last, and a part of the network changes its layout."""
     lost = subject.anatomy.not_channels_last
     count = len({layer.name for layer in subject.layers if layer.kind == "convolution"})
     share = subject.share(lambda layer: layer.name in lost)
@@ -178,7 +178,7 @@ def autotune_off(subject: Subject) -> Found | None:
     speedup=(1.0, 1.2),
 )
 def unfused_optimizer(subject: Subject) -> Found | None:
-    """The optimizer goes through the weights one by one."""
+    """The optimizer updates the weights one by one."""
     options = subject.recipe.optimizer.options
     if options.get("foreach") is not False:
         return None
@@ -193,13 +193,13 @@ def unfused_optimizer(subject: Subject) -> Found | None:
     keeps="rounding",
 )
 def threads(subject: Subject) -> Found | None:
-    """A CPU computes on fewer cores than there are."""
+    """A CPU uses fewer cores than it has."""
     plan, asked, workers = subject.plan, subject.recipe.parallel.threads, subject.plan.data.get("workers")
     cores, used = subject.target.machine.cores // plan.local_world_size, plan.threads_per_process
     if subject.target.is_gpu or subject.recipe.parallel.exact or _too_small(subject) or used >= cores:
         return None
     if isinstance(workers, int) and used + workers >= cores:
-        return None  # the others read
+        return None  # the others load data
     found = Found(
         f"parallel.threads={asked}: {used} of {cores} cores compute",
         overrides={"parallel.threads": "auto"},
@@ -227,7 +227,7 @@ def _too_small(subject: Subject) -> bool:
     speedup=(1.01, 1.05),
 )
 def bias_before_batchnorm(subject: Subject) -> Found | None:
-    """A bias that the next module takes away again."""
+    """A bias that the next module cancels."""
     biased = subject.anatomy.biased
     if not biased:
         return None
@@ -238,7 +238,7 @@ def bias_before_batchnorm(subject: Subject) -> Found | None:
 
 # ------------------------------------------------------------------------------------------------ sizes of layers
 
-# Other sizes are another network, and what they gain is said of a device that need not be here.
+# Other sizes are another network, and the expected gain is for a device that may not be here.
 prediction = partial(check, keeps="training", predicted=True)
 
 
@@ -248,7 +248,7 @@ prediction = partial(check, keeps="training", predicted=True)
     speedup=(1.1, 2.0),
 )
 def dimension_alignment(subject: Subject) -> Found | None:
-    """Sizes that matrix units cannot take as they are."""
+    """Sizes that matrix units cannot use without padding."""
     multiples = subject.target.multiples(subject.products)
     if multiples is None:
         return None
@@ -276,7 +276,7 @@ def dimension_alignment(subject: Subject) -> Found | None:
     speedup=(1.05, 2.0),
 )
 def batch_alignment(subject: Subject) -> Found | None:
-    """A batch that matrix units cannot take as it is, where nothing but the batch makes rows."""
+    """A batch size that matrix units cannot use without padding, where only the batch forms rows."""
     multiples, batch = subject.target.multiples(subject.products), subject.plan.micro_batch_size
     flat = subject.share(lambda layer: layer.kind == "linear" and layer.rows == 1)
     if multiples is None or batch % multiples[0] == 0 or flat < _MOST:
@@ -322,7 +322,7 @@ def tile_alignment(subject: Subject) -> Found | None:
     speedup=(1.0, 1.1),
 )
 def first_layer_channels(subject: Subject) -> Found | None:
-    """A first convolution of few channels that costs much."""
+    """An expensive first convolution with few channels."""
     unit = subject.target.multiples(subject.products)
     first = next((layer for layer in subject.layers if layer.kind == "convolution"), None)
     if unit is None or first is None or first.inputs >= unit[0] or _share(subject, [first]) < 2 * _MUCH:
@@ -346,7 +346,7 @@ def first_layer_channels(subject: Subject) -> Found | None:
     speedup=(1.0, 1.5),
 )
 def memory_bound_layers(subject: Subject) -> Found | None:
-    """Matrix products that wait for memory."""
+    """Matrix products that are limited by memory traffic."""
     ridge, samples = subject.target.ridge(subject.products), subject.plan.micro_batch_size
     each = BYTES[subject.products]
     if ridge is None:
@@ -381,7 +381,7 @@ def memory_bound_layers(subject: Subject) -> Found | None:
     speedup=(1.0, 1.5),
 )
 def depthwise_convolutions(subject: Subject) -> Found | None:
-    """Convolutions that filter each channel by itself, as MobileNet's and EfficientNet's."""
+    """Convolutions that filter each channel separately, as in MobileNet and EfficientNet."""
     separate = [layer for layer in subject.layers if layer.is_depthwise]
     moved = sum((layer.read + layer.written) * layer.calls for layer in subject.layers)
     share = sum((layer.read + layer.written) * layer.calls for layer in separate) / moved if moved else 0.0
@@ -403,7 +403,7 @@ def depthwise_convolutions(subject: Subject) -> Found | None:
     speedup=(1.0, 2.0),
 )
 def recurrent_sizes(subject: Subject) -> Found | None:
-    """Recurrent layers of sizes that matrix units do not take, or of little work."""
+    """Recurrent layers with sizes that matrix units do not support, or with little work."""
     multiples = subject.target.multiples(subject.products)
     found = [layer for layer in subject.layers if layer.kind == "recurrent"]
     if multiples is None or not found:
@@ -442,7 +442,7 @@ def recurrent_cells(subject: Subject) -> Found | None:
 
 
 def _inner(subject: Subject) -> list[Layer]:
-    """The layers but for the first convolution, whose channels are those of images, and recurrent ones."""
+    """Return the layers except recurrent ones and the first convolution, whose input channels are those of images."""
     found = [layer for layer in subject.layers if layer.kind in ("linear", "convolution")]
     first = next((layer for layer in found if layer.kind == "convolution"), None)
     return [layer for layer in found if layer is not first or layer.inputs > 4]
@@ -460,6 +460,6 @@ def _share(subject: Subject, layers: list[Layer]) -> float:
 
 
 def _heaviest(layers: list[Layer], figure: Callable[[Layer], str] = lambda layer: layer.shape) -> str:
-    """Name the layers of most FLOPs, each with a figure, its sizes unless another is given."""
+    """Name the layers with the most FLOPs, each with a value, by default its sizes."""
     heaviest = sorted(layers, key=lambda layer: -layer.flops)
     return named([f"{layer.name} {figure(layer)}" for layer in heaviest], 3)

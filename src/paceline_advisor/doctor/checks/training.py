@@ -59,12 +59,12 @@ def does_not_fit(subject: Subject) -> Found | None:
     speedup=(1.0, 1.1),
 )
 def unused_parameters(subject: Subject) -> Found | None:
-    """Parameters that are to be trained and take no part in the loss."""
+    """Trainable parameters that are not used in the loss."""
     unused, all_of_them = subject.anatomy.unused, subject.anatomy.parameters
     if not unused:
         return None
     asked = subject.recipe.parallel.unused_parameters
-    # The modules all of whose parameters are unused.
+    # Modules all of whose parameters are unused.
     others = [name for name in all_of_them if name not in unused]
     homes = dict.fromkeys(name.rpartition(".")[0] for name in unused)
     frozen = [f"{home}.*" for home in homes if home and not any(name.startswith(f"{home}.") for name in others)]
@@ -91,7 +91,7 @@ def unused_parameters(subject: Subject) -> Found | None:
     speedup=(1.0, 1.1),
 )
 def unused_parameter_search(subject: Subject) -> Found | None:
-    """A search for parameters without a gradient where there is none."""
+    """A search for unused parameters where all are used."""
     seen, model = subject.anatomy, subject.recipe.model
     if subject.recipe.parallel.unused_parameters != "allow" or not seen.parameters or seen.unused:
         return None
@@ -112,9 +112,9 @@ _DISORDER = 0.2
     speedup=(1.0, 1.1),
 )
 def construction_order(subject: Subject) -> Found | None:
-    """Layers created in another order than used, if that decides the buckets."""
+    """Layers created in another order than used, if that determines the buckets."""
     if subject.recipe.parallel.unused_parameters != "allow":
-        return None  # DDP arranges its buckets anew after the first step
+        return None  # DDP rebuilds its buckets after the first step
     made = list(dict.fromkeys(name.rpartition(".")[0] for name in subject.anatomy.parameters))
     used = [name for name in subject.anatomy.order if name in made]
     seen: list[int] = []
@@ -140,7 +140,7 @@ def construction_order(subject: Subject) -> Found | None:
     speedup=(1.2, 2.0),
 )
 def data_parallel(subject: Subject) -> Found | None:
-    """A network that spreads itself over devices in one process."""
+    """A network that distributes itself over devices in one process."""
     found = subject.anatomy.parallel
     names = named([name or "the network itself" for name in found])
     return Found(f"torch.nn.DataParallel in the network: {names}", layers=found) if found else None
@@ -156,7 +156,7 @@ def data_parallel(subject: Subject) -> Found | None:
     speedup=(1.0, 1.15),
 )
 def affinity(subject: Subject) -> Found | None:
-    """Processes that move between the sockets of a machine with GPUs."""
+    """Processes that may move between the sockets of a machine with GPUs."""
     wanders = subject.recipe.parallel.affinity == "none" and subject.sockets > 1
     if not wanders or not subject.target.is_gpu or not subject.target.is_here:
         return None
@@ -167,7 +167,7 @@ def affinity(subject: Subject) -> Found | None:
 
 _FEW_STEPS = 4
 _SHORT_RUN = 20
-_BACKWARD = 3.0  # a step's time in forward passes: backward takes two
+_BACKWARD = 3.0  # a step's time in forward passes: a backward pass takes two
 
 
 @check(
@@ -196,10 +196,10 @@ def log_every_step(subject: Subject) -> Found | None:
     source=OWN,
     advice='evaluate.every="1 epoch", or less often',
     overrides={"evaluate.every": "1 epoch"},
-    keeps="training",  # what is the best, and when patience is at its end, is found at evaluations
+    keeps="training",  # the best checkpoint, and early stopping, are determined at evaluations
 )
 def evaluation_often(subject: Subject) -> Found | None:
-    """More time in evaluation than in training."""
+    """More time spent in evaluation than in training."""
     plan, every = subject.plan, subject.plan.evaluate_every_steps
     if every is None or plan.evaluation_samples == 0 or plan.total_steps < _SHORT_RUN:
         return None
@@ -226,7 +226,7 @@ def evaluation_often(subject: Subject) -> Found | None:
     expected="no time; accuracy as with a small batch",
 )
 def no_warmup(subject: Subject) -> Found | None:
-    """A large batch whose first step already has the full rate."""
+    """A large batch whose first step already uses the full learning rate."""
     largest = max(phase.global_batch_size for phase in subject.plan.batch_phases)
     if largest < _LARGE_BATCH or subject.plan.warmup_steps > 0 or not _starts_anew(subject):
         return None
@@ -257,7 +257,7 @@ def learning_rate_rule(subject: Subject) -> Found | None:
             advice=f"a smaller rate than the rule's: it held up to {_LARGEST_LINEAR} (ResNet-50), or "
             "optimizer.name=lars",
         )
-    # A large batch with the rate of a small one, from random weights, with plain SGD.
+    # A large batch with a small batch's learning rate, from random weights, with plain SGD.
     fair = _REFERENCE_RATE * batch / _REFERENCE_BATCH
     plain = asked.name == "sgd" and asked.lr_scaling == "none" and batch >= _LARGE_BATCH and _starts_anew(subject)
     if not plain or asked.lr >= fair / 4:
@@ -280,7 +280,7 @@ def learning_rate_rule(subject: Subject) -> Found | None:
     speedup=(1.0, 1.02),
 )
 def ragged_tail(subject: Subject) -> Found | None:
-    """An epoch's last step with hardly a sample in each micro-batch."""
+    """An epoch's last step with very few samples in each micro-batch."""
     plan = subject.plan
     for phase in plan.epochs.finished_phases(plan.total_steps) if subject.anatomy.order else ():
         left = plan.epochs.last_step_samples(phase)
@@ -360,7 +360,7 @@ def data_wait(subject: Subject) -> Found | None:
     expected="no step lost",
 )
 def scaler_health(subject: Subject) -> Found | None:
-    """Steps that fp16 skipped, or a loss scale that has fallen."""
+    """Steps that fp16 skipped, or a loss scale that decreased."""
     steps = _of(subject, "step")
     scales = [event["grad_scale"] for event in steps if event.get("grad_scale")]
     last = steps[-1] if steps else {}
@@ -400,7 +400,7 @@ def _of(subject: Subject, kind: str) -> list[dict[str, Any]]:
 
 
 def _incidents(subject: Subject, *kinds: str) -> Found | None:
-    """How often a run told of such incidents, and the last."""
+    """Return how often a run reported such incidents, and the last one."""
     told = [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
     times = f"{len(told)} time{'s' * (len(told) > 1)}"
     return Found(f"{times}; the last: {told[-1].get('message', '')}") if told else None
